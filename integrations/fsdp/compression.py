@@ -138,6 +138,8 @@ class ReplicaCompression:
         """Reducers that have reduced gradients of this step."""
         self._pass = -1
         """The backward pass of the last exchange."""
+        _seam().enter()
+        self.ends.callback(_seam().leave)
         self.groups = [self._connect(group, parameters) for group, parameters in groups]
         self.steps.members = list(self._reducers.values())
         self._before_forward(self._close_if_done)
@@ -155,7 +157,6 @@ class ReplicaCompression:
 
     def _connect(self, group: Any, parameters: list[ShardedParameter]) -> ReplicaGroup:
         """Let FSDP's parameter group call a process group of ours."""
-        _seam()
         replicas = group.mesh_info.replicate_process_group
         ranks = tuple(dist.get_process_group_ranks(replicas))
         if ranks not in self._reducers:

@@ -167,13 +167,26 @@ def replicated_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter
 class ReductionSeam:
     """Tells process groups which parameters FSDP is about to all-reduce, and by what it divides the sum.
 
-    One for the process. It wraps two functions of torch's, which pass through for all other groups.
+    One for the process. While a model is compressed, it wraps two functions of torch's, which pass through
+    for all other groups.
     """
 
     def __init__(self, group_type: type[Any]) -> None:
+        self._type, self._patches, self._models = group_type, Patches(), 0
+
+    def leave(self) -> None:
+        """Note that a model is compressed no longer."""
+        self._models -= 1
+        if not self._models:
+            self._patches.undo()
+
+    def enter(self) -> None:
+        """Note that one more model is compressed."""
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
-        self._type, self._patches = group_type, Patches()
+        self._models += 1
+        if self._models > 1:
+            return
         self._patches.intercept(_fsdp_param_group, "foreach_reduce", self._reduce)
         self._patches.intercept(_fsdp_collectives, "_get_gradient_divide_factors", self._factors)
 

@@ -89,6 +89,7 @@ def two(folder: Path) -> Results:
         run("newer", "zero0-fp32", 6, sparse, load=older),
         run("poison", "zero0-fp32", 6, sparse, poison=[2]),
     ]
+    plan.append(run("between", "zero1-fp32-accumulate", 24, sparse, between=True))
     fixed = {**AHEAD, "sparsity": 0.9, "expert": {"step_ahead_coefficient": 0.5}}
     plan += [
         {"id": f"sums/{name}", "config": {**settings, "dct": {"data_parallel": fixed}}, "steps": 3}
@@ -217,3 +218,10 @@ def test_unknown_optimizers_are_refused_on_every_rank(two: Results) -> None:
         assert "known are Adam, AdamW" in rank["all-optimizer"]["error"]
     assert two[1]["one-optimizer"]["error"].startswith("ConfigError")
     assert two[0]["one-optimizer"]["error"].startswith("DesyncError")
+
+
+def test_an_evaluation_before_the_backward_pass_changes_nothing(two: Results) -> None:
+    for rank in two:
+        same, between = (rank[f"{kind}/zero1-fp32-accumulate"] for kind in ("sparse", "between"))
+        assert same["losses"] == between["losses"]
+        assert same["hash"] == between["hash"]

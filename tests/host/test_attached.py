@@ -16,6 +16,7 @@ from support.processes import run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
@@ -211,7 +212,7 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
     fully_shard(net.body, mesh=mesh)
     model: Any = fully_shard(net, mesh=mesh)
     optimizer = adamw(model)
-    none, owed = hooks_on(net, optimizer), []
+    none, owed, reduce = hooks_on(net, optimizer), [], _fsdp_param_group.foreach_reduce
     first = dct_plugin.attach(model, optimizer, SPARSE)
     train(model, net, optimizer, rank, range(6))
     one = hooks_on(net, optimizer)
@@ -230,6 +231,7 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
         "hooks": (none, one, two, hooks_on(net, optimizer)),
         "steps": [each.metrics.summary().steps for each in (first, second, third)],
         "owed": owed,
+        "patched": _fsdp_param_group.foreach_reduce is not reduce,
         "weights": held(net),
     }
 
@@ -242,6 +244,7 @@ def test_a_second_attachment_under_fsdp2() -> None:
         assert none == after < one == two
         assert result["steps"] == [6, 4, 5]  # the last one brings what was owed
         assert result["owed"] == [0.0, 0.0]
+        assert not result["patched"]
     assert torch.equal(first["weights"], second["weights"])
 
 
