@@ -127,7 +127,7 @@ class Reductions:
 
     @property
     def flushed(self) -> bool:
-        """Whether an iteration has brought all that was not sent."""
+        """True if an iteration has brought all that was not sent."""
         return all(each.reducer.flushed for each in self)
 
     def state_dict(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Hook:
 
     @property
     def flushed(self) -> bool:
-        """Whether a step after :meth:`flush` was made."""
+        """True if a step after :meth:`flush` was made."""
         return True
 
     def end_iteration(self) -> None:
