@@ -273,8 +273,9 @@ class ReplicaCompression:
         facts = {"optimizer steps so far": group.reducer.step, "optimizer given": bool(self._optimizers)}
         agreement.confirm(startup.facts_of(self.config, facts))
         if dist.get_rank() == 0 and not self._agreed:
-            settings = group.reducer.config
-            startup.log_active(f"FSDP2, {group.size()} replicas", self.config, self._note, settings)
+            all_groups = sum(1 for _ in parameter_groups(self._model))
+            what = f"FSDP2, {group.size()} replicas, {len(self.groups)} of {all_groups} parameter groups"
+            startup.log_active(what, self.config, self._note, group.reducer.config)
 
     def _follow_unit(self, group: ReplicaGroup) -> None:
         """Tell the reducer what the coming gradients are multiplied by: FSDP's factors, the loss scale."""
