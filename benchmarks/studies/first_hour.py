@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def block(total_steps: int | None) -> str:
     """README's lines for torch DDP."""
-    found = re.search(r"\*\*\[torch DDP\].*?\n\n```python\n(.*?)```", README.read_text(), re.S)
+    found = re.search(r"\*\*torch DDP\*\*.*?\n\n```python\n(.*?)```", README.read_text(), re.S)
     assert found is not None
     return found[1] if total_steps is None else found[1].replace("}})", f"}}}}, total_steps={total_steps})")
 

@@ -13,6 +13,8 @@ from .optimizers import OptimizerFamily
 
 #: Dense steps, and steps after them in which the density falls; the largest share of a run for each.
 DENSE, RAMP = (60, 0.1), (180, 0.6)
+#: In a run of unknown length the density falls with this power of the step, until it is the target.
+FALL = 2.0
 #: Sparsity of local error feedback where it is known to lose at 0.99, or nothing is known.
 GENTLE = 0.9
 
@@ -173,17 +175,13 @@ def chosen(
     nothing_waits = settings.sparsity == 0 and settings.parameters is None
     if not settings.enabled or nothing_waits or family in (OptimizerFamily.ADAGRAD, OptimizerFamily.SGD):
         return Choice(_changed(settings, feedback=LocalFeedback()), "")
-    dense, ramp = (most if steps is None else min(most, int(steps * share)) for most, share in (DENSE, RAMP))
-    dense = dense if settings.warmup_steps is None else settings.warmup_steps
-    ramp = ramp if settings.sparsity_warmup_steps is None else settings.sparsity_warmup_steps
-    start = {"warmup_steps": dense, "sparsity_warmup_steps": ramp}
-    length = "" if steps is None else f" (of {steps} steps)"
-    words = f"after {dense} dense steps and a ramp of {ramp}{length}"
+    is_ahead = family.loses_by_delay and not obstacle
+    sparsity = settings.sparsity if is_ahead else min(settings.sparsity, GENTLE)
+    start, words = _start(settings, sparsity, steps, is_ahead=is_ahead)
     name = training.optimizer[0]
-    if family.loses_by_delay and not obstacle:
+    if is_ahead:
         made = _changed(settings, feedback=StepAheadFeedback(), **start)
         return Choice(made, f"step-ahead for {name}, {words}")
-    sparsity = min(settings.sparsity, GENTLE)
     made = _changed(settings, feedback=LocalFeedback(), sparsity=sparsity, **start)
     why = obstacle or f"the step of {name} is not known"
     at = f" instead of {settings.sparsity:g}" if sparsity < settings.sparsity else ""
@@ -191,6 +189,33 @@ def chosen(
     return Choice(
         made, f"{why}: local error feedback at sparsity {sparsity:g}{at}{keep}, {words}", is_second_best=True
     )
+
+
+def _start(
+    settings: DataParallelConfig, sparsity: float, steps: int | None, *, is_ahead: bool
+) -> tuple[dict[str, object], str]:
+    """Return the settings of the start of a run of so many steps (None: not known), and a description."""
+    dense, ramp = (most if steps is None else min(most, int(steps * share)) for most, share in (DENSE, RAMP))
+    start: dict[str, object] = {}
+    length = f" (of {steps} steps)"
+    if steps is None:
+        length = "; the length of the run is not known (data_parallel.total_steps)"
+        if is_ahead and settings.warmup_steps is None and settings.sparsity_warmup_steps is None:
+            ramp = max(ramp, round(dense * ((1.0 - sparsity) ** (-1.0 / FALL) - 1.0)))
+            start["expert"] = {**settings.expert.model_dump(exclude_unset=True), "ramp": "power"}
+            short, long = (_times_fewer(dense, ramp, 1.0 - sparsity, of) for of in (300, 600))
+            length += f": its first 300 steps send {short:.0f}x fewer bytes, its first 600 {long:.0f}x"
+    dense = dense if settings.warmup_steps is None else settings.warmup_steps
+    ramp = ramp if settings.sparsity_warmup_steps is None else settings.sparsity_warmup_steps
+    start |= {"warmup_steps": dense, "sparsity_warmup_steps": ramp}
+    return start, f"after {dense} dense steps and a ramp of {ramp}{length}"
+
+
+def _times_fewer(dense: int, ramp: int, target: float, steps: int) -> float:
+    """Return how many times fewer bytes the first steps send: bf16 values, positions as bits or bytes."""
+    power = math.log(1.0 / target) / math.log((dense + ramp + 1) / dense)
+    densities = [max(target, min(1.0, (dense / (step + 1)) ** power)) for step in range(steps)]
+    return 32 * steps / sum(32 if each == 1.0 else 16 * each + min(1.0, 8 * each) for each in densities)
 
 
 def _changed(settings: DataParallelConfig, **changes: object) -> DataParallelConfig:

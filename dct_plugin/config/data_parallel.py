@@ -116,6 +116,12 @@ class ExpertSettings(Section):
 
     Higher for quality, 1 for the fewest bytes ([measured](quality.md#step-ahead-adam-at-99-)).
     """
+    ramp: Literal["exponential", "power"] = "exponential"
+    """How the density falls after the dense steps: exponentially, or with a power of the step, which needs
+    `warmup_steps`. Where `feedback` is auto and the length of the run is not known, it is power.
+
+    For studies.
+    """
     step_ahead_coefficient: float | None = Field(default=None, gt=0, le=1)
     """With `step_ahead`: share of a rank's own residual by which weights are displaced; null measures, for
     every tensor, how much of it the other ranks share.
@@ -192,15 +198,22 @@ class DataParallelConfig(Section):
     """
     warmup_steps: int | None = Field(default=None, ge=0)
     """First optimizer steps that are sent dense; null is 0, with feedback auto 60 where the optimizer needs
-    a start, or a tenth of a run whose length is known.
+    a start, or a tenth of a shorter run whose length is known.
 
     While losses still fall fast; with Adam at 0.99 60, in runs of some hundred steps a tenth (measured).
     """
     sparsity_warmup_steps: int | None = Field(default=None, ge=0)
-    """Steps after these in which the density falls exponentially to its target, as in DGC; null is 0, with
-    feedback auto 180, or six tenths of the run.
+    """Steps after these in which the density falls to its target; null is 0. With feedback auto it is 180, or
+    six tenths of a shorter run; where the length of the run is not known, it is 540 at a sparsity of 0.99.
 
     Instead of, or after, dense steps: smoother than one jump to the target.
+    """
+    total_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps of the run, from which the length of the start follows; null takes what the host or its
+    scheduler says, if anything.
+
+    Where the log says that the length of the run is not known
+    ([what it changes](quality.md#a-run-whose-length-is-not-known)).
     """
     adaptive: Annotated[AccordionConfig | None, OR_FALSE, written_short("kind")] = None
     """`"accordion"` or an object with its settings; null is off.

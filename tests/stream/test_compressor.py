@@ -274,3 +274,16 @@ def test_schedule_starts_dense_and_falls_to_the_target() -> None:
     assert densities[3:8] == sorted(densities[3:8], reverse=True)
     assert densities[3] == pytest.approx(0.01**0.2)
     assert densities[7:] == [pytest.approx(0.01)] * 3
+
+
+def test_density_falls_with_a_power_of_the_step() -> None:
+    """With the square from 60 dense steps on, the target of 0.01 is reached after ten times as many."""
+    schedule = SparsitySchedule(0.99, warmup_steps=60, ramp_steps=540, by_power=True)
+    assert [schedule.density(step) for step in (0, 59)] == [1.0, 1.0]
+    assert schedule.density(119) == pytest.approx(0.25, rel=2e-3)
+    assert schedule.density(239) == pytest.approx(0.0625, rel=4e-3)
+    assert [schedule.density(step) for step in (600, 5000)] == [pytest.approx(0.01)] * 2
+    densities = [schedule.density(step) for step in range(59, 605)]
+    assert densities == sorted(densities, reverse=True)
+    assert schedule.starting(599)
+    assert not schedule.starting(600)

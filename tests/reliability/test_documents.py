@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "configs").glob("*.md"))]
 #: One page a host, which a user follows from the top.
 START = ["ddp", "deepspeed", "dlrm", "fsdp", "huggingface", "megatron", "torchft"]
