@@ -35,6 +35,7 @@ def test_a_thread_has_ended_when_the_interpreter_ends() -> None:
     end()
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_fifty_jobs_end() -> None:
