@@ -134,7 +134,7 @@ def test_feedback_follows_the_optimizer() -> None:
         if name != "plain"
     }
     assert chosen == {
-        "AdamW": ("step_ahead", 0.99, (60, 180)),
+        "AdamW": ("step_ahead", 0.99, (60, 540)),
         "short": ("step_ahead", 0.99, (4, 24)),
         "own start": ("step_ahead", 0.99, (2, 24)),
         "wrapped": ("step_ahead", 0.99, (4, 24)),
