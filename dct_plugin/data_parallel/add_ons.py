@@ -1,4 +1,4 @@
-"""The table of add-ons. Deleting a row and the file that it names removes the feature."""
+"""The table of add-ons, in the order in which they see a reduction."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from .add_on import AddOn, ReducerContext
 from .automatic import AutomaticSparsity
 from .step_ahead import StepAheadAddOn
 
-#: In the order in which they see a reduction.
 ADD_ONS: tuple[type[AddOn], ...] = (Accordion, StepAheadAddOn, AutomaticSparsity)
 
 
