@@ -25,7 +25,7 @@ if $(2) > $$log 2>&1; then printf '%4d s\n' $$(($$(date +%s) - began)); rm -f $$
 else printf 'failed\n'; cat $$log; rm -f $$log; exit 1; fi
 endef
 
-.PHONY: help setup demo test test-fast test-slow test-hosts test-gpu test-oldest test-newest test-onebit test-aarch64 lint docs bench bench-gpu links \
+.PHONY: help gpu-wheels gpu-hour setup demo test test-fast test-slow test-hosts test-gpu test-oldest test-newest test-onebit test-aarch64 lint docs bench bench-gpu links \
   soak fuzz audit wheels release-check clean
 .DEFAULT_GOAL := help
 
@@ -118,6 +118,13 @@ test-gpu: ## Run the GPU tests with $(PYTHON), installing nothing (under 8 minut
 bench-gpu: ## GPU figures with $(PYTHON), installing nothing, into out/ (under 8 minutes)
 	@mkdir -p $(OUT)
 	@PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu.py --json $(OUT)/gpu.json
+
+# Both take the options of benchmarks/gpu_hour.py in ARGS.
+gpu-wheels: ## Gather what a machine with a GPU and without a network lacks, into .gpu-wheels (60 MB)
+	@$(PYTHON) benchmarks/gpu_hour.py wheels --into .gpu-wheels $(ARGS)
+
+gpu-hour: ## Tests, traces, figures and quality on a machine with a GPU, in order of worth; into out/gpu-hour
+	@$(PYTHON) benchmarks/gpu_hour.py run $(if $(wildcard .gpu-wheels),--wheels .gpu-wheels) $(ARGS)
 
 lint: $(TEST_READY) ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
