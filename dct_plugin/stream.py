@@ -356,11 +356,6 @@ class Compressor(Stream):
         self._saved_threshold = None
         self._loaded = state.get("residual")
         self._adopt_loaded()
-        if state.get("velocity") is not None:
-            logger.warning(
-                "%s: the saved momentum of the rank is left out: momentum correction is no option any more",
-                self.name,
-            )
 
     # -- inside ---
 

@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 
 from ..errors import ConfigError
 from .options import allowed, choices, models, show
-from .renamed_keys import replacement
 
 #: Keys that tell a DeepSpeed JSON without a "dct" section from a file that is the section itself.
 DEEPSPEED_KEYS = {
@@ -108,9 +107,7 @@ def _line(cls: type[BaseModel], section: Any, item: Any, source: str) -> str:
     if item["type"] == "missing" and isinstance(item["loc"][-1], str):  # a key, not an entry of a list
         return f"{path}: missing; {wanted}"
     # An error inside a pair is reported for the pair as a whole.
-    return f"{path} = {show(value)}: " + (
-        replacement(path, value) or wanted + (_meant(value, field) if field else "")
-    )
+    return f"{path} = {show(value)}: {wanted}" + (_meant(value, field) if field else "")
 
 
 def _meant(value: Any, field: FieldInfo) -> str:
@@ -143,8 +140,7 @@ def _unknown_key(cls: type[BaseModel], model: type[BaseModel], path: str, key: s
     # Control characters and outer spaces are made visible; the rest is shown as it was written.
     plain = key.isprintable() and key == key.strip() != ""
     shown = key if plain else json.dumps(key)
-    hint = replacement(f"{path}.{key}", value)
-    return f"{path}.{shown} = {show(value)}: " + (hint or f"unknown key; {_closest(cls, key, model, path)}")
+    return f"{path}.{shown} = {show(value)}: unknown key; {_closest(cls, key, model, path)}"
 
 
 def _closest(cls: type[BaseModel], key: str, model: type[BaseModel], path: str) -> str:

@@ -104,7 +104,6 @@ class TableLimits(nn.Module):
         self._measured, self._passes = False, 0
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        state.pop(f"{prefix}bound_class", None)  # bounds had factors by table once
         super()._load_from_state_dict(state, prefix, *arguments)
         self.restart_step()
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..autograd import with_gradient
 from ..config import EmbeddingChannelConfig, KernelConfig
@@ -56,16 +56,6 @@ class Route(NamedTuple):
     received_rows: list[list[int]]
     samples: list[int]
     own_tables: list[int]
-
-
-def rename_saved_buffers(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Load the buffers of a module's ``embedding_exchange`` from states that call it ``channel``.
-
-    A pre-hook for ``load_state_dict`` of the module.
-    """
-    old = f"{prefix}channel."
-    for key in [key for key in state if key.startswith(old)]:
-        state[f"{prefix}embedding_exchange.{key.removeprefix(old)}"] = state.pop(key)
 
 
 class EmbeddingExchange(TableLimits):

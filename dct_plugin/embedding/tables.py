@@ -24,7 +24,7 @@ from ..codecs.copies import to_device
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels.embedding_format import EmbeddingKernels
 from ..metrics import Metrics
-from .embedding_exchange import EmbeddingExchange, Route, rename_saved_buffers
+from .embedding_exchange import EmbeddingExchange, Route
 from .placement import Table, check_placement
 from .request_message import Bags, RowRequest
 from .requests import BatchLookup, RequestBuilder, RequestExchange
@@ -44,7 +44,6 @@ class TableShard(nn.Module):
         self.rows = list(rows)
         self.weight = nn.Parameter(torch.zeros(max(sum(rows), 1), dim))
         self.embedding_exchange = exchange
-        self.register_load_state_dict_pre_hook(rename_saved_buffers)
 
     def tables(self) -> list[Tensor]:
         """Views of the tables, [rows, dim] each."""

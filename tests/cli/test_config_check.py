@@ -67,7 +67,6 @@ WRONG: dict[str, tuple[Any, str]] = {
     "torch's name of a type": (job(gradients(value_dtype="bfloat16")), 'did you mean "bf16"?'),
     "number in quotes": (job(gradients(sparsity="0.99")), "must be a number in [0, 1); did you mean 0.99?"),
     "percent": (job(gradients(sparsity=99)), "must be a number in [0, 1); did you mean 0.99?"),
-    "key of 0.1": (job(gradients(error_feedback="local")), 'write "feedback": "local"'),
     "no such stage": (zero(4), "zero_optimization.stage = 4: must be 0, 1, 2 or 3"),
     "misspelt optimizer": (
         job({}, optimizer={"type": "AdmaW"}),

@@ -157,7 +157,6 @@ def test_any_json_is_accepted_or_refused_readably(values: dict[str, Any]) -> Non
                 "must be ",
                 "unknown key",
                 "missing",
-                " any more",
                 "does not go",
                 "has nothing",
                 "is above",
@@ -306,54 +305,6 @@ def test_a_name_stands_for_an_object_without_settings() -> None:
     adaptive = DataParallelConfig.of(adaptive=interval).adaptive
     assert adaptive is not None
     assert adaptive.short() == interval
-
-
-OLD: list[tuple[dict[str, Any], str, Any]] = [
-    ({"data_parallel": {"error_feedback": "step_ahead"}}, "data_parallel", {"feedback": "step_ahead"}),
-    ({"data_parallel": {"momentum_correction": 0.9}}, "data_parallel", None),
-    ({"data_parallel": {"feedback": {"kind": "local", "momentum": 0.9}}}, "data_parallel", None),
-    ({"data_parallel": {"expert": {"error_averaging": 50}}}, "data_parallel", None),
-    ({"data_parallel": {"update": "local"}}, "data_parallel", None),
-    ({"data_parallel": {"exchange_every": 4}}, "data_parallel", None),
-    ({"data_parallel": {"feedback": {"kind": "local", "every": 4}}}, "data_parallel", None),
-    ({"data_parallel": {"server_density": 2}}, "data_parallel", {"expert": {"server_density": 2}}),
-    ({"data_parallel": {"threshold": "exact"}}, "data_parallel", {"expert": {"threshold": "exact"}}),
-    ({"data_parallel": {"verify_every": 100}}, "data_parallel", {"verify": {"every": 100}}),
-    ({"data_parallel": {"adaptive": "off"}}, "data_parallel", None),
-    ({"data_parallel": {"parameters": {"enabled": True}}}, "data_parallel", None),
-    ({"data_parallel": {"density_band": [0.5, 2]}}, "data_parallel", None),
-    ({"data_parallel": {"index_encoding": "rice"}}, "data_parallel", None),
-    (
-        {"model_parallel": {"pipeline": {"method": "transform"}}},
-        "pipeline",
-        {"forward": {"method": "transform"}},
-    ),
-    (
-        {"model_parallel": {"pipeline": {"sparsity": 0.9}}},
-        "pipeline",
-        {"forward": {"method": "threshold", "sparsity": 0.9}},
-    ),
-    (
-        {"model_parallel": {"pipeline": {"gradient_method": "quantise"}}},
-        "pipeline",
-        {"backward": {"method": "quantise"}},
-    ),
-    ({"model_parallel": {"tensor": {"gradient_bits": 4}}}, "tensor", None),
-    ({"model_parallel": {"experts": {"enabled": False}}}, "experts", None),
-    ({"embedding": {"entropy": "rice"}}, "embedding", None),
-    ({"kernels": {"threads": 2}}, "kernels", None),
-]
-
-
-@pytest.mark.parametrize(("old", "section", "new"), OLD, ids=lambda value: json.dumps(value)[:60])
-def test_an_old_key_is_refused_with_what_to_write(old: dict[str, Any], section: str, new: Any) -> None:
-    (line,) = faults(old)
-    assert " any more" in line
-    if new is not None:
-        written = json.loads("{" + line.partition("; write ")[2].partition(", or ")[0] + "}")
-        assert written == new
-        where = {section: written}
-        DCTConfig.parse({"model_parallel": where} if section in ("pipeline", "tensor", "experts") else where)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from support.processes import run
 from torch import Tensor
 
-from dct_plugin.integrations.facebook_dlrm import CompressedAllToAll
+from examples.facebook_dlrm import CompressedAllToAll
 
 pytestmark = pytest.mark.slow
 

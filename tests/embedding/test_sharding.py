@@ -15,8 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dct_plugin.config import EmbeddingChannelConfig, KernelConfig, MetricsConfig
-from dct_plugin.embedding import Bags, EmbeddingExchange, ShardedTables, TableShard, load_tables
-from dct_plugin.errors import ConfigError
+from dct_plugin.embedding import Bags, ShardedTables, load_tables
 from dct_plugin.metrics import Metrics
 
 pytestmark = pytest.mark.slow
@@ -482,26 +481,3 @@ def _poisoned(rank: int, world_size: int) -> bool:
 
 def test_non_finite_rows_reach_every_rank() -> None:
     assert run(2, _poisoned) == [True, True]
-
-
-def test_faults_are_named() -> None:
-    with pytest.raises(ConfigError, match="no such key any more: the entries of a table are ranked together"):
-        EmbeddingChannelConfig.of({"granularity": "sample", "sparsity": 0.5})
-    with pytest.raises(ConfigError, match='no such key any more: one "error_bound" serves all tables'):
-        EmbeddingChannelConfig.of({"bound_start": 4.0})
-
-
-def test_states_of_the_former_name_load() -> None:
-    """The exchange of vectors was called ``channel`` in saved models, and had factors on bounds."""
-    config = EmbeddingChannelConfig.of({"sparsity": 0.5})
-    old, new = (TableShard([3, 4], 2, EmbeddingExchange(config, tables=2, dim=2)) for _ in range(2))
-    old.embedding_exchange.tau.fill_(0.25)
-    old.embedding_exchange.steps.fill_(7)
-    state = {f"shard.{key}": value for key, value in old.state_dict().items()}
-    saved = {key.replace("embedding_exchange", "channel"): value for key, value in state.items()}
-    assert "shard.channel.tau" in saved
-    saved["shard.channel.bound_class"] = torch.ones(2, dtype=torch.int64)
-    model = torch.nn.ModuleDict({"shard": new})
-    model.load_state_dict(saved)
-    assert model.state_dict().keys() == state.keys()
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())

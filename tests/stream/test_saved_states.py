@@ -72,14 +72,6 @@ def _stream_digests(states: dict[str, Any]) -> dict[str, list[str]]:
     return digests
 
 
-def test_a_saved_momentum_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    state = torch.load(DATA / "streams.pt", weights_only=True)["compressor"]
-    compressor = Compressor(name="weight", rank=1, **RAMP)
-    compressor.load_state_dict({**state, "velocity": torch.ones(500)})
-    assert "weight: the saved momentum of the rank is left out" in caplog.text
-    compressor.compress(data(500, 4))
-
-
 def test_streams_go_on_bitwise() -> None:
     expected = json.loads((DATA / "digests.json").read_text())
     found = _stream_digests(torch.load(DATA / "streams.pt", weights_only=True))

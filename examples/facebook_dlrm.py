@@ -1,7 +1,7 @@
 """A compressed all-to-all for facebookresearch/dlrm: takes the place of ``extend_distributed.alltoall``.
 
     import extend_distributed as ext_dist
-    from dct_plugin.integrations.facebook_dlrm import CompressedAllToAll
+    from facebook_dlrm import CompressedAllToAll  # this file, beside the script
 
     dlrm.exchange = CompressedAllToAll(dlrm.n_local_emb, m_spa, {"error_bound": 0.01})
     dlrm.exchange.install(ext_dist)
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from dct_plugin.config import EmbeddingChannelConfig, KernelConfig
 from dct_plugin.embedding import EmbeddingExchange, Route
-from dct_plugin.embedding.embedding_exchange import rename_saved_buffers
 from dct_plugin.metrics import Metrics
 
 
@@ -58,7 +57,6 @@ class CompressedAllToAll(nn.Module):
             settings, tables=num_tables, dim=dim, name="alltoall", metrics=metrics, kernels=kernels
         )
         self.group = group
-        self.register_load_state_dict_pre_hook(rename_saved_buffers)
 
     def install(self, extend_distributed: ModuleType) -> None:
         """Replace the module's ``alltoall``."""
