@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.process
 import os
 import subprocess
@@ -12,6 +13,13 @@ from typing import Any
 import pytest
 import torch
 from support import interpreter
+
+with contextlib.suppress(ImportError):  # a machine that only tests its GPU may lack it
+    import hypothesis
+
+    # On a busy machine an example takes any time.
+    hypothesis.settings.register_profile("dct", deadline=None)
+    hypothesis.settings.load_profile("dct")
 
 # Without a GPU the Triton kernels are run by Triton's interpreter, which has to be known before triton is
 # imported, here and in the processes that tests start.
