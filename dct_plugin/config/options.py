@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import inspect
 import json
-import textwrap
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
@@ -129,25 +126,8 @@ def show(value: Any) -> str:
 
 def documentation(model: type[BaseModel], name: str) -> tuple[str, str]:
     """Return what an option does, and when to change it: the paragraphs of the text below its field."""
-    for cls in model.__mro__:
-        if issubclass(cls, BaseModel) and name in (texts := _texts(cls)):
-            what, _, when = texts[name].partition("\n\n")
-            return " ".join(what.split()), " ".join(when.split())
-    return "", ""
-
-
-@functools.cache
-def _texts(model: type[BaseModel]) -> dict[str, str]:
-    """Return the texts below the fields of a class, by field; empty where its source is not installed."""
-    try:
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
-    except (OSError, TypeError):
-        return {}
-    assert isinstance(body, ast.ClassDef)
-    texts = {}
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-            continue
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            texts[field.target.id] = str(text.value.value)
-    return texts
+    # A section may give a field of its base class another default only.
+    bases = [cls for cls in model.__mro__ if issubclass(cls, BaseModel) and name in cls.model_fields]
+    text = next((text for cls in bases if (text := cls.model_fields[name].description)), "")
+    what, _, when = text.partition("\n\n")
+    return " ".join(what.split()), " ".join(when.split())

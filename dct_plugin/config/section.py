@@ -37,6 +37,7 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
+        use_attribute_docstrings=True,
         protected_namespaces=(),  # pydantic up to 2.9 warns about every key that begins with "model_"
     )
 
