@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dct_plugin.kernels.triton import message_kernels, selection_kernels, step_ahead_kernels
+from dct_plugin.kernels.triton.launch import OPTIONS
 
 _POINTERS = {
     **dict.fromkeys(("source", "taus"), "*fp32"),
@@ -38,6 +39,10 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "select": [
         {**_FEEDBACK, "HAS_LEFT": True, "IN_PLACE": True, "ALIGNED": True},
         {**_FEEDBACK, "HAS_LEFT": True, "IN_PLACE": False, "ALIGNED": False},
+        *(
+            {**_FEEDBACK, "GRAD": grad, "HAS_LEFT": True, "IN_PLACE": False, "ALIGNED": True}
+            for grad in range(3)
+        ),
     ],
     "settle": [{**_FEEDBACK, "PUT_BACK": True, "CLEAR": True, "ALIGNED": True}],
     "compact": [{}],
@@ -104,7 +109,7 @@ def compiled(name: str, constants: dict[str, Any]) -> Any:
         if signature[argument].startswith("*") and signature[argument] != "*u8"
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
 
 
 if __name__ == "__main__":
@@ -112,7 +117,7 @@ if __name__ == "__main__":
         for form in FORMS[wanted]:
             ptx = compiled(wanted, form).asm["ptx"]
             # Every rounding step is its own, and small numbers are not flushed: else bits differ.
-            assert "fma.rn.f32" not in ptx, wanted
+            assert "fma.rn.f" not in ptx, wanted
             assert ".ftz" not in ptx, wanted
             # Whole tiles of aligned tensors are read, or written, 16 bytes at once.
             assert not form.get("ALIGNED") or "global.v4.b32" in ptx, wanted

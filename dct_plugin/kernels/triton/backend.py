@@ -55,6 +55,7 @@ try:
         tables,
         upload,
     )
+    from .launch import launch
     from .messages import (
         RICE_ON_HOST,
         OpenedMessages,
@@ -167,8 +168,11 @@ class TritonBackend(Backend):
                 opened = open_payload_on_device(mask)
                 dense = mask.header.encoding is IndexEncoding.DENSE
                 chunks = programs(nnz, CHUNK)
-                reading.overflow_at[(chunks,)](
-                    *(grad, opened.rows, opened.positions, state, self._errors[where]), GRAD=code
+                launch(
+                    reading.overflow_at,
+                    chunks,
+                    *(grad, opened.rows, opened.positions, state, self._errors[where]),
+                    GRAD=code,
                 )
                 launch_write(
                     *(table, None, None if dense else opened.positions, None, state, None, 1),
@@ -203,7 +207,7 @@ class TritonBackend(Backend):
         with launched_on(where):
             mask = torch.zeros(numel, dtype=torch.uint8, device=where)
             chunks = programs(payload.nnz, CHUNK)
-            reading.mark[(chunks,)](opened.rows, opened.positions, mask, self._errors[where])
+            launch(reading.mark, chunks, opened.rows, opened.positions, mask, self._errors[where])
             return mask.view(torch.bool)
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
@@ -235,12 +239,14 @@ class TritonBackend(Backend):
         places = upload(rows, out.device)
         offsets = torch.empty(len(parts), dtype=torch.int64, device=out.device)
         with launched_on(out.device):
-            reading.begin_slot[(1,)](
+            launch(
+                reading.begin_slot,
+                1,
                 *(places, offsets, incomplete, out.view(torch.int64), len(parts), fingerprint),
                 ANSWERS=incomplete is not None,
             )
             if units:
-                reading.fill_slot[(units,)](places, offsets, out, len(parts), out.numel() - PREFIX)
+                launch(reading.fill_slot, units, places, offsets, out, len(parts), out.numel() - PREFIX)
 
     def sum_slots(
         self,

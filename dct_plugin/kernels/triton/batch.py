@@ -22,6 +22,7 @@ from ...codecs.splitmix import signed
 from ...codecs.stats import Stats
 from ..job import GRAD_CODES, SMALLEST_TAU, Job
 from . import selection_kernels as device
+from .launch import launch
 
 #: Tensors of a batch, and entries from which on it is launched: residuals lie beside what they become until
 #: then, and so many entries keep a device busy.
@@ -307,18 +308,30 @@ class Batch:
 
     def _pass(self, table: Tensor, group: Sequence[_Pass], chunks: int) -> None:
         kernel, constants = group[0].kernel, dict(group[0].constants)
-        getattr(device, kernel)[(chunks,)](table, len(group), **constants, enable_fp_fusion=False)
+        launch(getattr(device, kernel), chunks, table, len(group), **constants)
 
     def _find(self, table: Tensor, samples: Sequence[_Sample], chunks: int) -> None:
         magnitudes = torch.empty(chunks * CHUNK, dtype=torch.int32, device=self.where)
         grad, residual = samples[0].grad, samples[0].residual
-        device.sample[(chunks,)](
-            table, magnitudes, len(samples), GRAD=GRAD_CODES[grad.dtype], HAS_RESIDUAL=residual is not None
+        launch(
+            device.sample,
+            chunks,
+            table,
+            magnitudes,
+            len(samples),
+            GRAD=GRAD_CODES[grad.dtype],
+            HAS_RESIDUAL=residual is not None,
         )
         most = max(each.samples for each in samples)
         lanes = min(_LANES, 1 << max(10, (most - 1).bit_length()))
-        device.kth_largest[(len(samples),)](
-            table, magnitudes, self._taus, LANES=lanes, num_warps=min(32, lanes // 256)
+        launch(
+            device.kth_largest,
+            len(samples),
+            table,
+            magnitudes,
+            self._taus,
+            LANES=lanes,
+            num_warps=min(32, lanes // 256),
         )
 
     def _write(
@@ -330,23 +343,25 @@ class Batch:
         selected = variant.entries == _SELECTED
         words = positions = kept_counts = sums = None
         if variant.in_place or not selected:
-            device.overflow[(tiles,)](table, state, count, GRAD=variant.grad, ALIGNED=variant.aligned)
+            launch(device.overflow, tiles, table, state, count, GRAD=variant.grad, ALIGNED=variant.aligned)
         if selected:
             words = self._empty(blocks * (BLOCK // 32), torch.int32)
             positions = self._empty(room, torch.int32)
             kept_counts = self._empty(blocks, torch.int32)
             sums = self._empty(entry_chunks, torch.int64)
-            device.select[(tiles,)](
+            launch(
+                device.select,
+                tiles,
                 *(table, words, state, self._taus, count),
                 HAS_LEFT=variant.left,
                 IN_PLACE=variant.in_place,
                 **aligned,
             )
-            device.compact[(blocks,)](table, words, state, positions, kept_counts, count)
+            launch(device.compact, blocks, table, words, state, positions, kept_counts, count)
             skips = variant.forced in (_SELECTED, IndexEncoding.GAPS8)
             if skips:
-                device.skips[(entry_chunks,)](table, positions, state, sums, count)
-            device.plan[(count,)](table, state, sums, FORCED=variant.forced, SKIPS=skips)
+                launch(device.skips, entry_chunks, table, positions, state, sums, count)
+            launch(device.plan, count, table, state, sums, FORCED=variant.forced, SKIPS=skips)
         launch_write(
             *(table, words, positions, kept_counts, state, sums, count),
             grid=chunks,
@@ -358,7 +373,9 @@ class Batch:
         )
         put_back = variant.left and not variant.in_place
         if put_back or variant.clear:
-            device.settle[(tiles,)](table, state, count, PUT_BACK=put_back, CLEAR=variant.clear, **aligned)
+            launch(
+                device.settle, tiles, table, state, count, PUT_BACK=put_back, CLEAR=variant.clear, **aligned
+            )
         launch_seal(table, state, self._counts, self._errors, count, variant.entries, variant.value)
 
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
@@ -369,15 +386,14 @@ def launch_write(*arguments: Any, grid: int, **constants: Any) -> None:
     """Launch the kernel that writes values, and positions that the receiver does not know."""
     if constants["ACCUMULATED"]:  # one form of the kernel serves all types of gradients
         constants |= {"GRAD": 0, "HAS_RESIDUAL": False}
-    # Multiplications and additions are rounded one by one, as everywhere else.
-    device.write[(grid,)](*arguments, **constants, enable_fp_fusion=False)
+    launch(device.write, grid, *arguments, **constants)
 
 
 def launch_seal(
     table: Tensor, state: Tensor, counts: Tensor, errors: Tensor, count: int, entries: int, value: int
 ) -> None:
     """Launch the kernel that writes headers and figures."""
-    device.seal[(count,)](table, state, counts, errors, ENTRIES=entries, VALUE=value)
+    launch(device.seal, count, table, state, counts, errors, ENTRIES=entries, VALUE=value)
 
 
 def _laid_out(writes: Sequence[_Write]) -> tuple[list[list[int]], tuple[int, ...]]:

@@ -20,6 +20,7 @@ from ..checks import naming_message, scales_first
 from ..job import GRAD_CODES
 from . import message_kernels as device
 from .batch import BLOCK, CHUNK, launched_on, upload
+from .launch import launch
 
 #: Why plain torch does what the kernels do not.
 RICE_ON_HOST = "Rice code is not written or read by the Triton kernels: plain torch does it, with copies"
@@ -77,7 +78,9 @@ class OpenedMessages(NamedTuple):
         sums = -(-at_most // CHUNK) + count
         units = sum(-(-numel // BLOCK) for numel in numels) + longest // CHUNK + count
         with launched_on(where):
-            device.open_messages[(several,)](
+            launch(
+                device.open_messages,
+                several,
                 *(buffer, buffer.view(torch.int64) if slots else None),
                 *(upload(bounds, where), meta, rows, missing, count),
                 SLOTS=slots,
@@ -85,11 +88,11 @@ class OpenedMessages(NamedTuple):
                 ABSENT=device.ADDED.value if spare else device.POISONED.value,
             )
             programs = -(-max(longest // 4, at_most) // CHUNK) + count
-            device.check[(programs, several)](buffer, rows, count)
+            launch(device.check, (programs, several), buffer, rows, count)
             counts = torch.empty(several, 2, units, dtype=torch.int64, device=where)
             positions = torch.empty(several, room, dtype=torch.int32, device=where)
-            device.scan[(units, several)](buffer, rows, meta, counts, count, units)
-            device.place[(units, several)](buffer, rows, meta, counts, positions, count, units, room)
+            launch(device.scan, (units, several), buffer, rows, meta, counts, count, units)
+            launch(device.place, (units, several), buffer, rows, meta, counts, positions, count, units, room)
         return cls(buffer, rows, positions, missing, sums)
 
     def sum_into(self, outs: Sequence[Tensor], scale: float) -> Tensor:
@@ -121,11 +124,12 @@ class OpenedMessages(NamedTuple):
 
     def _add(self, mask: OpenedMessages, meta: Tensor, wrong: Tensor, message: int, scale: float) -> None:
         with launched_on(meta.device):
-            device.add[(self.sums,)](
+            launch(
+                device.add,
+                self.sums,
                 *(self.buffer, self.rows, mask.rows, meta, mask.positions),
                 *(wrong, scale, message, len(meta), mask.positions.shape[-1]),
                 SCALED=scale != 1.0,
-                enable_fp_fusion=False,
             )
 
 

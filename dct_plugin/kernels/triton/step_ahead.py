@@ -12,6 +12,7 @@ from ..displacement import TINY, Displacement, Squares
 from ..job import GRAD_CODES
 from . import step_ahead_kernels as device
 from .batch import CHUNK, ROW, _float_bits, launched_on, programs, readable, tables
+from .launch import launch
 
 _ROWS_EACH, _COLUMNS_EACH, _SUMS = device.ROWS_EACH.value, device.COLUMNS_EACH.value, device.SUMS.value
 
@@ -39,9 +40,8 @@ def add_squares(jobs: Iterable[Squares]) -> None:
         partial = torch.empty(room, dtype=torch.float32, device=where)
         with launched_on(where):
             code = GRAD_CODES[group[0].gradient.dtype]
-            # Every rounding step is its own, as in plain torch.
-            device.partial_sums[(tiles,)](table, partial, len(group), GRAD=code, enable_fp_fusion=False)
-            device.add_partial_sums[(sums,)](table, partial, len(group), enable_fp_fusion=False)
+            launch(device.partial_sums, tiles, table, partial, len(group), GRAD=code)
+            launch(device.add_partial_sums, sums, table, partial, len(group))
 
 
 def takes(job: Displacement) -> bool:
@@ -62,9 +62,9 @@ def displace(jobs: Iterable[Displacement]) -> None:
         table = tables.of([*rows, last], where)
         means = torch.empty(len(group), dtype=torch.float32, device=where)
         with launched_on(where):
-            device.mean_rows[(len(group),)](table, means, enable_fp_fusion=False)
-            device.displace[(chunks,)](
-                table, means, len(group), WEIGHT=GRAD_CODES[group[0].weight.dtype], enable_fp_fusion=False
+            launch(device.mean_rows, len(group), table, means)
+            launch(
+                device.displace, chunks, table, means, len(group), WEIGHT=GRAD_CODES[group[0].weight.dtype]
             )
 
 
