@@ -13,7 +13,7 @@ from .optimizers import OptimizerFamily
 
 #: Dense steps, and steps after them in which the density falls; the largest share of a run for each.
 DENSE, RAMP = (60, 0.1), (180, 0.6)
-#: In a run of unknown length the density falls with this power of the step, until it is the target.
+#: The density falls with this power of the step, until it is the target, unless the run is too short for it.
 FALL = 2.0
 #: Sparsity of local error feedback where it is known to lose at 0.99, or nothing is known.
 GENTLE = 0.9
@@ -197,12 +197,17 @@ def _start(
     """Return the settings of the start of a run of so many steps (None: not known), and a description."""
     dense, ramp = (most if steps is None else min(most, int(steps * share)) for most, share in (DENSE, RAMP))
     start: dict[str, object] = {}
+    fall = round(DENSE[0] * ((1.0 - sparsity) ** (-1.0 / FALL) - 1.0))
+    is_free = is_ahead and settings.warmup_steps is None and settings.sparsity_warmup_steps is None
+    if is_free and (steps is None or steps >= DENSE[0] + fall):
+        ramp = max(ramp, fall)
+        start["expert"] = {**settings.expert.model_dump(exclude_unset=True), "ramp": "power"}
+    elif is_free and steps is not None:
+        ramp = int(steps * RAMP[1])
     length = f" (of {steps} steps)"
     if steps is None:
         length = "; the length of the run is not known (data_parallel.total_steps)"
-        if is_ahead and settings.warmup_steps is None and settings.sparsity_warmup_steps is None:
-            ramp = max(ramp, round(dense * ((1.0 - sparsity) ** (-1.0 / FALL) - 1.0)))
-            start["expert"] = {**settings.expert.model_dump(exclude_unset=True), "ramp": "power"}
+        if is_free:
             short, long = (_times_fewer(dense, ramp, 1.0 - sparsity, of) for of in (300, 600))
             length += f": its first 300 steps send {short:.0f}x fewer bytes, its first 600 {long:.0f}x"
     dense = dense if settings.warmup_steps is None else settings.warmup_steps

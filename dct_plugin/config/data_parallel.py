@@ -118,7 +118,7 @@ class ExpertSettings(Section):
     """
     ramp: Literal["exponential", "power"] = "exponential"
     """How the density falls after the dense steps: exponentially, or with a power of the step, which needs
-    `warmup_steps`. Where `feedback` is auto and the length of the run is not known, it is power.
+    `warmup_steps`. Where `feedback` is auto and becomes step-ahead, it is power.
 
     For studies.
     """
@@ -203,17 +203,17 @@ class DataParallelConfig(Section):
     While losses still fall fast; with Adam at 0.99 60, in runs of some hundred steps a tenth (measured).
     """
     sparsity_warmup_steps: int | None = Field(default=None, ge=0)
-    """Steps after these in which the density falls to its target; null is 0. With feedback auto it is 180, or
-    six tenths of a shorter run; where the length of the run is not known, it is 540 at a sparsity of 0.99.
+    """Steps after these in which the density falls to its target; null is 0. With feedback auto it is 540
+    with step-ahead at 0.99, else 180, or six tenths of a run that is known to be too short for that.
 
     Instead of, or after, dense steps: smoother than one jump to the target.
     """
     total_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps of the run, from which the length of the start follows; null takes what the host or its
-    scheduler says, if anything.
+    """Optimizer steps of the run: a short one gets a shorter start. null takes what the host or its scheduler
+    says, if anything.
 
-    Where the log says that the length of the run is not known
-    ([what it changes](quality.md#a-run-whose-length-is-not-known)).
+    In runs of fewer than 600 steps, where the log says that the length is not known
+    ([what it changes](quality.md#the-start-by-the-length-of-the-run)).
     """
     adaptive: Annotated[AccordionConfig | None, OR_FALSE, written_short("kind")] = None
     """`"accordion"` or an object with its settings; null is off.

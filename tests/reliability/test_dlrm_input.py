@@ -35,6 +35,7 @@ def test_paths_that_cannot_be_written(option: list[str]) -> None:
     assert option[0] in found.output
 
 
+@pytest.mark.slow  # DeepSpeed tells its keys in a process of its own
 @pytest.mark.parametrize("key", ["optimzer", "dctt", "DCT", "dlmr"])
 def test_mistyped_sections(tmp_path: Path, key: str) -> None:
     file = tmp_path / "a.json"
