@@ -15,9 +15,9 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -88,8 +88,7 @@ class Record:
 class _Sums(Record):
     """Sums over the records of one tensor class; ``tau`` is that of tau * numel, over ``tau_numel`` entries
     that had a finite tau > 0. ``tensors`` and what begins with ``thin`` are of thresholded messages
-    only (target < 1), so without warm-up and small tensors; ``thin_open`` marks that the current step has
-    some.
+    only (target < 1), so without warm-up and small tensors.
     """
 
     cls: str = ""
@@ -100,14 +99,14 @@ class _Sums(Record):
     thin_nnz: int = 0
     thin_target: float = 0.0
     thin_steps: int = 0
-    thin_open: int = 0
 
     def count(self, record: Record) -> None:
+        """Add a record of one step, which these are the sums of."""
         # One by one: this is done for every tensor, and a loop over names takes four times as long.
         self.dense_bytes += record.dense_bytes
         self.sent_bytes += record.sent_bytes
         self.numel += record.numel
-        self.nnz += record.nnz
+        self.nnz += record.nnz if record.target_density < 1 else record.numel
         self.refreshes += record.refreshes
         self.select_ms += record.select_ms
         self.encode_ms += record.encode_ms
@@ -119,7 +118,7 @@ class _Sums(Record):
         target = record.target_density * record.numel
         self.target += target
         if record.target_density < 1:
-            self.thin_open = 1
+            self.thin_steps = 1
             self.tensors += record.tensors
             self.thin_numel += record.numel
             self.thin_nnz += record.nnz
@@ -149,8 +148,11 @@ class _Sums(Record):
         )
 
     def add(self, other: _Sums) -> None:
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+_SUMMED = tuple(each.name for each in fields(_Sums))
 
 
 #: Tensor classes of the framework's own traffic begin with this.
@@ -199,23 +201,26 @@ class Metrics:
         """Set when ranks of a node are summed first: what the plugin sends crosses between nodes then."""
         self.counts_host = False
         """Set when the collectives of the host framework are recorded."""
+        self._open: dict[str, _Sums] = {}
+        """Sums of the step that is not closed yet."""
         self._window: dict[str, _Sums] = {}
         self._totals: dict[str, _Sums] = {}
         self._steps = 0
         self._window_steps = 0
         self._last_step = 0
         self._start_steps = 0
-        self._start_bytes: dict[str, tuple[float, float]] = {}
+        self._start: dict[str, _Sums] = {}
+        """Sums of the steps up to the end of the start."""
         self._step_ended: float | None = None
         self._durations: list[float] = []
         """Milliseconds of the steps of this window."""
+        self._medians: list[float] = []
+        """Medians of the windows after the start."""
         self._dense_durations: list[float] = []
         """Milliseconds of the first steps, until one has a thresholded message."""
         self._is_dense = True
         self.warns = rank == 0
         """Whether this rank warns of what crosses uncompressed."""
-        self._uncompressed: dict[str, dict[str, float]] = {}
-        """Bytes of this step by kind and reason."""
         self._warned: set[str] = set()
         # Records may come from communication hooks that run on autograd's threads.
         self._lock = threading.Lock()
@@ -230,9 +235,9 @@ class Metrics:
     def record(self, record: Record) -> None:
         """Add one message to the current step."""
         with self._lock:
-            sums = self._window.get(record.cls)
+            sums = self._open.get(record.cls)
             if sums is None:
-                sums = self._window[record.cls] = _Sums()
+                sums = self._open[record.cls] = _Sums()
             sums.count(record)
 
     def uncompressed(self, kind: str, reason: str, nbytes: float) -> None:
@@ -244,35 +249,40 @@ class Metrics:
             nbytes: Bytes that this rank sends; the framework's own collectives have them already.
         """
         self.record(Record(f"{UNCOMPRESSED}{kind}/{reason}", nbytes, nbytes, tensors=0))
-        with self._lock:
-            reasons = self._uncompressed.setdefault(kind, {})
-            reasons[reason] = reasons.get(reason, 0.0) + nbytes
 
     def step(self, n: int) -> None:
-        """Close step ``n`` (the host's step number); reports when the last report is ``every`` steps ago."""
+        """Close step ``n`` (the host's step number); reports when the last report is ``every`` steps ago, and
+        at the end of the start.
+        """
         now, ended = time.perf_counter(), self._step_ended
         self._step_ended = now
+        if 0 < self._start_steps == self._steps and not self.starting:
+            self._end_start()
         with self._lock:
+            opened, self._open = self._open, {}
             self._steps += 1
             self._window_steps += 1
             self._last_step = n
-            self._is_dense = self._is_dense and not any(sums.thin_open for sums in self._window.values())
+            self._is_dense = self._is_dense and not any(sums.thin_steps for sums in opened.values())
             if ended is not None:  # the first step has no beginning
                 self._durations.append(1e3 * (now - ended))
                 if self._is_dense and len(self._dense_durations) < _DENSE_STEPS:
                     self._dense_durations.append(self._durations[-1])
-            for sums in self._window.values():
-                sums.thin_steps += sums.thin_open
-                sums.thin_open = 0
+            _add(self._window, opened)
             if self.starting:
                 self._start_steps = self._steps
-                self._start_bytes = self._bytes()
             due = self._window_steps >= self.config.every
-            uncompressed, self._uncompressed = self._uncompressed, {}
-            for kind in uncompressed.keys() - self._warned if self.warns else ():
-                self._warn(kind, uncompressed[kind])
+            if self.warns:
+                self._warn(opened)
         if due:
             self._report()
+
+    def _end_start(self) -> None:
+        """Report what is left of the start, so that no report holds steps of the start and later ones."""
+        if self._window_steps:
+            self._report()
+        self._medians.clear()
+        self._start = {cls: replace(sums) for cls, sums in self._totals.items()}
 
     def event(self, name: str, **figures: Any) -> None:
         """Write one line for what is no report, for example ``event("loss", step=n, loss=x)``.
@@ -288,10 +298,10 @@ class Metrics:
         """Totals so far, of all classes together and of each one."""
         with self._lock:
             per_class: dict[str, _Sums] = {}
-            for part in (self._totals, self._window):
-                for cls, sums in part.items():
-                    per_class.setdefault(cls, _Sums()).add(sums)
+            for part in (self._totals, self._window, self._open):
+                _add(per_class, {cls: replace(sums) for cls, sums in part.items()})
             steps = self._steps
+            medians = [*self._medians, *([statistics.median(self._durations)] if self._durations else [])]
         whole = _Sums()
         for cls, sums in per_class.items():
             if "/" not in cls:  # a layer's share of its class has been counted there
@@ -299,11 +309,19 @@ class Metrics:
         tensors = {cls: sums.tensors_per_step() for cls, sums in per_class.items()}
         classes = {cls: sums.summary(steps, tensors[cls]) for cls, sums in per_class.items()}
         count = sum(n for cls, n in tensors.items() if "/" not in cls)
+        ended = self._start_steps < steps
+        start = [sums for cls, sums in self._start.items() if ended and "/" not in cls]
+        later = max(steps - ended * self._start_steps, 1)
         return Summary(
             **vars(whole.summary(steps, count)),
             classes=classes,
+            steady_ms={
+                name: (getattr(whole, name) - sum(getattr(sums, name) for sums in start)) / later
+                for name in _TIMES
+            },
+            step_ms=statistics.median(medians) if medians else None,
             start_steps=self._start_steps,
-            start_bytes=self._start_bytes,
+            start_bytes={cls: (sums.dense_bytes, sums.sent_bytes) for cls, sums in self._start.items()},
         )
 
     def summary_line(self) -> str:
@@ -312,23 +330,21 @@ class Metrics:
             self.summary(), rank=self.rank, world_size=self.world_size, counts_host=self.counts_host
         )
 
-    def _bytes(self) -> dict[str, tuple[float, float]]:
-        """Return dense and sent bytes so far, by class."""
-        found: dict[str, tuple[float, float]] = {}
-        for part in (self._totals, self._window):
-            for cls, sums in part.items():
-                dense, sent = found.get(cls, (0.0, 0.0))
-                found[cls] = dense + sums.dense_bytes, sent + sums.sent_bytes
-        return found
-
-    def _warn(self, kind: str, reasons: dict[str, float]) -> None:
+    def _warn(self, opened: Mapping[str, _Sums]) -> None:
         """Warn, once for a kind, of a step in which too much of it crossed uncompressed."""
-        dense = sum(dense for cls, (dense, _) in self._bytes().items() if is_of_kind(cls, kind))
-        total = sum(reasons.values()) + dense / self._steps
-        share = sum(reasons.values()) / total
-        if share > _SHARE:
-            self._warned.add(kind)
-            logger.warning("dct: %s", uncompressed_in_words(kind, share, reasons))
+        found: dict[str, dict[str, float]] = {}
+        for cls, sums in opened.items():
+            if cls.startswith(UNCOMPRESSED):
+                _, kind, reason = cls.split("/")
+                found.setdefault(kind, {})[reason] = sums.sent_bytes
+        for kind in found.keys() - self._warned:
+            parts = [*self._totals.items(), *self._window.items()]
+            dense = sum(sums.dense_bytes for cls, sums in parts if is_of_kind(cls, kind)) / self._steps
+            passed = sum(found[kind].values())
+            share = passed / (passed + dense)
+            if share > _SHARE:
+                self._warned.add(kind)
+                logger.warning("dct: %s", uncompressed_in_words(kind, share, found[kind]))
 
     def close(self) -> None:
         """Report the steps since the last report and close what is open; may be called again."""
@@ -340,10 +356,11 @@ class Metrics:
         with self._lock:
             window, steps, step = self._window, self._window_steps, self._last_step
             self._window, self._window_steps = {}, 0
-            for cls, sums in window.items():
-                self._totals.setdefault(cls, _Sums()).add(sums)
+            _add(self._totals, {cls: replace(sums) for cls, sums in window.items()})
             step_ms = round(statistics.median(self._durations), 4) if self._durations else None
+            self._medians += [] if step_ms is None else [step_ms]
             self._durations = []
+            is_start = self._start_steps == self._steps
             dense = self._dense_durations
             dense_ms = round(statistics.median(dense), 4) if len(dense) >= 3 else None
         if not self._sinks.wanted:
@@ -352,7 +369,8 @@ class Metrics:
         for cls, row in rows.items() if self.has_nodes else ():
             row["inter_node"] = None if cls.startswith((HOST, UNCOMPRESSED)) else row["sent_bytes"]
             row["intra_node"] = round(window[cls].intra_node / steps, 1)
-        head = {"step": step, "steps": steps, "step_ms": step_ms, "dense_step_ms": dense_ms}
+        head: dict[str, Any] = {"step": step, "steps": steps, "is_start": is_start, "step_ms": step_ms}
+        head["dense_step_ms"] = dense_ms
         self._write([{**head, "class": cls, **row} for cls, row in rows.items()])
         events: list[Event] = [
             (f"dct/{cls}/{name}", float(value), step)
@@ -369,6 +387,15 @@ class Metrics:
     def _write(self, lines: list[dict[str, Any]]) -> None:
         tail = {"rank": self.rank, "world_size": self.world_size, "time": round(time.time(), 3)}
         self._sinks.write([{**line, **tail} for line in lines])
+
+
+def _add(totals: dict[str, _Sums], found: Mapping[str, _Sums]) -> None:
+    """Add sums to those of the same classes; sums of a new class become the totals of it."""
+    for cls, sums in found.items():
+        if cls in totals:
+            totals[cls].add(sums)
+        else:
+            totals[cls] = sums
 
 
 def _row(sums: _Sums, steps: int) -> dict[str, float | None]:

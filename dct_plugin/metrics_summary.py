@@ -51,10 +51,14 @@ class Summary(ClassSummary):
     """Totals over all tensor classes, and each class by itself in ``classes``.
 
     ``start_steps`` is the number of first steps that were dense or had a rising sparsity, and ``start_bytes``
-    what had been sent when the last of them ended: by class, dense and sent bytes.
+    what had been sent when the last of them ended: by class, dense and sent bytes.  ``step_ms`` is the median
+    duration of a step after the start, all of it; ``None`` for a run of one step.  ``steady_ms`` are the
+    milliseconds per step after the start, by part.
     """
 
     classes: dict[str, ClassSummary] = field(default_factory=dict)
+    step_ms: float | None = None
+    steady_ms: Mapping[str, float] = field(default_factory=dict)
     start_steps: int = 0
     start_bytes: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -141,11 +145,11 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
         return f"dct: {steps}, nothing sent ({_counted(world_size, 'rank')})"
     parts = [
         f"dct: {steps}, rank {rank} sent {_bytes(total.sent_bytes)} in place of "
-        f"{_bytes(total.dense_bytes)} ({_times(total.ratio)})"
+        f"{_bytes(total.dense_bytes)} ({fewer(total.ratio)})"
     ]
     if 0 < total.start_steps < total.steps:
         first = _counted(total.start_steps, "step")
-        parts.append(f"{_times(total.steady_ratio)} after the first {first}")
+        parts.append(f"{fewer(total.steady_ratio)} after the first {first}")
     elif total.start_steps:
         parts.append("all steps are the start, dense or with rising sparsity")
     for kind in _KINDS:
@@ -164,15 +168,20 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
         parts.append(f"density {total.density:#.3g} (target {total.density_target:#.3g})")
     if total.intra_node:
         parts.append(f"{_bytes(total.intra_node)} inside its node")
-    times = f"exchange {total.exchange_ms:.1f}"
-    if total.waited_ms >= 0.05:
-        times += f" ({total.waited_ms:.1f} waiting for other ranks)"
-    parts.append(
-        f"{total.total_ms:.1f} ms per step: select {total.select_ms:.1f}, encode {total.encode_ms:.1f}, "
-        f"{times}, decode {total.decode_ms:.1f}"
+    select, encode, exchange, decode, hidden, waited = (
+        total.steady_ms[f"{part}_ms"]
+        for part in ("select", "encode", "exchange", "decode", "hidden", "waited")
     )
-    if total.hidden_ms:
-        parts[-1] += f", {total.hidden_ms:.1f} of them beside the backward pass"
+    times = f"exchange {exchange:.1f}"
+    if waited >= 0.05:
+        times += f" ({waited:.1f} waiting for other ranks)"
+    of_step = "" if total.step_ms is None else f"of {total.step_ms:.1f} "
+    parts.append(
+        f"plugin {select + encode + exchange + decode:.1f} {of_step}ms per step: select {select:.1f}, "
+        f"encode {encode:.1f}, {times}, decode {decode:.1f}"
+    )
+    if hidden:
+        parts[-1] += f", {hidden:.1f} of them beside the backward pass"
     if not counts_host:
         parts.append("not counted: what the framework sends by itself")
     return "; ".join(parts)
@@ -206,11 +215,12 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _times(ratio: float | None) -> str:
+def fewer(ratio: float | None) -> str:
+    """Return dense over sent bytes in words."""
     if not ratio:
-        return "nothing sent" if ratio is None else "all of it extra"
+        return "nothing sent" if ratio is None else "only extra"
     if 0.99 < ratio < 1.01:
-        return "as much"
+        return "as many"
     return f"{ratio:.3g}x fewer" if ratio >= 1 else f"{1 / ratio:.3g}x more"
 
 

@@ -49,11 +49,6 @@ def formatted(figure: float | None, form: str) -> str:
     return "" if figure is None else format(figure, form)
 
 
-def fewer(times: float) -> str:
-    """Return a ratio of bytes in words."""
-    return f"{times:.3g}x fewer" if times >= 1 else f"{1 / times:.3g}x more"
-
-
 def faster(times: float) -> str:
     """Return a ratio of times in words."""
     return f"{times:.2f}x faster" if times >= 1 else f"{1 / times:.2f}x slower"

@@ -18,7 +18,7 @@ from dct_plugin.config import MetricsConfig
 from dct_plugin.metrics import Event, Metrics, Record, format_bytes
 
 FIELDS = {
-    "step", "steps", "step_ms", "dense_step_ms", "class", "dense_bytes", "sent_bytes", "ratio",
+    "step", "steps", "is_start", "step_ms", "dense_step_ms", "class", "dense_bytes", "sent_bytes", "ratio",
     "density_target", "density", "tau", "refreshes", "select_ms", "encode_ms", "exchange_ms", "decode_ms",
     "hidden_ms", "waited_ms", "rank", "world_size", "time",
 }  # fmt: skip
@@ -293,8 +293,8 @@ def test_summary_totals_classes_and_line() -> None:
     assert summary.classes["gradient_small"].density is None
     assert recorder.summary_line() == (
         "dct: 4 steps, rank 0 sent 2.1 kB in place of 33.6 kB (16.2x fewer); 85 % of it tensors below "
-        "min_numel; density 0.00900 (target 0.0100); 7.0 ms per step: select 1.2, encode 0.6, exchange 4.2, "
-        "decode 1.0; not counted: what the framework sends by itself"
+        f"min_numel; density 0.00900 (target 0.0100); plugin 7.0 of {summary.step_ms:.1f} ms per step: "
+        "select 1.2, encode 0.6, exchange 4.2, decode 1.0; not counted: what the framework sends by itself"
     )
 
 
@@ -304,7 +304,7 @@ def test_the_start_counts_apart() -> None:
     for step in range(1, 4):
         recorder.record(Record("gradient_warmup", 4000, 4000, 1000))
         recorder.step(step)
-    assert "3 steps, rank 0 sent 12.0 kB in place of 12.0 kB (as much); all steps are the start" in (
+    assert "3 steps, rank 0 sent 12.0 kB in place of 12.0 kB (as many); all steps are the start" in (
         recorder.summary_line()
     )
     recorder.starting = False
@@ -339,11 +339,13 @@ def test_summary_lines_of_special_runs() -> None:
     recorder.record(
         Record("activation", dense_bytes=0, sent_bytes=8, numel=0, nnz=0, target_density=1.0, tau=0.0)
     )
-    assert "sent 8 bytes in place of 0 bytes (all of it extra)" in recorder.summary_line()
+    assert "sent 8 bytes in place of 0 bytes (only extra)" in recorder.summary_line()
     recorder = make()
     small(recorder)
     recorder.step(1)
-    assert "400 bytes (1.1x more); 100 % of it tensors below min_numel; 0.0 ms" in recorder.summary_line()
+    assert (
+        "400 bytes (1.1x more); 100 % of it tensors below min_numel; plugin 0.0 ms" in recorder.summary_line()
+    )
 
 
 RECORDS = st.lists(

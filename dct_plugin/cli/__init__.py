@@ -109,13 +109,6 @@ def _bench() -> Any:
     return app
 
 
-@_command("Show the metrics of a job in the terminal while it runs.")
-def _watch() -> Any:
-    from .watch import watch
-
-    return watch
-
-
 @_command(
     "Have a Megatron launch script start its training with the plugin, or take that back.",
     ("tree_sitter", "tree_sitter_bash"),

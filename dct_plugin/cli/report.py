@@ -61,7 +61,7 @@ def _part(path: Path, figures: dict[str, Any]) -> Part:
         )
     try:
         return make(figures)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise DCTError(
             f"{path}: cannot be read ({type(error).__name__}: {error}); another version of dct wrote it, or "
             "it is not complete"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -50,9 +51,12 @@ class DenseSums:
         if self._group.world_size == 1:
             self._add_loaded_residuals(plan)
         else:
-            self._agree(plan)
-            for dtype in dict.fromkeys(each.tensor.dtype for each in plan.tensors):
-                self._sum([each for each in plan.tensors if each.tensor.dtype == dtype], whole)
+            codes = any(each.lossless for each in self.add_ons)
+            # Nothing is selected: copies and checks are part of the exchange.
+            with nullcontext() if codes else whole.timed("exchange"):
+                self._agree(plan)
+                for dtype in dict.fromkeys(each.tensor.dtype for each in plan.tensors):
+                    self._sum([each for each in plan.tensors if each.tensor.dtype == dtype], whole)
         if plan.scale != 1.0:
             for each in plan.tensors:
                 each.tensor.mul_(plan.scale)
@@ -94,8 +98,7 @@ class DenseSums:
             size = bytes_sent("all_reduce", flat.nbytes, group.world_size, gloo=True)
             sent = lossless.all_reduce(group, flat, whole)
         else:
-            with whole.timed("exchange"):
-                size = sent = group.exchange.all_reduce(flat)
+            size = sent = group.exchange.all_reduce(flat)
         group.record(Record("gradient_warmup", size, sent, flat.numel()), whole)
         if adjoined is not None:
             return

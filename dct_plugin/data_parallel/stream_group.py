@@ -282,6 +282,7 @@ class StreamGroup:
         self.reduce_seconds += seconds
         whole.sent_bytes += exchange.sent_bytes - sent
         whole.waited_ms += exchange.waited_ms - waited
+        whole.exchange_ms = max(whole.exchange_ms, whole.waited_ms)  # the wait is a part of it
         elsewhere -= whole.exchange_ms + whole.decode_ms
         whole.select_ms += 1e3 * seconds + elsewhere
 

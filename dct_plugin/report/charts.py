@@ -46,6 +46,7 @@ def svg(draw: Callable[[Any], None], label: str, *, height: float = 2.8) -> str:
         "font.size": 9,
         "legend.frameon": False,
         "svg.fonttype": "none",
+        "text.parse_math": False,  # names may have a $
         "svg.hashsalt": label,
     }
     with matplotlib.rc_context(settings):
@@ -70,7 +71,13 @@ def legend(axis: Any) -> None:
     """Name the lines below the chart."""
     handles, labels = axis.get_legend_handles_labels()
     if handles:
+        labels = map(short, labels)
         axis.figure.legend(handles, labels, loc="outside lower left", ncols=2, fontsize=8)
+
+
+def short(name: str) -> str:
+    """Return a name for a chart, a long one without its middle."""
+    return name if len(name) <= 30 else f"{name[:14]}...{name[-14:]}"
 
 
 def lines(

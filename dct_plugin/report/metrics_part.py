@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..metrics import format_bytes
-from ..output import Table, faster, fewer, formatted
+from ..metrics_summary import fewer
+from ..output import Table, faster, formatted
 from . import charts
 from .advice import advice
 from .page import Part, Section
@@ -25,8 +26,8 @@ PART_NAMES = {
     "decode_ms": "decode",
     "hidden_ms": "beside the backward pass",
 }
-#: Number of classes that the chart shows; the table has all.
-_DRAWN = 7
+#: Number of classes that the chart shows, and of decisions.
+_DRAWN, _MARKED = 7, 100
 
 _Column = tuple[str, Callable[[Window], float | None], str]
 
@@ -65,7 +66,7 @@ def verdict(run: Run, dense_losses: _Losses = ()) -> list[str]:
     saved = f"In {run.steps} steps {run.who} sent {format_bytes(sent)} in place of {format_bytes(dense)}" + (
         "" if whole is None else f": {fewer(whole)} bytes"
     )
-    if run.steady is not run.windows and len(run.steady) < len(run.windows) and steady is not None:
+    if len(run.steady) < len(run.windows) and steady is not None:
         saved += f"; after the start {fewer(steady)} bytes"
     step, before = run.step_ms, run.dense_step_ms
     if step is None:
@@ -152,12 +153,14 @@ def _densities(run: Run) -> list[Section]:
         threshold.append((cls, partial(Window.mean, key="tau", cls=cls), ".6g"))
 
     def draw(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]]) -> None:
-        targets = {name: found.pop(name) for name in list(found) if name.endswith(", target")}
-        charts.lines(axis, steps, found, "share of entries sent", reference=targets)
+        drawn = run.thresholded[:_DRAWN]
+        targets = {f"{cls}, target": found[f"{cls}, target"] for cls in drawn}
+        chosen = {cls: found[cls] for cls in drawn}
+        charts.lines(axis, steps, chosen, "share of entries sent", reference=targets)
         axis.set_ylim(bottom=0)
 
     def draw_threshold(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]]) -> None:
-        charts.lines(axis, steps, found, "gradient units")
+        charts.lines(axis, steps, {cls: found[cls] for cls in run.thresholded[:_DRAWN]}, "gradient units")
         axis.set_ylim(bottom=0)
 
     sections = [
@@ -177,17 +180,12 @@ def _tensors(run: Run) -> Section:
         for at, each in enumerate(worst):
             axis.barh(at, each.density / each.target, color=charts.SERIES[0], height=0.6)
         axis.axvline(1, color=charts.INK, linestyle=":")
-        axis.set_yticks(range(len(worst)), [_short(each.name) for each in worst], fontsize=7)
+        axis.set_yticks(range(len(worst)), [charts.short(each.name) for each in worst], fontsize=7)
         axis.set(ylim=(len(worst) - 0.4, -0.6), xlabel="density, times its target")
 
     title = f"The {len(worst)} of {len(run.tensors)} tensors that miss their density most"
     table = Table(title, ["tensor", "density", "target", "threshold"], rows)
     return Section(table, draw, 0.9 + 0.24 * len(worst))
-
-
-def _short(name: str) -> str:
-    """Return a name for matplotlib, a long one without its middle."""
-    return (name if len(name) <= 30 else f"{name[:14]}...{name[-14:]}").replace("$", r"\$")
 
 
 def _times(run: Run) -> Section:
@@ -208,7 +206,7 @@ def _times(run: Run) -> Section:
             if any(value is not None for value in found[name]):
                 values = [float("nan") if value is None else value for value in found[name]]
                 axis.plot(steps, values, color=charts.INK, linestyle=dash, label=name, linewidth=1.4)
-        for decision in run.decisions:
+        for decision in run.decisions[-_MARKED:]:
             axis.axvline(decision.step, color=charts.FAINT, linestyle="--", linewidth=1)
         axis.set(xlabel="step" + (" (dashed: decisions)" if run.decisions else ""), ylabel="ms per step")
         charts.legend(axis)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,8 +37,14 @@ class Part:
     """Sentences on lines that could not be read, or were left out."""
 
 
+#: Rows and columns that a table shows; more do not fit into a page that a browser opens at once.
+_ROWS, _COLUMNS = 500, 40
+#: Bytes of a page.
+_LIMIT = 2_000_000
+
+
 def write_page(path: Path, parts: Sequence[Part]) -> None:
-    """Write the page of all parts."""
+    """Write the page of all parts; the last ones are left out of a page of more than 2 MB."""
     from jinja2 import Environment, PackageLoader, select_autoescape
     from markupsafe import Markup
 
@@ -45,10 +52,25 @@ def write_page(path: Path, parts: Sequence[Part]) -> None:
         loader=PackageLoader(__package__, "."), autoescape=select_autoescape(), trim_blocks=True
     )
 
-    def chart(section: Section) -> Markup:
+    @functools.cache
+    def chart(of_part: int, of_section: int) -> Markup:
+        section = parts[of_part].sections[of_section]
         if section.draw is None:
             return Markup()
         return Markup(charts.svg(section.draw, section.table.title, height=section.height))
 
-    template = environment.get_template("page.html")
-    write(path, template.render(parts=parts, chart=chart, colours=charts.COLOURS, version=__version__))
+    render = functools.partial(
+        environment.get_template("page.html").render,
+        chart=chart,
+        colours=charts.COLOURS,
+        version=__version__,
+        most=(_ROWS, _COLUMNS),
+        count=len(parts),
+    )
+    text = render(parts=parts[:1])
+    for shown in range(2, len(parts) + 1):
+        longer = render(parts=parts[:shown])
+        if len(longer.encode()) > _LIMIT:
+            break
+        text = longer
+    write(path, text)

@@ -6,12 +6,23 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import DCTError
 from ..metrics import FORMAT
+
+#: Figures of a line have limits, so that sums, ratios and charts of them are finite.
+_Count = Annotated[int, Field(ge=0, le=10**15)]
+_Amount = Annotated[float, Field(ge=0, le=1e18)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Target = Annotated[float, Field(ge=1e-9, le=1)]
+_Duration = Annotated[float, Field(ge=1e-6, le=1e18)]
+_Threshold = Annotated[float, Field(ge=0, le=1e39)]
+_Loss = Annotated[float, Field(ge=-1e39, le=1e39)]
+_Ranks = Annotated[int, Field(ge=1, le=10**7)]
+_Text = Annotated[str, Field(max_length=500)]
 
 
 class Row(BaseModel):
@@ -19,25 +30,26 @@ class Row(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
-    step: int
-    steps: int = Field(ge=1)
-    cls: str = Field(alias="class")
-    dense_bytes: float
-    sent_bytes: float
-    step_ms: float | None = None
-    dense_step_ms: float | None = None
-    density: float | None = None
-    density_target: float | None = None
-    tau: float | None = None
-    refreshes: int = 0
-    select_ms: float = 0.0
-    encode_ms: float = 0.0
-    exchange_ms: float = 0.0
-    decode_ms: float = 0.0
-    hidden_ms: float = 0.0
-    waited_ms: float = 0.0
-    rank: int = 0
-    world_size: int = 1
+    step: _Count
+    steps: Annotated[int, Field(ge=1, le=10**15)]
+    cls: _Text = Field(alias="class")
+    dense_bytes: _Amount
+    sent_bytes: _Amount
+    is_start: bool = False
+    step_ms: _Duration | None = None
+    dense_step_ms: _Duration | None = None
+    density: _Share | None = None
+    density_target: _Target | None = None
+    tau: _Threshold | None = None
+    refreshes: _Count = 0
+    select_ms: _Amount = 0.0
+    encode_ms: _Amount = 0.0
+    exchange_ms: _Amount = 0.0
+    decode_ms: _Amount = 0.0
+    hidden_ms: _Amount = 0.0
+    waited_ms: _Amount = 0.0
+    rank: _Count = 0
+    world_size: _Ranks = 1
 
 
 class EventLine(BaseModel):
@@ -45,17 +57,17 @@ class EventLine(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
-    event: str
-    step: int = 0
-    rank: int = 0
-    world_size: int = 1
-    format: int = FORMAT
-    run: str | None = None
-    loss: float | None = None
-    setting: str = ""
-    reason: str = ""
-    predicted_ms: float | None = None
-    measured_ms: float | None = None
+    event: _Text
+    step: _Count = 0
+    rank: _Count = 0
+    world_size: _Ranks = 1
+    format: _Count = FORMAT
+    run: _Text | None = None
+    loss: _Loss | None = None
+    setting: _Text = ""
+    reason: _Text = ""
+    predicted_ms: _Amount | None = None
+    measured_ms: _Amount | None = None
 
 
 @dataclass
@@ -125,7 +137,7 @@ class MetricsReader:
                 self._event(EventLine.model_validate(content))
             else:
                 self._row(Row.model_validate(content))
-        except (ValueError, ValidationError) as error:
+        except (ValueError, RecursionError) as error:
             self.faults += 1
             if not self._first_fault:
                 self._first_fault = f"line {self._lines}: {_reason(error)}"
@@ -153,7 +165,7 @@ class MetricsReader:
         return run
 
 
-def _reason(error: ValueError) -> str:
+def _reason(error: Exception) -> str:
     """Return the first fault of a line in words."""
     if isinstance(error, ValidationError):
         fault = error.errors()[0]
@@ -248,6 +260,6 @@ def json_object(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise DCTError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) and not {"class", "event"} & content.keys() else None

@@ -39,10 +39,9 @@ class Window:
         return next((x for cls in self.rows if (x := self.mean(key, cls)) is not None), None)
 
     @property
-    def target(self) -> float:
-        """The smallest target density of a class; 1 if nothing is thresholded."""
-        whole = [cls for cls in self.rows if "/" not in cls]
-        return min([x for cls in whole if (x := self.mean("density_target", cls)) is not None], default=1.0)
+    def is_start(self) -> bool:
+        """True for steps of the start."""
+        return any(row.is_start for rows in self.rows.values() for row in rows)
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,8 @@ class Run:
     @functools.cached_property
     def steady(self) -> list[Window]:
         """The windows after the start, which is dense or has a rising sparsity; all if it did not end."""
-        final = self.windows[-1].target
-        for at, window in enumerate(self.windows):
-            if window.target <= 1.05 * final and (
-                final == 1 or not window.mean("sent_bytes", "gradient_warmup")
-            ):
-                return self.windows[at:]
-        return self.windows
+        start = [at for at, window in enumerate(self.windows) if window.is_start]
+        return self.windows[start[-1] + 1 :] if start and start[-1] + 1 < len(self.windows) else self.windows
 
     @functools.cached_property
     def classes(self) -> list[str]:

@@ -193,13 +193,18 @@ def describe(heard: Mapping[int, Any], world_size: int, limit: float, hint: str 
 
 
 def differences(facts: Mapping[int, Facts]) -> list[str]:
-    """``['dct.data_parallel.sparsity differs: 0.99 on ranks 0, 2-3; 0.9 on rank 1', ...]``."""
+    """``['dct.data_parallel.sparsity differs: 0.99 on ranks 0, 2-3; 0.9 on rank 1', ...]``.
+
+    A section that some ranks leave out is named by the options that the others give it.
+    """
     names = dict.fromkeys(name for stated in facts.values() for name in stated)
+    sections = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
     lines = []
-    for name in names:
+    for name in [name for name in names if name not in sections]:
         ranks: dict[str, list[int]] = {}
         for rank, stated in sorted(facts.items()):
-            ranks.setdefault(json.dumps(stated[name]) if name in stated else "nothing", []).append(rank)
+            value = json.dumps(stated[name]) if name in stated else "not set"
+            ranks.setdefault(value, []).append(rank)
         if len(ranks) > 1:
             values = "; ".join(f"{value} on {ranks_in_words(where)}" for value, where in ranks.items())
             lines.append(f"{name} differs: {values}")

@@ -72,5 +72,6 @@ def report_lost(folder: str | os.PathLike[str], found: Loaded, ranks: int) -> No
         kept = f"training goes on from step {step} with what its {ranks} ranks had not sent by then"
     else:
         kept = f"what {found.ranks} ranks had not sent by step {step} is spread over {ranks} ranks"
-    steps = "only what was done since that save" if lost is None else f"{lost} later steps of the earlier run"
+    count = f"at least {lost} later steps of the earlier run"
+    steps = "only what was done since that save" if lost is None else count
     logger.warning("dct: %s: %s; lost: %s", folder, kept, steps)

@@ -128,7 +128,8 @@ def _warn_of_lack(source: Folder, lacking: dict[int, str], ranks: int) -> None:
     reasons = "; ".join(f"rank {rank}: {reason}" for reason, rank in list(first.items())[:3])
     logger.warning(
         "dct: %s: no residuals for %d of %d ranks (%s); training goes on with residuals of zero and new "
-        "thresholds", source, len(lacking), ranks, reasons,
+        "thresholds, and the start (dense steps, rising sparsity) begins anew",
+        source, len(lacking), ranks, reasons,
     )  # fmt: skip
 
 

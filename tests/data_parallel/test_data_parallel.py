@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -451,6 +452,7 @@ def _warm_up_then_metrics(rank: int, world_size: int, path: str) -> None:
     engine = GradientReducer(config.data_parallel, metrics=metrics)
     before = []
     for step in range(3):
+        time.sleep(0.02 * rank)  # the other rank waits
         engine.all_reduce(list(tensors(rank, step).items()))
         engine.end_step()
         engine.metrics.step(engine.step)  # type: ignore[union-attr]
@@ -465,6 +467,11 @@ def test_metrics_add_up_to_the_bytes_sent(tmp_path: Path) -> None:
     first = [row for row in rows if row["step"] == 1]
     later = [row for row in rows if row["step"] == 3]
     assert {row["class"] for row in first} == {"gradient_warmup", "gradient"}
+    dense = {key: sum(row[key] for row in first) for key in ("select_ms", "encode_ms", "exchange_ms")}
+    assert dense["select_ms"] + dense["encode_ms"] < 0.1 * dense["exchange_ms"]
+    assert next(row for row in first if row["class"] == "gradient_warmup")["density"] == 1.0
+    assert [row["is_start"] for row in first + later] == [True] * len(first) + [False] * len(later)
+    assert all(row["waited_ms"] <= row["exchange_ms"] for row in rows)
     by_class = {row["class"]: row for row in later}
     gradient = by_class["gradient"]
     assert gradient["density"] == pytest.approx(0.1, rel=0.2)

@@ -1,11 +1,10 @@
-"""``dct report`` and ``dct watch``: figures, files as they are found, advice, and the page in a browser."""
+"""``dct report``: figures, files as they are found, advice, and the page in a browser."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
-import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -25,6 +24,7 @@ from dct_plugin.metrics import Metrics, Record
 from dct_plugin.recommender.comparison import Comparison, Measured, Sent
 from dct_plugin.recommender.figures import Run as Training
 from dct_plugin.recommender.intervals import Interval
+from dct_plugin.report import page as page_module
 from dct_plugin.report.advice import advice
 from dct_plugin.report.metrics_part import verdict
 from dct_plugin.report.page import write_page
@@ -41,6 +41,7 @@ def job(path: Path, *, ranks: int = 1, steps: int = 60, every: int = 5) -> None:
             MetricsConfig(path=str(path), every=every, tensors=True), rank=rank, world_size=max(ranks, 2)
         )
         for step in range(1, steps + 1):
+            metrics.starting = step <= 10
             if step <= 10:
                 metrics.record(Record("gradient_warmup", 4000, 4000, 1000, exchange_ms=4.0))
             for name, nnz in (("body.weight<b>", 9), ("head.$weight", 60)) if step > 10 else ():
@@ -197,6 +198,83 @@ def test_a_line_cut_off_and_foreign_lines_are_named(tmp_path: Path) -> None:
     assert "newer version (format 2, this one knows 1)" in newer
 
 
+_HUGE = 10**400
+_BAD: list[tuple[str, Any]] = [
+    *((key, -1) for key in ("step", "steps", "dense_bytes", "sent_bytes", "tau", "exchange_ms", "rank")),
+    *((key, _HUGE) for key in ("step", "steps", "dense_bytes", "waited_ms", "density", "rank", "world_size")),
+    *((key, 1e300) for key in ("sent_bytes", "tau", "step_ms", "density")),
+    *((key, 0) for key in ("steps", "density_target", "step_ms", "dense_step_ms", "world_size")),
+    *((key, float("nan")) for key in ("dense_bytes", "tau", "step_ms")),
+    ("density_target", 1e-320),
+    ("class", "x" * 100_000),
+    ("class", None),
+]
+_BAD_EVENTS: list[tuple[str, Any]] = [
+    ("loss", 1e300),
+    ("step", -1),
+    ("step", _HUGE),
+    ("reason", 999 * "x"),
+]
+
+
+def test_every_bad_line_is_counted_and_the_first_is_named(tmp_path: Path) -> None:
+    common = {"dense_bytes": 100.0, "sent_bytes": 1.0, "density": 0.01, "density_target": 0.01, "tau": 0.5}
+    good = [{"step": step, "steps": 10, "class": "$a$ _{^", **common, "step_ms": 9.0} for step in (10, 20)]
+    tensors = [{**good[0], "class": f"gradient/tensor/{name}"} for name in ("$", "$x_{", "<i>")]
+    odd = [{**good[1], "class": f"c{number}", "density_target": 1e-9} for number in range(100)]
+    extra = [
+        {**good[1], "class": "plugin", "dense_bytes": 0},
+        {"event": "decision", "reason": "$"},
+    ]
+    bad = [json.dumps({**good[0], key: value}) for key, value in _BAD]
+    bad += [json.dumps({"event": "loss", "step": 1, "loss": 0.5, key: value}) for key, value in _BAD_EVENTS]
+    bad += ["[" * 100_000, "{}", "3", "\x00"]
+    path, out = tmp_path / "m.jsonl", tmp_path / "r.html"
+    fine = [json.dumps(line) for line in (good[0], *tensors, good[1], *odd, *extra)]
+    path.write_text("\n".join([fine[0], *bad, *fine[1:]]) + "\n")
+    said = report(path, "--out", out)
+    count = len(bad) + len(fine)
+    assert f"{len(bad)} of {count} lines of {path} are left out; line 2: step = -1: Input should be" in said
+    assert "In 20 steps" in said
+    assert out.stat().st_size < 2_000_000
+    sent = Tables(out.read_text()).found["Bytes per step by class"]
+    assert len(sent[0]) == 40
+    assert "The table has 2 rows and 105 columns" in out.read_text()
+
+
+def test_a_page_that_would_be_too_long_shows_the_first_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / f"{name}.jsonl" for name in "abcd"]
+    for path in paths:
+        job(path, steps=20)
+        path.write_text(path.read_text().replace('"run": null', f'"run": "{path.stem}"'))
+    monkeypatch.setattr(page_module, "_LIMIT", 300_000)
+    report(*paths, "--out", tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    assert len(text) <= 300_000
+    assert "of 4 parts are shown: a page has 2 MB at most" in text
+
+
+def test_report_and_summary_have_the_same_start(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    metrics = Metrics(MetricsConfig(path=str(path), every=5), rank=0, world_size=2)
+    for step in range(1, 31):
+        metrics.starting = step <= 7 or 10 <= step <= 13  # it begins anew
+        sent = 4000 if metrics.starting else 40 + step
+        metrics.record(Record("gradient", 4000, sent, 1000, 10, 0.01, select_ms=float(step)))
+        metrics.step(step)
+    metrics.close()
+    summary, ((rank,),) = metrics.summary(), read([path])[0]
+    run = Run([rank])
+    assert [window.step for window in run.windows] == [5, 7, 12, 13, 18, 23, 28, 30]
+    assert [window.step for window in run.steady] == [18, 23, 28, 30]
+    assert run.ratio(run.steady) == pytest.approx(summary.steady_ratio, rel=1e-3)
+    assert run.part("select_ms") == pytest.approx(summary.steady_ms["select_ms"]) == pytest.approx(22)
+    assert run.step_ms == pytest.approx(summary.step_ms)
+    assert (summary.start_steps, summary.dense_bytes) == (13, 120_000)
+
+
 def test_lines_of_an_older_version_are_read(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     row = {"step": 50, "steps": 50, "class": "gradient", "dense_bytes": 100.0, "sent_bytes": 10.0}
@@ -326,7 +404,7 @@ def run_of(*rows: dict[str, Any], ranks: int = 1) -> Run:
         ([{"exchange_ms": 0.1}], "a lower sparsity costs little time here"),
         ([{"exchange_ms": 2}, {"class": "gradient/tensor/odd", "density": 0.1}], "the gradient of odd"),
         ([{"exchange_ms": 2, "dense_step_ms": None}], '"warmup_steps": 10'),
-        ([{"exchange_ms": 2, "density_target": 1, "sent_bytes": 1000}, {"step": 20}], "Judge a longer run"),
+        ([{"exchange_ms": 2, "is_start": True, "sent_bytes": 1000}, {"step": 20}], "Judge a longer run"),
     ],
 )
 def test_advice_has_its_reason(rows: list[dict[str, Any]], said: str) -> None:
@@ -391,35 +469,3 @@ def test_the_demo_and_links_and_recommenders(tmp_path: Path) -> None:
     (quality,) = (rows for title, rows in tables.items() if title.startswith("Quality beside dense"))
     assert quality[2][:3] == ["hybrid", "0.7000", "-0.0010 ±0.0020"]
     assert "10 Gbit/s: late" in text
-
-
-# -- in the terminal ---
-
-
-def test_watch_once(tmp_path: Path) -> None:
-    job(tmp_path / "m.jsonl")
-    result = runner.invoke(cli.app, ["watch", "--once", str(tmp_path / "m.jsonl")])
-    assert "Steps 56 to 60, per step" in result.output
-    assert "Step 40: 0.99 (the <link>)" in result.output
-    with pytest.raises(DCTError, match="No such file"):
-        runner.invoke(cli.app, ["watch", "--once", str(tmp_path / "absent")], catch_exceptions=False)
-
-
-def test_watch_follows_the_file_until_it_is_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "m.jsonl"
-
-    def write_anew() -> None:
-        path.unlink()
-        job(path, steps=30)
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    happens = iter([lambda: job(path, steps=20), write_anew, interrupt])
-    monkeypatch.setattr(time, "sleep", lambda seconds: next(happens)())
-    result = runner.invoke(cli.app, ["watch", str(path)])
-    assert result.exit_code == 0
-    assert next(happens, None) is None
-    assert "Steps 26 to 30, per step" in result.output

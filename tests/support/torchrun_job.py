@@ -106,7 +106,7 @@ def ends(log: str) -> list[tuple[int, int, float, str]]:
 
 def steps_lost(log: str) -> list[int]:
     """Return the steps that were lost with each restart after a checkpoint."""
-    return [int(count) for count in re.findall(r"lost: (\d+) later steps of the earlier run", log)]
+    return [int(count) for count in re.findall(r"lost: at least (\d+) later steps of the earlier run", log)]
 
 
 def soak(kills: int, seconds: float, generator: random.Random) -> dict[str, Any]:

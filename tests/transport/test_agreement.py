@@ -96,7 +96,15 @@ def test_a_rank_that_takes_no_part_is_named_at_once(absent: int) -> None:
 
 
 def test_a_fact_that_only_some_state_is_a_difference() -> None:
-    assert differences({0: {"a": 1}, 1: {}}) == ["a differs: 1 on rank 0; nothing on rank 1"]
+    assert differences({0: {"a": 1}, 1: {}}) == ["a differs: 1 on rank 0; not set on rank 1"]
+
+
+def test_a_section_that_some_leave_out_is_named_by_its_options() -> None:
+    facts = {0: {"dct.p.sparsity": 0.9, "dct.p.full_every": None}, 1: {"dct.p": None}}
+    assert differences(facts) == [
+        "dct.p.sparsity differs: 0.9 on rank 0; not set on rank 1",
+        "dct.p.full_every differs: null on rank 0; not set on rank 1",
+    ]
 
 
 def test_description_of_many_absent_ranks() -> None:
