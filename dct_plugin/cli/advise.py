@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,12 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import processes
-from ..config import DataParallelConfig
+from ..config import DataParallelConfig, ParametersConfig
 from ..config.automatic import Setting, exchange_by_rule, judged, safe_sparsity
 from ..config.known_losses import Training, known_losses
+from ..config.recommended import Wanted, suggestion
 from ..console import print_warning
 from ..data_parallel.cost_model import Coding, CostModel, Link
-from ..data_parallel.decision_rules import DecisionRules, settings_to_try
+from ..data_parallel.decision_rules import DecisionRules
 from ..errors import ConfigError, DCTError
 from ..integrations.host.measured_job import SECTION, VARIABLE
 from ..integrations.megatron.options import CONFIG_VARIABLE
@@ -37,6 +39,25 @@ from ..metrics import format_bytes
 _LINES = 30
 #: Where torchrun begins to say that a rank failed, for which the rank has given its reason before.
 _LAUNCHER = re.compile(r"^.*(?:failed \(exitcode: |closing signal SIGTERM)", re.MULTILINE)
+
+
+class Candidate(NamedTuple):
+    """A row of the table: the setting of gradients, and that of updates of weights; None: gathers."""
+
+    setting: Setting
+    updates: Setting | None = None
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The section ``dct.data_parallel`` as it is pasted."""
+        made: dict[str, Any] = {"sparsity": self.setting.sparsity, "value_dtype": self.setting.value_dtype}
+        if self.updates is not None:
+            sparsity, value_dtype, _ = self.updates
+            made["parameters"] = {"sparsity": sparsity, "value_dtype": value_dtype}
+        return made
+
+    def __str__(self) -> str:
+        return str(self.setting) + ("" if self.updates is None else f"; updates {self.updates.sparsity:g}")
 
 
 class Figures(NamedTuple):
@@ -61,44 +82,65 @@ class Figures(NamedTuple):
         model = CostModel(**given | {"codings": codings, "link": Link(*given["link"])})
         figures = cls(model, Training(**facts, ranks=model.ranks), content["left_out"])
         # The steps were measured with other feedback than such a training takes.
-        taken = figures._settled(Setting(0.99, "bf16"))
+        taken = figures._settled(Candidate(Setting(0.99, "bf16")))
         is_direct = exchange_by_rule(taken, model.ranks) == "direct"
         return figures._replace(
             model=model._replace(is_direct=is_direct, server_density=taken.server_density)
         )
 
-    def settings(self) -> list[Setting]:
-        """Return all settings, from gentle to strong."""
-        return [Setting(), *sorted(self.model.codings, key=lambda each: each.strength)]
+    def candidates(self) -> list[Candidate]:
+        """Return all settings, from gentle to strong, then those with thresholded updates of the weights."""
+        settings = sorted(self.model.codings, key=lambda each: each.strength)
+        updates, _ = self._updates()
+        if self.model.weight_gathers != 1 or updates not in self.model.codings:
+            return [Candidate(each) for each in (Setting(), *settings)]
+        thresholded = [each for each in settings if each.sparsity]
+        return [
+            *(Candidate(each) for each in (Setting(), *settings)),
+            *(Candidate(each, updates) for each in thresholded),
+        ]
 
-    def is_safe(self, setting: Setting) -> bool:
+    def is_safe(self, candidate: Candidate) -> bool:
         """Return whether nothing measurable was lost with a setting in such a training."""
-        return setting.sparsity <= safe_sparsity(self._settled(setting), self.training)
+        safe = safe_sparsity(self._settled(candidate), self.training)
+        if candidate.updates is not None:
+            safe = min(safe, self._updates()[1])
+        return candidate.setting.sparsity <= safe
 
-    def quality(self, setting: Setting) -> str:
+    def quality(self, candidate: Candidate) -> str:
         """Return the expected loss of a setting, with the section of the results that says so."""
-        if setting.is_dense:
+        if candidate.setting.is_dense:
             return "as it is"
-        if self.is_safe(setting):
+        if self.is_safe(candidate):
             return "nothing measurable lost (docs/quality.md)"
-        found = next(known_losses(self._settled(setting), self.training), None)
+        found = next(known_losses(self._settled(candidate), self.training), None)
         return "not measured" if found is None else f"lost {found.loss} (docs/quality.md#{found.source})"
 
-    def pays_below(self, setting: Setting) -> float:
+    def pays_below(self, candidate: Candidate) -> float:
         """Return the rate of links, in bits per second, below which a setting beats the dense exchange; 0:
         nowhere; infinite: on all links.
         """
         fast, slow = self.model.at_rate(math.inf), self.model.at_rate(1.0)
-        price = fast.predict(setting).total - fast.predict(Setting()).total
+        price = fast.predict(*candidate).total - fast.predict(Setting()).total
         if price <= 0.0:
             return math.inf
-        saved = slow.predict(Setting()).total - slow.predict(setting).total + price
+        saved = slow.predict(Setting()).total - slow.predict(*candidate).total + price
         return max(saved, 0.0) / price
 
-    def _settled(self, setting: Setting) -> DataParallelConfig:
-        written = DataParallelConfig.of(
-            {"sparsity": setting.sparsity, "value_dtype": setting.value_dtype or "fp32"}
-        )
+    def _updates(self) -> tuple[Setting, float]:
+        """Return the updates of weights that ``dct config suggest`` names for such a training, and the
+        highest sparsity of gradients that lost nothing measurable beside them: 0 where none was measured.
+        """
+        stage = self.training.stage or 1  # Megatron's distributed optimizer is like ZeRO-1
+        row, measured = suggestion(Wanted(self.training.family, 1e9, self.training.ranks, stage))
+        found = dict(row.data_parallel or {}) if row is not None and measured else {}
+        updates = ParametersConfig.model_validate(found.get("parameters", {}))
+        safe = found["sparsity"] if "parameters" in found else 0.0
+        return Setting(updates.sparsity, updates.value_dtype), safe
+
+    def _settled(self, candidate: Candidate) -> DataParallelConfig:
+        setting = candidate.setting
+        written = DataParallelConfig.of({**candidate.section, "value_dtype": setting.value_dtype or "fp32"})
         obstacle = "ZeRO-3" if self.training.stage == 3 else ""
         # With some optimizers `feedback: "auto"` lowers the sparsity, too.
         settled = judged(written, self.training, obstacle=obstacle).settings
@@ -193,14 +235,15 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
 
 
 def _rows(figures: Figures, models: dict[str, CostModel]) -> Iterator[dict[str, Any]]:
-    for setting in figures.settings():
+    for each in figures.candidates():
         yield {
-            "sparsity": setting.sparsity,
-            "value_dtype": setting.value_dtype,
-            "step_ms": {name: 1e3 * model.predict(setting).total for name, model in models.items()},
-            "sent_bytes": figures.model.sent_bytes(setting),
-            "pays_below": None if setting.is_dense else figures.pays_below(setting),
-            "quality": figures.quality(setting),
+            "sparsity": each.setting.sparsity,
+            "value_dtype": each.setting.value_dtype,
+            "parameters": each.section.get("parameters"),
+            "step_ms": {name: 1e3 * model.predict(*each).total for name, model in models.items()},
+            "sent_bytes": figures.model.sent_bytes(*each),
+            "pays_below": None if each.setting.is_dense else figures.pays_below(each),
+            "quality": figures.quality(each),
         }
 
 
@@ -209,10 +252,10 @@ def _print(figures: Figures, models: dict[str, CostModel], line: Sequence[str]) 
     for name in ("setting", "sent", *(f"ms, {name}" for name in models), "pays below", "quality"):
         table.add_column(name, justify="left" if name in ("setting", "quality") else "right")
     best = {name: _best(figures, model) for name, model in models.items()}
-    for row, setting in zip(_rows(figures, models), figures.settings(), strict=True):
-        times = [f"{ms:.1f}" + (" *" if best[name] == setting else "") for name, ms in row["step_ms"].items()]
-        below = "" if setting.is_dense else _rate(row["pays_below"])
-        table.add_row(str(setting), format_bytes(row["sent_bytes"]), *times, below, row["quality"])
+    for row, each in zip(_rows(figures, models), figures.candidates(), strict=True):
+        times = [f"{ms:.1f}" + (" *" if best[name] == each else "") for name, ms in row["step_ms"].items()]
+        below = "" if each.setting.is_dense else _rate(row["pays_below"])
+        table.add_row(str(each), format_bytes(row["sent_bytes"]), *times, below, row["quality"])
     console = Console(width=None if sys.stdout.isatty() else 160)
     model, link, training = figures.model, figures.model.link, figures.training
     rate = _rate(8.0 * model.link_rate) if link.seconds_per_byte else "without limit"
@@ -220,18 +263,17 @@ def _print(figures: Figures, models: dict[str, CostModel], line: Sequence[str]) 
         f"{(model.large_entries + model.small_bytes / model.entry_bytes) / 1e6:.3g}M parameters, "
         f"{model.ranks} ranks, {training.optimizer[0] if training.optimizer else 'no optimizer seen'}; "
         f"link {rate}, {1e3 * link.latency:.2f} ms"
+        + (f"; {model.reductions} reductions a step" if model.reductions > 1 else "")
     )
     console.print(table)
     console.print("* the gentlest of the fastest that lost nothing measurable")
     if model.weight_gathers == 1:
         console.print(
-            f"{format_bytes(model.gathered_bytes)} of each are gathered weights, which "
-            "dct.data_parallel.parameters thresholds, too (docs/configuration.md)"
+            f"{format_bytes(model.gathered_bytes)} are gathered weights; where a row names updates, they are "
+            "thresholded, too (dct.data_parallel.parameters, docs/configuration.md)"
         )
-    for name, setting in best.items():
-        text = "leave the plugin out"
-        if not setting.is_dense:
-            text = _pasted({"sparsity": setting.sparsity, "value_dtype": setting.value_dtype}, line)
+    for name, each in best.items():
+        text = "leave the plugin out" if each.setting.is_dense else _pasted(each.section, line)
         console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
     console.print(
         f"or let the job choose: {_pasted({'sparsity': 'auto'}, line)}", highlight=False, soft_wrap=True
@@ -247,13 +289,20 @@ def _pasted(section: dict[str, Any], line: Sequence[str]) -> str:
         return json.dumps({"dct": {"data_parallel": section}})
     if not section["sparsity"]:  # with which alone everything is left to Megatron
         section = {"quality": "bytes", **section}
-    options = [f"--dct-data-parallel-{key.replace('_', '-')} {value}" for key, value in section.items()]
+    values = {key: shlex.quote(json.dumps(x)) if isinstance(x, dict) else x for key, x in section.items()}
+    options = [f"--dct-data-parallel-{key.replace('_', '-')} {value}" for key, value in values.items()]
     return " ".join(["-m dct_plugin.megatron", *options, "SCRIPT ..."])
 
 
-def _best(figures: Figures, model: CostModel) -> Setting:
-    safe = [each for each in figures.settings() if each.is_dense or figures.is_safe(each)]
-    return settings_to_try([model.predict(each) for each in safe], DecisionRules())[0]
+def _best(figures: Figures, model: CostModel) -> Candidate:
+    safe = [each for each in figures.candidates() if each.setting.is_dense or figures.is_safe(each)]
+    seconds = {each: model.predict(*each).total for each in safe}
+    least = DecisionRules().equal_ratio * min(seconds.values())
+    # Gathered weights are gentler than thresholded updates.
+    return min(
+        (each for each in safe if seconds[each] <= least),
+        key=lambda each: (each.updates is not None, each.setting.strength),
+    )
 
 
 def _rate(bits: float) -> str:

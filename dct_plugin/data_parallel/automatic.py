@@ -18,6 +18,7 @@ import itertools
 import logging
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -62,6 +63,9 @@ class AutomaticSparsity(AddOn):
         """True if residuals may hold something; the same on all ranks."""
         self._sizes: dict[str, tuple[int, int]] = {}
         """Entries and bytes of each tensor."""
+        self._seen: Counter[str] = Counter()
+        """How often each tensor was reduced in this step."""
+        self._reductions = 1
         self._seconds: list[float] = []
         self._began = 0.0
         self._steps_left = -1
@@ -88,6 +92,7 @@ class AutomaticSparsity(AddOn):
 
     def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         self._sizes.update((name, (tensor.numel(), tensor.nbytes)) for name, tensor in entries)
+        self._seen.update(name for name, _ in entries)
 
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         if self.current.sparsity == 0.0:
@@ -99,6 +104,8 @@ class AutomaticSparsity(AddOn):
         now = time.perf_counter()
         if self._began:
             self._seconds.append(now - self._began)
+        self._reductions = statistics.median_low(self._seen.values() or [1])
+        self._seen.clear()
         self._steps_left -= 1
         if self._steps_left == 0:
             with own_traffic(recorded=False):
@@ -253,7 +260,7 @@ class AutomaticSparsity(AddOn):
 
         Args:
             now: Seconds of a step with the current setting.
-            dense: Seconds of a dense reduction; None: computed from the link.
+            dense: Seconds of the dense reductions of a step; None: computed from the link.
             exposed: Share of a reduction that the backward pass does not hide.
             link: The speed of the link.
         """
@@ -272,6 +279,7 @@ class AutomaticSparsity(AddOn):
             server_density=group.settings.server_density,
             weight_gathers=int(self._topologies.sums_at_owners),
             entry_bytes=entry_bytes,
+            reductions=self._reductions,
         )
         return model._replace(rest=max(now - model.predict(self.current).total, 0.0))
 

@@ -1,9 +1,9 @@
 """The predicted time of a training step with each setting, from measured times of codings, link and step:
 
-    step = rest + exposed_share * (coding + decoding + rounds * latency + bytes / rate)
+    step = rest + exposed_share * reductions * (coding + decoding + rounds * latency + bytes / rate)
 
-``rest`` is the dense step without the exposed part of its reduction. ``exposed_share`` is the share of the
-dense reduction that the backward pass did not hide.
+``rest`` is the dense step without the exposed part of its reductions. ``exposed_share`` is the share of the
+dense reductions that the backward pass did not hide.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CostModel(NamedTuple):
     Attributes:
         rest: Seconds of a step without the exposed part of its reduction.
         exposed_share: Share of a reduction that the backward pass does not hide.
-        dense_reduction: Seconds of a dense reduction; None: computed from ``link``.
+        dense_reduction: Seconds of the dense reductions of a step; None: computed from ``link``.
         codings: Times and sizes for every setting but the dense one.
         link: Speed of the link.
         large_entries: Entries of the tensors that are thresholded.
@@ -67,6 +67,10 @@ class CostModel(NamedTuple):
             density of what they receive.
         weight_gathers: How often a step gathers all weights, where only owners get the sums; else 0.
         entry_bytes: Bytes of an entry of gradients and weights.
+        reductions: How often a step reduces all gradients: with ZeRO-2 and accumulation for each micro-batch.
+
+    ``updates`` of a method is the setting of thresholded updates of the weights, which then cross in place of
+    gathered ones; None: whole weights are gathered.
     """
 
     rest: float
@@ -81,6 +85,7 @@ class CostModel(NamedTuple):
     server_density: float = 1.0
     weight_gathers: int = 0
     entry_bytes: float = 4.0
+    reductions: int = 1
 
     def at_rate(self, rate: float) -> CostModel:
         """Return the model of the same training on links of ``rate`` bits per second. The part of the dense
@@ -88,8 +93,9 @@ class CostModel(NamedTuple):
         """
         link = Link(self.link.latency, 8.0 * (self.ranks - 1) / rate)
         slower = link.seconds_per_byte - self.link.seconds_per_byte
-        gathering = self.gathered_bytes / (self.ranks - 1) * slower
-        there = self._replace(link=link, rest=max(self.rest + gathering, 0.0))
+        there = self._replace(
+            link=link, rest=max(self.rest + self._per_rank(self.gathered_bytes) * slower, 0.0)
+        )
         if self.dense_reduction is None:
             return there
         unexplained = max(self.dense_reduction - self._exchange_seconds(Setting()), 0.0)
@@ -100,21 +106,31 @@ class CostModel(NamedTuple):
         """Bytes that a rank sends per second, where the link sets the pace; infinite if it has no limit."""
         return (self.ranks - 1) / self.link.seconds_per_byte if self.link.seconds_per_byte else math.inf
 
-    def sent_bytes(self, setting: Setting) -> float:
+    def sent_bytes(self, setting: Setting, updates: Setting | None = None) -> float:
         """Return the bytes that a rank sends in a step, without the headers of the transport."""
-        return self._gradient_bytes(setting) + self.gathered_bytes
+        weights = self.gathered_bytes if updates is None else self._update_bytes(updates)
+        return self.reductions * self._gradient_bytes(setting) + weights
 
     @property
     def gathered_bytes(self) -> float:
-        """Bytes of weights that a rank sends in a step, the same with every setting."""
+        """Bytes of weights that a rank sends in a step, the same with every setting of gradients."""
         return self.weight_gathers * (self.ranks - 1) / self.ranks * self._dense_bytes
 
     @property
     def _dense_bytes(self) -> float:
         return self.entry_bytes * self.large_entries + self.small_bytes
 
+    def _update_bytes(self, updates: Setting) -> float:
+        """Return the bytes that a rank sends in a step with thresholded updates of the weights."""
+        share = (self.ranks - 1) / self.ranks
+        return share * (self._coding(updates).nbytes * self.large_entries + self.small_bytes)
+
+    def _per_rank(self, nbytes: float) -> float:
+        """Return the bytes for each of the other ranks."""
+        return nbytes / (self.ranks - 1)
+
     def _gradient_bytes(self, setting: Setting) -> float:
-        """Return the bytes of gradients that a rank sends in a step."""
+        """Return the bytes of gradients that a rank sends in one reduction of them."""
         share = (self.ranks - 1) / self.ranks
         if setting.is_dense:
             return 2.0 * share * self._dense_bytes
@@ -123,8 +139,13 @@ class CostModel(NamedTuple):
             copies = self.ranks - 1
         return copies * self._coding(setting).nbytes * self.large_entries + 2.0 * share * self.small_bytes
 
-    def predict(self, setting: Setting) -> Prediction:
+    def predict(self, setting: Setting, updates: Setting | None = None) -> Prediction:
         """Return the predicted time of a step with a setting."""
+        if updates is not None:
+            coding, fewer = self._coding(updates), self.gathered_bytes - self._update_bytes(updates)
+            seconds = (coding.encode / self.ranks + coding.decode) * self.large_entries + self.link.latency
+            saved = self._per_rank(fewer) * self.link.seconds_per_byte
+            return self._replace(rest=max(self.rest + seconds - saved, 0.0)).predict(setting)
         exchange = self._exchange_seconds(setting)
         if setting.is_dense:
             exchange = exchange if self.dense_reduction is None else self.dense_reduction
@@ -134,7 +155,7 @@ class CostModel(NamedTuple):
         encoded, decoded = 1.0 + (server_density > 0) / self.ranks, 1.0 + server_density
         if self._is_direct(setting):
             encoded, decoded = 1.0, self.ranks
-        seconds = (coding.encode * encoded + coding.decode * decoded) * self.large_entries
+        seconds = self.reductions * (coding.encode * encoded + coding.decode * decoded) * self.large_entries
         return Prediction(setting, self.rest, self.exposed_share * seconds, self.exposed_share * exchange)
 
     def _coding(self, setting: Setting) -> Coding:
@@ -151,7 +172,7 @@ class CostModel(NamedTuple):
         return is_direct and not (setting.is_exact or self.weight_gathers)
 
     def _exchange_seconds(self, setting: Setting) -> float:
-        """Return the seconds of an exchange, from its rounds and bytes."""
+        """Return the seconds of a step's exchanges, from their rounds and bytes."""
         has_one_round = setting.is_dense or self._is_direct(setting) or not self._server_density(setting)
-        sent = self._gradient_bytes(setting) / (self.ranks - 1) * self.link.seconds_per_byte
-        return (1.0 if has_one_round else 2.0) * self.link.latency + sent
+        sent = self._per_rank(self._gradient_bytes(setting)) * self.link.seconds_per_byte
+        return self.reductions * ((1.0 if has_one_round else 2.0) * self.link.latency + sent)

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dct_plugin import cli
-from dct_plugin.cli.advise import Figures, _measured, _pasted, launch_line
+from dct_plugin.cli.advise import Candidate, Figures, _best, _measured, _pasted, launch_line
 from dct_plugin.config.automatic import Setting
 from dct_plugin.config.known_losses import Training
 from dct_plugin.data_parallel.cost_model import Coding, CostModel, Link
@@ -30,12 +30,12 @@ def _figures(**training: object) -> Figures:
 
 def test_a_setting_pays_below_the_rate_where_both_take_as_long() -> None:
     figures = _figures()
-    rate = figures.pays_below(STRONG)
+    rate = figures.pays_below(Candidate(STRONG))
     there = figures.model.at_rate(rate)
     assert 1e8 < rate < 1e11
     assert there.predict(STRONG).total == pytest.approx(there.predict(DENSE).total, rel=1e-3)
     free = figures._replace(model=figures.model._replace(codings={STRONG: Coding(0.0, 0.0, 0.03)}))
-    assert free.pays_below(STRONG) == math.inf
+    assert free.pays_below(Candidate(STRONG)) == math.inf
 
 
 def test_a_job_that_is_measured_has_one_variable() -> None:
@@ -43,10 +43,10 @@ def test_a_job_that_is_measured_has_one_variable() -> None:
 
 
 def test_quality_is_that_of_the_results() -> None:
-    assert "nothing measurable lost" in _figures().quality(STRONG)
-    assert "0.23 nats at 0.99" in _figures(stage=3).quality(STRONG)
-    assert not _figures(optimizer=["Lion"]).is_safe(STRONG)
-    assert _figures().quality(DENSE) == "as it is"
+    assert "nothing measurable lost" in _figures().quality(Candidate(STRONG))
+    assert "0.23 nats at 0.99" in _figures(stage=3).quality(Candidate(STRONG))
+    assert not _figures(optimizer=["Lion"]).is_safe(Candidate(STRONG))
+    assert _figures().quality(Candidate(DENSE)) == "as it is"
 
 
 def test_bytes_are_those_of_a_ring_or_of_all_messages() -> None:
@@ -68,6 +68,49 @@ def test_gathers_of_weights_cross_with_every_setting() -> None:
     assert model.at_rate(1e8).rest == pytest.approx(model.rest + gathered * slower)
     assert model.at_rate(math.inf).rest == 0.0
     assert model.at_rate(1e8).predict(STRONG).exchange < figures.model.at_rate(1e8).predict(STRONG).exchange
+
+
+def test_zero_2_reduces_each_micro_batch() -> None:
+    model = _figures(stage=2).model._replace(weight_gathers=1)
+    four = model._replace(reductions=4, dense_reduction=4 * 0.2)
+    gathered = model.gathered_bytes
+    for setting in (DENSE, STRONG):
+        assert four.sent_bytes(setting) - gathered == 4 * (model.sent_bytes(setting) - gathered)
+        one, more = (each.predict(setting).total - each.rest for each in (model, four))
+        assert more == pytest.approx(4 * one)
+
+
+def test_rows_with_thresholded_updates_agree_with_suggest() -> None:
+    updates = Setting(0.97, "bf16")
+    codings = {STRONG: Coding(3e-9, 1e-9, 0.03), updates: Coding(3e-9, 1e-9, 0.09)}
+    figures = _figures(stage=1)
+    figures = figures._replace(model=figures.model._replace(weight_gathers=1, codings=codings, rest=0.3))
+    model, both = figures.model, Candidate(STRONG, updates)
+    assert [str(each) for each in figures.candidates()][-2:] == [
+        "sparsity 0.97, bf16 values; updates 0.97",
+        "sparsity 0.99, bf16 values; updates 0.97",
+    ]
+    fewer = model.gathered_bytes - (0.09 * 10_000_000 + 4_000) / 2
+    assert model.sent_bytes(*both) == pytest.approx(model.sent_bytes(STRONG) - fewer)
+    saved = fewer * model.link.seconds_per_byte - 1e-4 - 10_000_000 * (3e-9 / 2 + 1e-9)
+    assert model.predict(*both).total == pytest.approx(model.predict(STRONG).total - saved)
+    assert figures.is_safe(both)
+    best = _best(figures, model.at_rate(1e7))
+    assert best.section == {
+        "sparsity": 0.99,
+        "value_dtype": "bf16",
+        "parameters": {"sparsity": 0.97, "value_dtype": "bf16"},
+    }
+    options = _pasted(best.section, ["-m", "dct_plugin.megatron", "x.py"])
+    assert """--dct-data-parallel-parameters '{"sparsity": 0.97, "value_dtype": "bf16"}'""" in options
+    # Not measured with momentum, and lost where the optimizer is not known.
+    for other in ({"optimizer": ["SGD"], "momentum": 0.9}, {"optimizer": []}):
+        assert not _figures(stage=1, **other)._replace(model=model).is_safe(both)
+    assert "not measured" in _figures(stage=1, optimizer=["SGD"], momentum=0.9)._replace(model=model).quality(
+        both
+    )
+    plain = figures._replace(model=model._replace(weight_gathers=0))
+    assert all(each.updates is None for each in plain.candidates())
 
 
 def test_a_megatron_script_is_started_through_the_wrapper(tmp_path: Path) -> None:

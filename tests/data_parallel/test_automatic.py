@@ -22,7 +22,7 @@ from dct_plugin.config.automatic import (
     settings_within,
 )
 from dct_plugin.config.known_losses import Training
-from dct_plugin.data_parallel import GradientReducer, lossless
+from dct_plugin.data_parallel import GradientReducer, Shard, lossless
 from dct_plugin.data_parallel.automatic import AutomaticSparsity
 from dct_plugin.data_parallel.cost_model import Coding, CostModel, Link
 from dct_plugin.data_parallel.decision_rules import DecisionRules, gentlest_of_fastest, settings_to_try
@@ -287,6 +287,25 @@ def _settings_on_a_gpu(rank: int, world_size: int) -> list[Setting]:
     kernels = KernelConfig(backend="reference")  # as where there is no Triton
     reducer = GradientReducer(_config(quality="exact"), device=torch.device("cuda"), kernels=kernels)
     return list(reducer.add_on(AutomaticSparsity)._settings)
+
+
+def _reductions_of_a_step(rank: int, world_size: int) -> list[int]:
+    """Reduce all gradients to their owners once and three times a step."""
+    reducer, found = GradientReducer(_config(quality="bytes", min_numel=10)), []
+    automatic = reducer.add_on(AutomaticSparsity)
+    for micro_batches in (1, 3):
+        for _ in range(micro_batches):
+            for name in ("a", "b"):
+                shards = [Shard(0, 0, 50), Shard(1, 50, 100)]
+                reducer.reduce_scatter([(name, torch.ones(100), shards)])
+        reducer.end_step()
+        found.append(automatic._model(1.0, 0.1, 1.0, Link(1e-4, 1e-9)).reductions)
+    return found
+
+
+@pytest.mark.slow
+def test_a_step_has_as_many_reductions_as_micro_batches_under_zero_2() -> None:
+    assert run(2, _reductions_of_a_step) == [[1, 3], [1, 3]]
 
 
 @pytest.mark.slow
