@@ -99,7 +99,6 @@ WRONG: dict[str, tuple[Any, str]] = {
         zero(3, gradients(feedback="step_ahead")),
         'dct.data_parallel.feedback = "step_ahead" under ZeRO stage 3: no rank has the whole weights',
     ),
-    "local updates": (job(gradients(feedback="local_updates")), 'no such value any more; write "step_ahead"'),
     "experts with step-ahead": (
         job({**gradients(feedback="step_ahead"), "model_parallel": {"expert_gradients": True}}),
         "dct.model_parallel.expert_gradients = true: feedback = 'step_ahead' displaces the weights",

@@ -283,18 +283,8 @@ def test_every_class_is_in_the_configuration() -> None:
     [
         ({"forward": "topc"}, 'dct.model_parallel.pipeline.forward = "topc": must be one of "threshold"'),
         (
-            {"backward": {"method": "topk", "sparsity": 0.9}},
-            'no such method any more: it gained nothing over "threshold"; write {"method": "threshold"',
-        ),
-        ({"forward": "learned"}, 'forward = "learned": no such method any more: it lost to "transform"'),
-        ({"forward": "randomk"}, 'forward = "randomk": no such method any more: it lost to "threshold"'),
-        (
             {"forward": {"method": "quantise", "bits": 5}},
             "dct.model_parallel.pipeline.forward.bits = 5: must be one of 16, 8, 4, 3, 2, 1",
-        ),
-        (
-            {"forward": {"method": "lowrank"}},
-            'no such method any more: it lost to "transform" at equal bytes',
         ),
         ({"forward": {"method": "transform", "rate": 9}}, "rate = 9: must be a number in (0, 8]"),
         ({"forward": "threshold"}, "dct.model_parallel.pipeline.forward.sparsity: missing; must be a number"),

@@ -202,6 +202,7 @@ def test_faults_of_configurations_are_named(tmp_path: Path) -> None:
         configuration({"train_batch_size": 7}, ranks=2)
 
 
+@pytest.mark.slow  # DeepSpeed tells its keys in a process of its own
 @pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
 def test_ready_configurations_are_valid(file: Path) -> None:
     assert file.stem in configurations([file], ranks=2)
