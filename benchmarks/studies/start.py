@@ -33,6 +33,11 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "default": {},
     "60 + 180": {"warmup_steps": 60, "sparsity_warmup_steps": 180},
+    "power 1.5": {
+        "warmup_steps": 60,
+        "sparsity_warmup_steps": 1232,
+        "expert": {"ramp": "power"},
+    },
     "60 + 400": {"warmup_steps": 60, "sparsity_warmup_steps": 400},
 }
 
