@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+if TYPE_CHECKING:
+    from ..integrations.deepspeed.file_check import FileReport
+
 app = typer.Typer(help="Show and check the dct section of a JSON file.", no_args_is_help=True)
+
+
+class Device(str, Enum):
+    """Accelerators for which ``check`` judges."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
 
 
 @app.command()
@@ -52,37 +64,61 @@ def show(
 @app.command()
 def check(
     files: Annotated[list[str], typer.Argument(help="Files to check; - is the standard input.")],
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the job [default: as the batch sizes say].")
+    ] = None,
+    device: Annotated[
+        Device, typer.Option(help="Accelerator of the job; this machine need not have it.")
+    ] = Device.CUDA,
 ) -> None:
     """Judge DeepSpeed JSONs or bare sections as the start of a job would; exit with 1 if one would not start.
 
-    All faults of a file are listed, then warnings: settings that are known to lose, keys that nothing reads.
+    The installed DeepSpeed judges its keys. All faults of a file are listed, then warnings: settings that are
+    known to lose, keys that nothing reads.
     """
-    from ..config.dct import read_json
-    from ..config.validation_errors import faulty
-    from ..console import print_error, print_warning
+    from ..config.dct import read_hjson
+    from ..console import print_error
     from ..errors import ConfigError
-    from ..integrations.deepspeed import file_check
+    from ..integrations.deepspeed import file_check, parser
 
-    failed = 0
+    contents: dict[str, tuple[dict[str, Any], bool]] = {}
+    failed = False
     for file in files:
         try:
-            report = file_check.check(read_json(file))
+            contents[file] = read_hjson(file)
         except ConfigError as error:
             print_error(error)
-            failed += 1
-            continue
-        if report.faults or report.config is None:
-            print_error(faulty(report.faults, f"dct configuration in {file}"))
-            failed += 1
-        else:
-            state = "" if report.config.enabled else ", disabled"
-            typer.echo(f"{file}: ok (fingerprint {report.config.fingerprint()}{state})")
-            for note in report.notes:
-                typer.echo(f"  {note}")
-        for warning in report.warnings:
-            print_warning(f"{file}: {warning}")
+            failed = True
+    asked = [file for file, (content, _) in contents.items() if file_check.for_deepspeed(content)]
+    told = parser.ask([contents[file][0] for file in asked], ranks=ranks, device=device.value)
+    answers = dict(zip(asked, told, strict=False))
+    for file, (content, strict) in contents.items():
+        report = file_check.check(content, answers.get(file))
+        if not strict:
+            report.notes.append("not strict JSON, which Hugging Face's Trainer and Accelerate want")
+        failed |= not _print(report, file)
     if failed:
         raise typer.Exit(1)
+
+
+def _print(report: FileReport, file: str) -> bool:
+    """Print what is to be said about a file; return whether its job would start."""
+    from ..config.validation_errors import faulty
+    from ..console import print_error, print_warning
+
+    if report.faults:
+        print_error(faulty(report.faults, f"dct configuration in {file}"))
+    else:
+        state = 'no "dct" section: the job trains without the plugin'
+        if report.config is not None:
+            disabled = "" if report.config.enabled else ", disabled"
+            state = f"fingerprint {report.config.fingerprint()}{disabled}"
+        typer.echo(f"{file}: ok ({state})")
+        for note in report.notes:
+            typer.echo(f"  {note}")
+    for warning in report.warnings:
+        print_warning(f"{file}: {warning}")
+    return not report.faults
 
 
 _UNMEASURED = (
@@ -98,9 +134,8 @@ def suggest(
     ranks: Annotated[int, typer.Option(min=2, help="Data-parallel ranks.")],
     stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage; 0 for torch DDP.")] = 0,
     momentum: Annotated[float, typer.Option(min=0, help="The optimizer's momentum.")] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the section alone.")] = False,
 ) -> None:
-    """Print the settings to take, what they sent and lost where they were measured, and where that stands."""
+    """Print the settings to take as JSON; what they sent and lost where they were measured is on stderr."""
     from ..config.optimizers import family_of
     from ..config.recommended import Wanted, suggestion
     from ..links.rates import bits_per_second, check_rates
@@ -108,21 +143,17 @@ def suggest(
     rate = bits_per_second(check_rates([link], option="--link")[0])
     wanted = Wanted(family_of([optimizer], momentum=momentum), rate, ranks, stage)
     row, measured = suggestion(wanted)
-    section = {"dct": {} if row is None else row.section}
-    if as_json:
-        typer.echo(json.dumps(section, indent=2))
-        return
+    typer.echo(json.dumps({"dct": {} if row is None else row.section}, indent=2))
     where = f"{optimizer}{' with momentum' if momentum else ''} on {ranks} ranks at {link}, " + (
         f"ZeRO-{stage}" if stage else "no ZeRO"
     )
+    say = functools.partial(typer.echo, err=True)
     if row is None:
-        typer.echo(f"Not measured: {where}, nor an optimizer like it. {_UNMEASURED}")
+        say(f"Not measured: {where}, nor an optimizer like it. {_UNMEASURED}")
         return
     if not measured:
-        typer.echo(f"Not measured: {where}. The nearest that was measured is {row.where}:")
+        say(f"Not measured: {where}. The nearest that was measured is {row.where}:")
     if row.data_parallel is None:
-        typer.echo(f"Nothing that was measured keeps the quality of {where}.")
-    else:
-        typer.echo(json.dumps(section)[1:-1])
+        say(f"Nothing that was measured keeps the quality of {where}.")
     for label, value in row.facts():
-        typer.echo(f"{label + ':':<9} {value}")
+        say(f"{label + ':':<9} {value}")

@@ -160,15 +160,25 @@ class DCTConfig(Section):
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the JSON object in a file; ``-`` is the standard input.
+    """Return the JSON object in a file, see :func:`read_hjson`."""
+    return read_hjson(path)[0]
+
+
+def read_hjson(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bool]:
+    """Return the object in a file as DeepSpeed reads it, and whether the file is strict JSON.
+
+    Files with comments and trailing commas need the package hjson, which DeepSpeed installs.
+
+    Args:
+        path: The file; ``-`` is the standard input.
 
     Raises:
-        ConfigError: The file cannot be read, or is no JSON object.
+        ConfigError: The file cannot be read, or holds no object.
     """
     where = os.fspath(path)
     try:
         text = sys.stdin.read() if where == "-" else Path(path).read_text(encoding="utf-8")
-        content = json.loads(text, object_pairs_hook=_no_duplicates)
+        content, strict = _parsed(text)
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:
@@ -177,7 +187,29 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{where}: nested too deeply") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: must hold a JSON object, holds {show(content)}")
-    return content
+    return content, strict
+
+
+def _parsed(text: str) -> tuple[Any, bool]:
+    plain = text.removeprefix("\ufeff")
+    try:
+        return json.loads(plain, object_pairs_hook=_no_duplicates), plain == text
+    except json.JSONDecodeError as error:
+        if (hjson := _hjson()) is None or not plain.strip():
+            raise
+        try:
+            return hjson.loads(plain, object_pairs_hook=_no_duplicates), False
+        except hjson.HjsonDecodeError:
+            raise error from None
+
+
+def _hjson() -> Any:
+    """Return the module that reads Hjson; None where it is not installed."""
+    try:
+        import hjson
+    except ImportError:
+        return None
+    return hjson
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,24 +10,18 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.config.automatic import judged
 from dct_plugin.config.known_losses import Training
 from dct_plugin.config.optimizers import OptimizerFamily, unknown_step
-from dct_plugin.config.options import show
+from dct_plugin.config.options import options
 from dct_plugin.config.validation_errors import DEEPSPEED_KEYS
 from dct_plugin.errors import ConfigError
 
-from ..host.versions import parse
-from .job import STAGES, Job
-from .parser import keys_for
+from ..host.versions import installed, parse
+from .job import Job
+from .parser import Answer
 from .rules import advice, applied, obstacle, refusals, unread_keys, without_slot
-from .section import SECTION, backend_name, misplaced_section
+from .section import KEYS, READ_BY_PLUGIN, SECTION, backend_name, misplaced_section
 
-#: Optimizers of DeepSpeed's own, in upper or lower case; for the others it asks torch, in torch's writing.
-_DEEPSPEED_OPTIMIZERS = {
-    name.lower(): name
-    for name in ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD", "Muon")
-}
-_TORCH_OPTIMIZERS = (
-    "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Adafactor", "ASGD", "LBFGS", "Rprop",
-)  # fmt: skip
+#: Keys that a warning names; of more it says how many there are.
+_NAMED = 8
 
 
 @dataclass
@@ -48,26 +41,49 @@ class FileReport:
     notes: list[str] = field(default_factory=list)
 
 
-def check(content: Mapping[str, Any]) -> FileReport:
-    """Return what is to be said about a DeepSpeed JSON, or about a bare ``dct`` section."""
+def for_deepspeed(content: Mapping[str, Any]) -> bool:
+    """Return whether DeepSpeed has to be asked about a file: it is no bare ``dct`` section."""
+    return not content.keys() <= {*KEYS, *READ_BY_PLUGIN}
+
+
+def check(content: Mapping[str, Any], answer: Answer | None = None) -> FileReport:
+    """Return what is to be said about a DeepSpeed JSON, or about a bare ``dct`` section.
+
+    Args:
+        content: The file.
+        answer: What DeepSpeed makes of the file; None where none is installed.
+    """
     report = FileReport()
-    section = _find_section(content, report)
-    if section is None:
-        return report
-    try:
-        report.config = DCTConfig.parse(section)
-    except ConfigError as error:
-        report.faults += error.faults or [str(error)]
-    is_deepspeed = bool(DEEPSPEED_KEYS & content.keys())
-    if is_deepspeed and (report.config is None or report.config.enabled):
-        _judge(content, report)
+    is_deepspeed = bool((DEEPSPEED_KEYS | (answer.keys if answer else frozenset())) & content.keys())
+    found, section = _find_section(content, report, is_deepspeed)
+    if found:
+        try:
+            report.config = DCTConfig.parse(section)
+        except ConfigError as error:
+            report.faults += error.faults or [str(error)]
+    if is_deepspeed and answer is None:
+        report.notes.append(f'no DeepSpeed can be imported here: only the "{SECTION}" section was judged')
+    elif is_deepspeed and answer is not None:
+        _judge_rest(content, answer, report)
+    if is_deepspeed and found and (report.config is None or report.config.enabled):
+        _judge({**content, **(answer.sections if answer else {})}, report)
+    if report.config is not None:
+        report.warnings += _dense(report.config)
     return report
 
 
+def _judge_rest(content: Mapping[str, Any], answer: Answer, report: FileReport) -> None:
+    """Add what DeepSpeed says about the file, apart from the section."""
+    report.faults += [f"DeepSpeed {installed('deepspeed')}: {fault}" for fault in answer.faults]
+    if keys := unread_keys(content, answer.keys):
+        more = f" and {len(keys) - _NAMED} more keys" if len(keys) > _NAMED else ""
+        reads = "nothing reads it" if len(keys) == 1 else "nothing reads them"
+        report.warnings.append(f"{', '.join(keys[:_NAMED])}{more}: {reads}")
+
+
 def _judge(content: Mapping[str, Any], report: FileReport) -> None:
-    """Add what the start of a DeepSpeed job would say."""
+    """Add what the start of a DeepSpeed job would say about its section."""
     job = Job.of_json(content)
-    report.faults += _misspelt(content)
     if job.exchanges_momentum and parse(job.version) > (0, 19, 6):
         report.faults.append(without_slot(job.version))
     # A section with faults says nothing, but the job can be judged without it.
@@ -75,10 +91,25 @@ def _judge(content: Mapping[str, Any], report: FileReport) -> None:
     if report.config is not None and not job.exchanges_momentum:
         config = _settled(job, config, report)
     report.faults += refusals(job, config)
-    report.warnings += [f"{key}: nothing reads it" for key in unread_keys(content, keys_for(content))]
-    report.warnings += advice(job)
+    report.warnings += [] if report.faults else advice(job)
+    steps = content.get("gradient_accumulation_steps")
+    if job.stage == 2 and isinstance(steps, int) and steps > 1 and config.data_parallel.enabled:
+        report.notes.append(
+            f"ZeRO stage 2 sends gradients after each of the {steps} micro-batches of a step; stage 1 sends "
+            f"them once, 1/{steps} of the bytes"
+        )
     if report.config is not None:
         report.config = applied(job, config)
+
+
+def _dense(config: DCTConfig) -> list[str]:
+    """Return warnings about sparsities that were probably meant as densities."""
+    return [
+        f"{option.path} = {option.value} sends {1 - option.value:.0%} of the entries; did you mean "
+        f"{round(1 - option.value, 6)}?".replace("%", " %")
+        for option in options(config)
+        if option.path.endswith("sparsity") and isinstance(option.value, float) and 0 < option.value < 0.5
+    ]
 
 
 def _settled(job: Job, config: DCTConfig, report: FileReport) -> DCTConfig:
@@ -95,36 +126,19 @@ def _settled(job: Job, config: DCTConfig, report: FileReport) -> DCTConfig:
     return config.model_copy(update={"data_parallel": made.settings})
 
 
-def _find_section(content: Mapping[str, Any], report: FileReport) -> Any:
-    """Return the section of a file; add a fault where it does not stand in its place."""
+def _find_section(content: Mapping[str, Any], report: FileReport, is_deepspeed: bool) -> tuple[bool, Any]:
+    """Return whether a file has a section, and it; add a fault where it does not stand in its place."""
     if SECTION in content:
-        return content[SECTION]
-    if found := misplaced_section(content):
-        report.faults.append(found[0])
-        return found[1]
-    if not (known := sorted(DEEPSPEED_KEYS & content.keys())):
-        return content
-    if misplaced := {key: content[key] for key in DCTConfig.model_fields if key in content}:
-        keys = ", ".join(map(repr, misplaced))
+        return True, content[SECTION]
+    if misplaced := misplaced_section(content):
+        report.faults.append(misplaced[0])
+        return True, misplaced[1]
+    if not is_deepspeed:
+        return True, content
+    if keys := {key: content[key] for key in DCTConfig.model_fields if key in content}:
+        names = ", ".join(map(repr, keys))
         report.faults.append(
-            f'{keys}: nothing reads it at the top of the file; write "{SECTION}": {{{keys}: ...}}'
+            f'{names}: nothing reads it at the top of the file; write "{SECTION}": {{{names}: ...}}'
         )
-        return misplaced
-    if backend_name(content) == SECTION:
-        return {}
-    report.faults.append(f'a DeepSpeed configuration (it has {known[0]!r}) without a "{SECTION}" section')
-    return None
-
-
-def _misspelt(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield values for which DeepSpeed would not start, among those that the rules depend on."""
-    zero, optimizer = content.get("zero_optimization"), content.get("optimizer")
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    if str(stage) not in STAGES:
-        yield f"zero_optimization.stage = {show(stage)}: must be 0, 1, 2 or 3"
-    name = optimizer.get("type") if isinstance(optimizer, Mapping) else None
-    if isinstance(name, str) and name.lower() not in _DEEPSPEED_OPTIMIZERS and name not in _TORCH_OPTIMIZERS:
-        names = {each.lower(): each for each in (*_DEEPSPEED_OPTIMIZERS.values(), *_TORCH_OPTIMIZERS)}
-        if close := difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.8):
-            meant = show(names[close[0]])
-            yield f"optimizer.type = {show(name)}: DeepSpeed has no such optimizer; did you mean {meant}?"
+        return True, keys
+    return backend_name(content) == SECTION, {}

@@ -87,7 +87,7 @@ class Job:
         places = _object(_object(content, SECTION), "model_parallel")
         pipeline = bool(_object(places, "pipeline")) or "pipeline" in content
         dtype = str(_object(content, "torch_autocast").get("dtype"))
-        ranks = _object(content, "tensor_parallel").get("autotp_size", 0)
+        ranks = int(_number(_object(content, "tensor_parallel").get("autotp_size")))
         sequence = content.get("sequence_parallel_size", 1)
         version, schedule = installed("deepspeed") or "", _object(_object(content, "scheduler"), "params")
         loses_loose = () < parse(version) <= (0, 19, 0)

@@ -80,9 +80,8 @@ def test_a_row_is_what_the_command_prints(row: Recommendation) -> None:
         printed = runner.invoke(cli.app, ["config", "suggest", *arguments])
         assert printed.exit_code == 0
         assert "Not measured" not in printed.output
-        assert row.quality.what in printed.output
-        section = json.loads(runner.invoke(cli.app, ["config", "suggest", *arguments, "--json"]).output)
-        assert section == {"dct": row.section}
+        assert row.quality.what in printed.stderr
+        assert json.loads(printed.stdout) == {"dct": row.section}
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -115,7 +114,19 @@ def test_what_was_not_measured_is_said(arguments: list[str], words: str) -> None
         for pair in zip(["--optimizer", "--link", "--ranks", "--stage"], arguments, strict=True)
         for part in pair
     ]
-    assert words in runner.invoke(cli.app, ["config", "suggest", *options]).output
+    printed = runner.invoke(cli.app, ["config", "suggest", *options])
+    assert words in printed.stderr
+    assert json.loads(printed.stdout).keys() == {"dct"}
+
+
+def test_a_link_may_be_written_with_its_seconds() -> None:
+    said = [
+        runner.invoke(
+            cli.app, ["config", "suggest", "--optimizer", "adam", "--ranks", "2", "--link", link]
+        ).stdout
+        for link in ("1gbit", "1Gbit/s", "1 Gbps", "1000 mbit")
+    ]
+    assert len(set(said)) == 1
 
 
 def test_a_wrong_link_is_named() -> None:
