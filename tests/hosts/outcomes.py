@@ -6,10 +6,13 @@ It writes a line of JSON for each test to ``DCT_OUTCOMES``, and the name of the 
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import os
 from typing import Any
+
+import pytest
 
 _outcomes: dict[str, dict[str, str]] = {}
 
@@ -17,6 +20,12 @@ _outcomes: dict[str, dict[str, str]] = {}
 def pytest_configure() -> None:
     if modules := os.environ.get("DCT_PRELOAD"):
         multiprocessing.set_forkserver_preload(modules.split(","))
+
+
+def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> None:
+    """Register DeepSpeed's classes that are fixtures: pytest 8.4 and later do not find them."""
+    if inspect.isclass(obj) and getattr(obj, "is_dist_fixture", False):
+        pytest.register_fixture(name=name, func=obj, node=collector)
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -79,6 +79,11 @@ def fp16_on_cpu(module: ModuleType) -> None:
         accelerator.is_fp16_supported = lambda: True
 
 
+def bf16_on_cpu(module: ModuleType) -> None:
+    """Have DeepSpeed's tests of bf16 run on CPUs: they ask for CUDA's version alone."""
+    module.bf16_required_version_check = lambda accelerator_check=True: True  # type: ignore[attr-defined]
+
+
 def deepspeed(module: ModuleType) -> None:
     @replaced(module, "initialize")
     def initialize(original: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -119,6 +124,7 @@ def torchft(module: ModuleType) -> None:
 
 
 when_imported("deepspeed.accelerator", fp16_on_cpu)
+when_imported("unit.util", bf16_on_cpu)
 if "DCT_INJECTED" in os.environ:
     when_imported("torch.nn.parallel.distributed", ddp)
     when_imported("accelerate", accelerate)
