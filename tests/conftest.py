@@ -33,6 +33,8 @@ LONGEST = (
     "recommender/test_demo.py",
     "ddp/test_restarts.py",
     "megatron/test_megatron_hooks.py",
+    "deepspeed/test_autoload.py",
+    "ddp/test_ddp.py",
     "data_parallel/test_triton_reducer.py",
     "megatron/test_megatron_launch.py",
     "kernels/test_triton.py",
@@ -54,6 +56,12 @@ LONGEST = (
     "host/test_compiled.py",
     "huggingface/test_huggingface.py",
     "torchft/test_torchft.py",
+    "reliability/test_replicas.py",
+    "reliability/test_nonfinite_steps.py",
+    "deepspeed/test_deepspeed_step_ahead.py",
+    "ddp/test_ddp_cases.py",
+    "embedding/test_sharding.py",
+    "deepspeed/test_deepspeed_experts.py",
 )
 
 
