@@ -78,6 +78,10 @@ class GradientReducer(StreamGroup):
         self.flushed = False
         """True if a step has brought all that residuals held, after :meth:`flush`."""
         self._flushes = False
+        self.earlier: dict[str, Tensor] = {}
+        """By name, the sum (1-D) of this step's earlier gradients, where the host adds a pass to what was
+        reduced before and reduces both. Add-ons see the gradients of the pass alone.
+        """
         self.topologies = Topologies(self)
         self._dense = DenseSums(self, self.config.dense_steps)
         self._fixed_size = (
@@ -179,8 +183,18 @@ class GradientReducer(StreamGroup):
         Raises:
             ConfigError: The host has not said what an add-on needs to know.
         """
+        if self.earlier and self.add_ons:
+            entries = [(name, self._of_this_pass(name, tensor)) for name, tensor in entries]
         for add_on in self.add_ons:
             add_on.observe(entries)
+
+    def _of_this_pass(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a gradient, or this rank's part of the node's, without those of earlier passes."""
+        if (earlier := self.earlier.get(name)) is None:
+            return tensor
+        if self.node is not None and tensor.numel() < earlier.numel():
+            earlier = earlier[slice(*self.node.part(name, earlier.numel()))]
+        return tensor - earlier  # the ranks of a node have the same, and so its mean has
 
     # -- the steps of a reduction ---
 
@@ -325,6 +339,7 @@ class GradientReducer(StreamGroup):
         return [*self.streams.values(), *self.add_ons]  # a list, since add-ons may change streams
 
     def _close(self, *, skipped: bool) -> None:
+        self.earlier.clear()
         for each in self._kept():
             each.end_step(skipped=skipped and self._transactional)
         if skipped and self.config.nonfinite_action == "skip":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +17,14 @@ class NextPass:
     """Has a step end or be rejected before the next backward pass of a model adds to its gradients.
 
     Scripts clear gradients before the forward pass or after it, so the first gradient decides.
+
+    Args:
+        steps: The steps.
+        accumulates: Called if neither is so: the pass adds to gradients that were reduced.
     """
 
-    def __init__(self, steps: OptimizerSteps) -> None:
-        self._steps = steps
+    def __init__(self, steps: OptimizerSteps, accumulates: Callable[[], None]) -> None:
+        self._steps, self._accumulates = steps, accumulates
         self._forward: list[Any] = []
         self._accumulators: list[Any] = []
         """Handles of hooks that wait for the first gradient."""
@@ -55,6 +60,8 @@ class NextPass:
         if self._accumulators:
             self._remove(self._accumulators)
             self._steps.end_or_reject()
+            if self._steps.steps.open:
+                self._accumulates()
 
     @staticmethod
     def _remove(handles: list[Any]) -> None:

@@ -45,6 +45,8 @@ from .parameter_names import ParameterNames
 
 logger = logging.getLogger("dct_plugin")
 
+#: Seconds in which all ranks begin a save that needs all of them.
+_SAVE_LIMIT = 10.0
 _HINT = "its model has no dct_hook (register_comm_hook), or it is far behind"
 
 
@@ -114,7 +116,7 @@ class DCTState:
             sharded=False,
         )
         self._optimizer_steps.follow(self._optimizers)
-        self._next_pass = NextPass(self._optimizer_steps)
+        self._next_pass = NextPass(self._optimizer_steps, self._note_earlier)
         self._loaded = reducer_files.FRESH
         self._topic = "ddp"
         self._reducer: GradientReducer | None = None
@@ -127,6 +129,8 @@ class DCTState:
         self._early = EarlyGradients(self._reduce_early)
         self._sparse: set[str] = set()
         """Names of parameters with sparse gradients."""
+        self._adds = False
+        """Whether gradients were reduced since :meth:`_note_earlier`."""
         self._begun: dict[Bucket, Reduction] = {}
         self._reduced: list[Bucket] = []
         """Buckets of this backward pass."""
@@ -342,12 +346,30 @@ class DCTState:
         agreement.confirm(startup.facts_of(self.config, facts))
         self.ends.callback(lost_peers.watch(self, lambda state: state.steps.step))
         if reducer.group_rank == 0 and reducer.group_size > 1:
-            startup.log_active(
-                f"torch DDP, {reducer.group_size} ranks", self.config, self._note, reducer.config
-            )
+            what = f"torch DDP, {self._coverage()}{reducer.group_size} ranks"
+            startup.log_active(what, self.config, self._note, reducer.config)
         overlap = overlap_of(reducer, inline=True)
         self.ends.callback(overlap.close)
         return overlap
+
+    def _coverage(self) -> str:
+        """Return how many parameters are compressed, in words; "" if the model is not known."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            return ""
+        named, ignored = list(model.module.named_parameters()), model.parameters_to_ignore
+        reduced = {id(parameter) for name, parameter in named if name not in ignored}
+        parameters = (parameter for _, parameter in named)
+        return f"{startup.coverage(model.module, parameters, lambda p: id(p) in reduced)}, "
+
+    def _note_earlier(self) -> None:
+        """Keep the gradients that DDP reduced in earlier passes of this step, and reduces again with this
+        pass's.
+        """
+        if self._ahead is not None and self._reducer is not None and self._adds:
+            gradients = self.parameters.gradients()
+            self._reducer.earlier = {name: each.detach().reshape(-1).clone() for name, each in gradients}
+        self._adds = False
 
     def _reduce_early(self, bucket: Bucket) -> None:
         """Reduce the gradients of a bucket that are available."""
@@ -364,6 +386,7 @@ class DCTState:
         self._overlap.wait()
         self._overlap.record_hidden_time()
         self._optimizer_steps.end_pass(joined=joined)
+        self._adds = True
         self._next_pass.backward_done()
         if reduced:  # after DDP's own callback, which has been queued since
             _after_backward(
@@ -402,8 +425,24 @@ class DCTState:
     def save_alone(self, folder: str | os.PathLike[str]) -> None:
         """Write this rank's file without waiting for another rank; :meth:`load` compares the files.
 
-        Residuals of ranks that do not call it are not saved.
+        Residuals of ranks that do not call it are not saved. With a gradient scaler a step ends here. If that
+        needs the other ranks (``nodes``, ``quality``), all ranks must call it.
+
+        Raises:
+            DesyncError: Another rank that is needed did not call it within seconds.
         """
+        reducer = self._reducer
+        if self._optimizer_steps.is_due and reducer is not None:
+            settings = self.config.data_parallel
+            if reducer.node is not None or settings.quality is not None:
+                startup.join(
+                    f"{self._topic}/save {self.steps.step}",
+                    group=self.process_group,
+                    limit=_SAVE_LIMIT,
+                    hint="accelerator.save_state was called on some ranks alone: with a gradient scaler and "
+                    "nodes or quality call it on all ranks",
+                ).confirm({})
+            self._optimizer_steps.end_due(alone=True)
         reducer_files.save_alone(
             folder,
             self.state_dict()["reducer"],

@@ -20,7 +20,6 @@ from ..host.patches import Function, Patches
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
-from .buckets import is_expert
 from .checkpointing import CheckpointFiles, RankState
 from .displacement import DisplacedPasses
 from .node_copies import DisplacedCopies, NodeCopies
@@ -146,19 +145,8 @@ class Attachment:
             self.steps.begin()  # no gradients will come, and nothing is to be said about that
         for part in self._parts:
             part.install(self._patches)
-        replicated = [
-            (name, parameter)
-            for group in self._path.named_parameters()
-            for name, parameter in group
-            if not is_expert(parameter)
-        ]
-        self.steps.replicas = [
-            Replicas(
-                self.config.data_parallel,
-                lambda: [(name, parameter.data) for name, parameter in replicated],
-                self.reducer.group,
-            )
-        ]
+        replicas = Replicas(self.config.data_parallel, self._path.replicated, self.reducer.group)
+        self.steps.replicas = [replicas]
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
         self._reporting = Reporting(self.metrics, _sink(engine.monitor) if engine.monitor.enabled else None)
         count = functools.partial(self.metrics.uncompressed, "gradient", "shared_weights")

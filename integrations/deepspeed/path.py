@@ -8,11 +8,13 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.host_traffic import counted_by
 
+from ..host import startup
 from ..host.nodes import nodes_of
 from ..host.signatures import Target
 from ..host.streams import ActivationStreams
@@ -95,10 +97,8 @@ class GradientPath(EnginePart, ABC):
 
     def coverage(self) -> str:
         """Return how many of the trainable parameters have their gradients compressed, in words."""
-        trained = [p for group in self.named_parameters() for _, p in group if p.requires_grad]
-        sparse = {id(m.weight) for m in self.engine.module.modules() if getattr(m, "sparse", False) is True}
-        compressed = [p for p in trained if self.reducer_of(p) is not None and id(p) not in sparse]
-        return f"{len(compressed)} of {len(trained)} parameters"
+        parameters = (parameter for group in self.named_parameters() for _, parameter in group)
+        return startup.coverage(self.engine.module, parameters, lambda p: self.reducer_of(p) is not None)
 
     @classmethod
     @abstractmethod
@@ -139,6 +139,16 @@ class GradientPath(EnginePart, ABC):
         if groups is None:
             groups = [group["params"] for group in self.optimizer.param_groups]
         return [[(self.name_of(i, parameter), parameter) for parameter in g] for i, g in enumerate(groups)]
+
+    def replicated(self) -> list[tuple[str, Tensor]]:
+        """Return the weights that all ranks hold, experts left out: the optimizer's, and trainable parameters
+        that it does not have.
+        """
+        named = {id(p): (name, p) for group in self.named_parameters() for name, p in group}
+        for name, parameter in self.engine.module.named_parameters():
+            if parameter.requires_grad:
+                named.setdefault(id(parameter), (name, parameter))
+        return [(name, parameter.data) for name, parameter in named.values() if not is_expert(parameter)]
 
     def weight_updates(self, context: EngineContext) -> WeightUpdates | None:
         """Return what thresholds the updates of the weights; None where DeepSpeed gathers none."""

@@ -40,6 +40,7 @@ from .parameter_groups import (
     has_replicas,
     parameter_groups,
     replicated_groups,
+    unsharded_parameters,
 )
 from .replica_group import ReplicaGroup
 from .sharded_weights import GatheredShard, check_displaceable
@@ -103,6 +104,7 @@ class ReplicaCompression:
         self.ends.callback(attached.forget, self)
         self._leaves = False
         groups = replicated_groups(model)
+        self._unsharded = unsharded_parameters(model)
         replicas = groups[0][0].mesh_info.replicate_process_group.size()
         self.config, self._note = settled(
             written,
@@ -182,7 +184,8 @@ class ReplicaCompression:
 
         def weights() -> list[tuple[str, Tensor]]:
             own = [each for group in self.groups if group.reducer is reducer for each in group.parameters]
-            return [(each.name, each.local()) for each in own if each.shape.numel()]
+            sharded = [(each.name, each.local()) for each in own if each.shape.numel()]
+            return sharded + [(name, each.detach()) for name, each in self._unsharded if each.requires_grad]
 
         self.steps.replicas.append(Replicas(settings, weights, replicas))
         return reducer

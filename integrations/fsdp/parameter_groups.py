@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.errors import ConfigError
@@ -129,6 +130,16 @@ def _parameters_of(model: nn.Module, group: Any) -> list[ShardedParameter]:
 def has_replicas(group: Any) -> bool:
     """Return whether a parameter group has a replica dimension."""
     return hasattr(group.mesh_info, "replicate_process_group")
+
+
+def unsharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that FSDP was told to ignore, by name; between two steps."""
+    sharded = {id(each.sharded_param) for group in parameter_groups(model) for each in group.fsdp_params}
+    return [
+        (_plain(name), each)
+        for name, each in model.named_parameters()
+        if id(each) not in sharded and not isinstance(each, DTensor)
+    ]
 
 
 def replicated_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter]]]:

@@ -109,13 +109,24 @@ class OptimizerSteps:
         if is_last or not (self.optimizers or self.scale.scaler):
             self.end()
 
-    def end_due(self) -> None:
-        """End the step that the gradient scaler has made or skipped, before the next gradients come."""
-        if self.scale.scaler is None or not (self._updated or self._stepped):
+    @property
+    def is_due(self) -> bool:
+        """True if the gradient scaler has made or skipped a step that has not ended."""
+        return self.scale.scaler is not None and (self._updated or self._stepped)
+
+    def end_due(self, *, alone: bool = False) -> None:
+        """End the step that the gradient scaler has made or skipped, before the next gradients come.
+
+        Args:
+            alone: See :meth:`.StepHooks.end`.
+        """
+        if not alone:
+            self.steps.check()
+        if not self.is_due:
             return
         was_left_out = bool(self.optimizers) and not self._stepped
         lowered = self._scale_before is not None and self.scale.skipped_since(self._scale_before)
-        self.end(skipped=was_left_out or lowered)
+        self.end(skipped=was_left_out or lowered, alone=alone)
 
     def end_or_reject(self) -> None:
         """End or reject the last step, before a backward pass adds to gradients or a state is saved. For
@@ -125,12 +136,13 @@ class OptimizerSteps:
         if self.awaits_optimizer and self._cleared(zeros=True):
             self._reject()
 
-    def end(self, *, skipped: bool = False) -> None:
+    def end(self, *, skipped: bool = False, alone: bool = False) -> None:
         """End a step, if gradients were reduced since the last one."""
         if self.steps.open:
             self._passes_before = self._passes
             self.forget()
-            self.steps.end(skipped=skipped, loss_scale=None if self._sharded else self.scale.current())
+            scale = None if self._sharded else self.scale.current()
+            self.steps.end(skipped=skipped, loss_scale=scale, alone=alone)
 
     def forget(self) -> None:
         """Forget the gradients reduced since the last step."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dct_plugin._version import __version__
 from dct_plugin.config import DataParallelConfig, DCTConfig, options
@@ -85,6 +86,18 @@ def facts_of(config: DCTConfig, more: Mapping[str, Any]) -> dict[str, Any]:
         "version of torch": torch.__version__,
         **more,
     }
+
+
+def coverage(
+    model: torch.nn.Module, parameters: Iterable[Tensor], is_reduced: Callable[[Tensor], bool]
+) -> str:
+    """Return how many of the trainable ``parameters`` have their gradients compressed, in words. Sparse
+    gradients are left to the host.
+    """
+    sparse = {id(module.weight) for module in model.modules() if getattr(module, "sparse", False) is True}
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    compressed = [each for each in trained if is_reduced(each) and id(each) not in sparse]
+    return f"{len(compressed)} of {len(trained)} parameters"
 
 
 def log_active(what: str, config: DCTConfig, note: str, settings: DataParallelConfig) -> None:

@@ -49,17 +49,20 @@ class StepHooks:
         self.replicas: list[Replicas] = []
         self.progress = Progress()
         self._warns = rank == 0
+        self._unchecked: int | None = None
+        """A step whose comparison of parameters waits for the other ranks."""
 
     def begin(self) -> None:
         """Note that gradients of the current step are reduced; any number of times in a step."""
         self.open = True
         self._warns = False
 
-    def end(self, *, skipped: bool = False, loss_scale: float | None = None) -> None:
+    def end(self, *, skipped: bool = False, loss_scale: float | None = None, alone: bool = False) -> None:
         """End a step that the optimizer made or skipped.
 
         Args:
             skipped, loss_scale: As in :meth:`~dct_plugin.data_parallel.GradientReducer.end_step`.
+            alone: The other ranks end it later: :meth:`check` then compares the parameters with theirs.
         """
         if self._warns:
             self._warns = False
@@ -74,5 +77,13 @@ class StepHooks:
             member.end_step(skipped=skipped, loss_scale=loss_scale)
         if self.metrics is not None:
             self.metrics.step(self.step)
-        for each in self.replicas:
-            each.check(self.step)
+        self._unchecked = self.step
+        if not alone:
+            self.check()
+
+    def check(self) -> None:
+        """Compare the ranks' parameters if they were not since the last step; a collective."""
+        step, self._unchecked = self._unchecked, None
+        if step is not None:
+            for each in self.replicas:
+                each.check(step)

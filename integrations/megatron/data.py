@@ -32,7 +32,7 @@ from ..host.nonfinite import PoisonedSteps
 from ..host.patches import Function
 from ..host.replicas import Replicas
 from . import step_ahead
-from .buckets import Models, fill_buffers, finish_gathers, gradients_in, is_expert, ranks_of
+from .buckets import NAME, Models, fill_buffers, finish_gathers, gradients_in, is_expert, ranks_of
 from .reductions import Reductions
 from .session import Hook, Session
 
@@ -326,7 +326,8 @@ def _prepare_gradients(group: Any, all_reduce: bool) -> None:
 
 
 def replicated(models: Models, ranks: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that all ranks of a group hold: the weights and their fp32 copies.
+    """Yield the tensors that all ranks of a group hold: the weights and their fp32 copies, and trainable
+    weights that no bucket has.
 
     Under the distributed optimizer each rank has only a part of the copies; they are left out.
     """
@@ -337,3 +338,10 @@ def replicated(models: Models, ranks: dist.ProcessGroup) -> Iterator[tuple[str, 
                 main = getattr(parameter, "main_param", None)
                 if main is not None and not group.ddp_config.use_distributed_optimizer:
                     yield f"{name} (fp32 copy)", main.data
+    in_buckets = {id(p) for group in models.groups() for bucket in group.buckets for p in bucket.params_list}
+    for model in models:
+        if any(ranks_of(group) == ranks for group in model.bucket_groups):
+            for name, parameter in model.module.named_parameters():
+                is_replicated = parameter.requires_grad and getattr(parameter, "allreduce", True)
+                if is_replicated and id(parameter) not in in_buckets:
+                    yield getattr(parameter, NAME, name), parameter.data

@@ -25,6 +25,7 @@ from torchft.process_group import ProcessGroupWrapper
 from dct_plugin._version import __version__
 from dct_plugin.config import DCTConfig, options
 from dct_plugin.errors import ConfigError
+from dct_plugin.host_traffic import counted_by
 from dct_plugin.metrics import Metrics
 
 from ..host.automatic import settled
@@ -126,7 +127,7 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         averages = operation == dist.ReduceOp.AVG
         enabled = self.config.enabled and self.config.data_parallel.enabled
         if not (enabled and (averages or operation == dist.ReduceOp.SUM) and _all_floating(tensors)):
-            return super().allreduce(tensors, opts)
+            return self._leave_to_torchft(tensors, opts, counts=enabled)
         if self._manager is None:
             raise self._no_manager()
         if self._peers is None and self._failure is None:
@@ -214,6 +215,12 @@ class _ThresholdedGroup(ProcessGroupWrapper):
                     "make the manager with pg=pg"
                 )
         return wrappers
+
+    def _leave_to_torchft(self, tensors: Sequence[Tensor], opts: Any, *, counts: bool) -> Any:
+        if not counts or self.metrics is None:
+            return super().allreduce(tensors, opts)
+        with counted_by(partial(self.metrics.uncompressed, "gradient", "other_types")):
+            return super().allreduce(tensors, opts)
 
     def _call(self, tensor: Tensor, *, averages: bool) -> partial[None]:
         """Return the reduction of a tensor as a call without arguments."""

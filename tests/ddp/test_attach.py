@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from typing import Any
@@ -75,6 +76,17 @@ def model() -> DistributedDataParallel:
     return DistributedDataParallel(nn.Sequential(nn.Linear(60, 80), nn.Tanh(), nn.Linear(80, 1)))
 
 
+def replicated() -> nn.Module:
+    """Two replicas with FSDP2. A layer that does not train is sharded over both."""
+    made, mesh = model().module, init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    made.append(fully_shard(nn.Linear(1, 2).requires_grad_(False), mesh=init_device_mesh("cpu", (2,))))
+    return fully_shard(made, mesh=mesh)
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
 def train(ddp: nn.Module, optimizer: Any, rank: int, steps: range) -> torch.Tensor:
     for step in steps:
         x = torch.randn(16, 60, generator=torch.Generator().manual_seed(100 * rank + step))
@@ -82,8 +94,7 @@ def train(ddp: nn.Module, optimizer: Any, rank: int, steps: range) -> torch.Tens
             parameter.grad = None
         ddp(x).square().mean().backward()
         optimizer.step()
-    own = [p.to_local() if isinstance(p, DTensor) else p for p in ddp.parameters()]
-    return torch.cat([each.detach().reshape(-1) for each in own])
+    return torch.cat([whole(each).detach().reshape(-1) for each in ddp.parameters() if each.requires_grad])
 
 
 def _attached(rank: int, world_size: int) -> dict[str, Any]:
@@ -150,7 +161,8 @@ def test_feedback_follows_the_optimizer() -> None:
     assert first["SGD"]["names"] == ["0.weight"]
     active, note = first["short"]["log"]
     assert active.startswith(
-        "dct: active on torch DDP, 2 ranks, sparsity 0.99, bf16 values, feedback step_ahead"
+        "dct: active on torch DDP, 4 of 4 parameters, 2 ranks, sparsity 0.99, bf16 values, "
+        "feedback step_ahead"
     )
     assert note == "dct: step-ahead for Adam, after 4 dense steps and a ramp of 24 (of 40 steps)"
     assert "step-ahead for Subclass" in first["wrapped"]["log"][1]
@@ -166,29 +178,75 @@ def test_feedback_follows_the_optimizer() -> None:
     assert 'better: leave "feedback" out' in warning
 
 
-def _added_group(rank: int, world_size: int) -> tuple[list[bool], torch.Tensor]:
+def _added_group(rank: int, world_size: int) -> dict[str, tuple[list[bool], torch.Tensor, list[str]]]:
     """Return for each step whether the first layer, which the optimizer gets in step 4, was displaced."""
-    ddp = model()
-    optimizer = torch.optim.AdamW(ddp.module[2].parameters(), lr=0.01)
-    section = {**SPARSE, "feedback": "step_ahead", "warmup_steps": 1, "min_numel": 16}
-    dct_plugin.attach(ddp, optimizer, {"data_parallel": section})
-    weight, seen, displaced = ddp.module[0].weight, [], []
-    ddp.module[0].register_forward_pre_hook(lambda *_: seen.append(weight.detach().clone()))
-    for step in range(8):
-        if step == 4:
-            optimizer.add_param_group({"params": ddp.module[0].parameters(), "lr": 0.02})
-        before = weight.detach().clone()
-        end = train(ddp, optimizer, rank, range(step, step + 1))
-        displaced.append(not torch.equal(seen[-1], before))
-    return displaced, end
+    log, found = Lines(), {}
+    for make in (model, replicated):
+        trained = make()
+        layers = getattr(trained, "module", trained)
+        optimizer = torch.optim.AdamW(layers[2].parameters(), lr=0.01)
+        section = {**SPARSE, "feedback": "step_ahead", "warmup_steps": 1, "min_numel": 16}
+        dct_plugin.attach(trained, optimizer, {"data_parallel": section})
+        seen: list[torch.Tensor] = []
+        displaced = []
+        layers[0].register_forward_pre_hook(lambda layer, _, s=seen: s.append(layer.weight.detach().clone()))
+        for step in range(8):
+            if step == 4:
+                optimizer.add_param_group({"params": layers[0].parameters(), "lr": 0.02})
+            before = whole(layers[0].weight).clone()
+            end = train(trained, optimizer, rank, range(step, step + 1))
+            displaced.append(not torch.equal(seen[-1], before))
+        found[make.__name__] = displaced, end, log.take()
+    return found
 
 
 @pytest.mark.slow
 def test_groups_that_are_added_get_step_ahead() -> None:
-    first, second = run(2, _added_group)
-    assert torch.equal(first[1], second[1])
-    for displaced, _ in (first, second):
-        assert displaced == [False] * 5 + [True] * 3
+    results = run(2, _added_group)
+    for host, (displaced, end, lines) in results[0].items():
+        assert displaced == results[1][host][0] == [False] * 5 + [True] * 3
+        assert torch.equal(end, results[1][host][1])
+        if host == "replicated":
+            active = next(line for line in lines if "active on" in line)
+            assert active.startswith("dct: active on FSDP2, 2 replicas, 1 of 2 parameter groups, sparsity")
+
+
+def _accumulated(rank: int, world_size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Second moments of a step of three passes, of which the second one is not reduced, and those expected.
+
+    DDP adds each pass to the gradients that it reduced before, and reduces both.
+    """
+    found = {}
+    for view in (False, True):
+        ddp = DistributedDataParallel(model().module, gradient_as_bucket_view=view)
+        plain = model().module
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+        section = {**SPARSE, "feedback": "step_ahead", "warmup_steps": 0, "min_numel": 16}
+        state = dct_plugin.attach(ddp, optimizer, {"data_parallel": section})
+        assert isinstance(state, DCTState)
+        squares = []
+        for number in range(3):
+            x = torch.randn(16, 60, generator=torch.Generator().manual_seed(10 * rank + number))
+            with ddp.no_sync() if number == 1 else contextlib.nullcontext():
+                ddp(x).square().mean().backward()
+            plain(x).square().mean().backward()
+            if number != 1:  # the second pass's gradients are reduced with the third's
+                squares.append(plain[0].weight.grad.square())
+                plain.zero_grad()
+        optimizer.step()
+        assert state._ahead is not None
+        moments = state._ahead.moments.of("0.weight")
+        assert moments is not None
+        found[f"view {view}"] = moments.rows.clone(), sum(squares).mean(1) * (1 - 0.999)
+        assert not state.reducer(x.device).earlier
+    return found
+
+
+@pytest.mark.slow
+def test_second_moments_see_the_gradients_of_each_pass() -> None:
+    for found in run(2, _accumulated):
+        for rows, expected in found.values():
+            torch.testing.assert_close(rows, expected)
 
 
 def _resumed(rank: int, world_size: int, folder: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -288,7 +346,9 @@ def _several(rank: int, world_size: int) -> dict[str, Any]:
         Both(*optimizers).step()
     found["tables"] = torch.cat([each.detach().reshape(-1) for each in ddp.parameters()])
     found["feedback"] = state.config.data_parallel.feedback.label(), sorted(state.reducer("cpu").streams)
-    found["said"] = [line for line in log.take() if "sparse gradients" in line]
+    lines = log.take()
+    found["said"] = [line for line in lines if "sparse gradients" in line]
+    found["active"] = next((line for line in lines if "4 of 5 parameters" in line), "")
     ddp = model()
     first, second = (list(ddp.parameters())[:2], list(ddp.parameters())[2:])
     optimizers = [torch.optim.SGD(first, lr=0.1), Lion(second)]
@@ -306,6 +366,7 @@ def test_several_optimizers_and_others() -> None:
         assert found["feedback"] == ("step_ahead", ["1.weight"])
         assert len(found["said"]) == 2 * (rank == 0)
         if rank == 0:
+            assert "torch DDP, 4 of 5 parameters, 2 ranks" in found["active"]  # sparse ones are DDP's
             assert found["said"][0] == "dct: DDP all-reduces sparse gradients by itself: 0.weight"
             assert found["said"][1].endswith("of gradient bytes went uncompressed: sparse gradients")
         assert found["mixed"] == ("local", 0.9)  # what the least known of them gets

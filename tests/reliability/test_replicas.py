@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.processes import launch, logged, run
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
 from dct_plugin import DCTState, dct_hook
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.errors import DesyncError
 from dct_plugin.integrations.host.replicas import checksum
 
 
@@ -57,14 +61,21 @@ def _drifts(rank: int, world_size: int, action: str, ahead: bool) -> tuple[list[
     return lines, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def _unfrozen(rank: int, world_size: int) -> None:
-    """DDP reduces nothing of a layer that is trained only after it was wrapped: the ranks drift apart."""
+def _backbone() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(60, 40).requires_grad_(False), nn.Tanh(), nn.Linear(40, 1))
+    return nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 1))
+
+
+KEYS: dict[str, Any] = {"sparsity": 0.9, "min_numel": 10, "verify": {"every": 2, "action": "stop"}}
+
+
+def _under_ddp(rank: int) -> None:
+    """DDP reduces nothing of a layer that is trained only after it was wrapped: the ranks drift apart."""
+    model = _backbone()
+    model[0].requires_grad_(False)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.1)
-    keys: dict[str, Any] = {"min_numel": 10, "verify": {"every": 2, "action": "stop"}}
-    dct_plugin.attach(ddp, optimizer, {"data_parallel": keys})
+    dct_plugin.attach(ddp, optimizer, {"data_parallel": KEYS})
     for step in range(6):
         if step == 2:
             model[0].requires_grad_()
@@ -74,12 +85,59 @@ def _unfrozen(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
+def _under_fsdp(rank: int) -> None:
+    """FSDP ignores a layer, which every rank trains by itself."""
+    model, mesh = _backbone(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh, ignored_params=set(model[0].parameters()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model[0].requires_grad_(False)
+    dct_plugin.attach(model, optimizer, {"data_parallel": KEYS})
+    for step in range(6):
+        if step == 2:
+            model[0].requires_grad_()
+        optimizer.zero_grad()
+        model(torch.ones(8, 60) * (rank + 1)).square().mean().backward()
+        optimizer.step()
+
+
+def _under_deepspeed(rank: int) -> None:
+    """DeepSpeed's optimizer does not have a layer, which the script trains by itself."""
+    import deepspeed
+
+    model = _backbone()
+    configuration = {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": 1},
+        "dct": {"data_parallel": {**KEYS, "feedback": "local"}},
+    }
+    own = torch.optim.AdamW(model[2].parameters(), lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=own, config=configuration, dist_init_required=False)[
+        0
+    ]
+    for step in range(6):
+        engine.backward(engine(torch.ones(8, 60) * (rank + 1)).square().mean())
+        engine.step()
+        with torch.no_grad():
+            for parameter in model[0].parameters() if step == 2 else ():
+                parameter += rank
+
+
+def _unknown_layers(rank: int, world_size: int) -> list[str]:
+    found = []
+    for trains in (_under_ddp, _under_fsdp, _under_deepspeed):
+        with pytest.raises(DesyncError) as error:
+            trains(rank)
+        found.append(str(error.value))
+    return found
+
+
 @pytest.mark.slow
-def test_a_layer_that_ddp_does_not_reduce_is_found() -> None:
-    for kind, text in launch(2, _unfrozen):
-        assert kind == "error"
-        assert "parameters differ between the ranks after step 4: 0.bias on ranks 0, 1 (no majority)" in text
-        assert "0.weight" in text
+def test_a_layer_that_the_host_does_not_reduce_is_found() -> None:
+    for found in run(2, _unknown_layers):
+        for text in found:
+            assert "parameters differ between the ranks after step 4" in text
+            assert "0.bias on ranks 0, 1 (no majority)" in text
+            assert "0.weight" in text
 
 
 def _taken_over(lines: list[str]) -> list[str]:
@@ -105,7 +163,9 @@ def test_a_drifted_parameter_is_taken_over_from_the_first_rank() -> None:
 
 
 def _drifts_in_megatron(rank: int, world_size: int, job: Any, master: bool) -> tuple[str, list[str]]:
-    """One bit changes on rank 1 after the third step: of a weight, or of what a weight is rounded from."""
+    """One bit changes on rank 1 after the third step: of a weight, or of what a weight is rounded from; or of
+    a layer that is trained only then.
+    """
     from support.megatron_gpt import train
 
     from dct_plugin.integrations.megatron import hooks
@@ -113,10 +173,16 @@ def _drifts_in_megatron(rank: int, world_size: int, job: Any, master: bool) -> t
     from dct_plugin.integrations.megatron.data import replicated
 
     def flip(step: int) -> None:
-        if step == 2 and rank == 1:
+        if step == 2 and (rank == 1 or job.frozen_linears):
             session = hooks.current()
             assert session is not None
             hook: Any = session.hooks[0]
+            if job.frozen_linears:
+                (model,) = hook.models
+                weight = next(p for p in model.parameters() if not p.requires_grad)
+                weight.data.view(torch.int32)[0, 3] ^= rank
+                weight.requires_grad_()
+                return
             (ranks,) = {ranks_of(group) for group in hook.models.groups()}
             weights = dict(replicated(hook.models, ranks))
             name = "final_layernorm.weight (fp32 copy)" if master else "final_layernorm.weight"
@@ -140,6 +206,10 @@ def test_a_drifted_parameter_of_megatron() -> None:
         assert kind == "error"
         words = "parameters differ between the ranks after step 4: 0.decoder.final_layernorm.weight on"
         assert f"DesyncError: rank {rank}: {words}" in text
+    unfrozen = replace(job.with_dct(section), frozen_linears=True)
+    for kind, text in launch(2, _drifts_in_megatron, unfrozen, False):
+        assert kind == "error"
+        assert "parameters differ between the ranks after step 4: 0.decoder.layers.0." in text
     resync = {**section, "data_parallel": {**data, "verify": {"every": 2, "action": "resync"}}}
     first, second = run(2, _drifts_in_megatron, job.with_dct(resync, bf16=True), True)
     assert first[0] == second[0]

@@ -220,6 +220,9 @@ def _steps(
                 manager.allreduce(parameter.grad).wait()
                 if attempt == 3 and wrap is not None:
                     pg._peers.close()  # as if the connection were lost in mid-step
+            if wrap is None:
+                counts = torch.ones(2500, dtype=torch.int64)
+                manager.allreduce(counts, reduce_op=dist.ReduceOp.SUM).wait()
             if attempt == 3 and "fails" in (section or {}).get("metrics", {}).get("path", ""):
                 manager.report_error(RuntimeError("a gradient was damaged"))
             stepper.step()
@@ -260,6 +263,8 @@ def test_steps_that_are_not_committed_leave_residuals_alone(tmp_path: Path) -> N
     check_same(found)
     for each in found:
         assert each["counts"].steps_rolled_back == 1
+        dense = each["classes"]["uncompressed/gradient/other_types"]
+        assert dense.sent_bytes >= 7 * 20_000  # six steps and one that was rolled back
         before, after = each["residuals"][2:4]
         assert torch.equal(before, after)
         assert not torch.equal(each["residuals"][1], before)
