@@ -17,9 +17,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from dct_plugin import cli
-from dct_plugin.integrations.megatron.patch import MODULE, LaunchError, find_launches, patch, revert
-from dct_plugin.integrations.megatron.patch.files import BACKUP, LARGEST
-from dct_plugin.integrations.megatron.patch.syntax import DEEPEST
+from dct_plugin.integrations.megatron.patch import (
+    BACKUP,
+    DEEPEST,
+    LARGEST,
+    MODULE,
+    LaunchError,
+    find_launches,
+    patch,
+    revert,
+)
 
 LAUNCH = "torchrun train.py\n"
 PATCHED = f"torchrun -m {MODULE} train.py\n"
@@ -130,7 +137,7 @@ def test_depth_up_to_the_limit_is_read_and_more_is_refused(name: str) -> None:
     text = f"echo\n: {opening * depth}{closing * depth}\n{LAUNCH}"
     patched, found = patch(text)
     assert patched == text.replace(LAUNCH, PATCHED)
-    assert revert(patched)[0] == text
+    assert revert(patched) == text
     assert [launch.line for launch in found.training] == [3]
     for depth in (DEEPEST // levels + 1, 400, 50_000):
         text = f"echo\n: {opening * depth}{closing * depth}\n{LAUNCH}"
@@ -205,7 +212,7 @@ def test_repeated_pieces_are_refused_or_come_back(head: list[str], times: int, t
         pass
     else:
         assert all(launch.removal for launch in find_launches(patched).training)
-        assert revert(patched)[0] == text
+        assert revert(patched) == text
     assert time.process_time() - started < 0.5 + 2e-4 * len(text)
 
 
@@ -275,7 +282,7 @@ def test_only_regular_files_are_read(kind: str, linked: bool, tmp_path: Path) ->
     for options in ([], ["--check"], ["--in-place"], ["--revert"]):
         code, out, err = command(path, *options)
         assert (code, out) == (2, "")
-        assert f"{path}: cannot be read: it is {kind}, not a regular file" in err
+        assert f"{path}: not a regular file" in err
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
@@ -283,26 +290,26 @@ def test_only_regular_files_are_written_and_taken_as_backup(kind: str, script: P
     target = IRREGULAR[kind](script.with_name("out"))
     code, _, err = command(script, "--output", target)
     assert code == 2
-    assert f"{target}: cannot be written: it is {kind}, not a regular file" in err
+    assert f"{target}: not a regular file" in err
     backup = script.with_name(script.name + BACKUP)
     backup.symlink_to(target)
     code, _, err = command(script, "--in-place")
     assert code == 2
-    assert f"{backup}: cannot be read: it is {kind}" in err
+    assert f"{backup}: not a regular file" in err
     assert script.read_text() == LAUNCH
 
 
 def test_a_configuration_is_a_regular_file(script: Path) -> None:
     code, _, err = command(script, "--config", fifo(script.with_name("dct.json")))
     assert code == 2
-    assert "dct.json: cannot be read: it is a FIFO, not a regular file" in err
+    assert "dct.json: not a regular file" in err
 
 
 def test_a_file_too_large_for_a_script_is_refused(script: Path) -> None:
     os.truncate(script, LARGEST + 1)
     code, _, err = command(script)
     assert code == 2
-    assert f"{script}: cannot be read: more than {LARGEST // 2**20} MiB" in err
+    assert f"{script}: more than 1,000,000 bytes, too large for a launch script" in err
 
 
 def test_depth_error_names_file_line_and_limit(script: Path) -> None:
@@ -332,7 +339,7 @@ def test_output_onto_the_script_is_refused(how: str, script: Path, monkeypatch: 
     for options in ([], ["--revert"]):
         code, _, err = command(script, "--output", target, *options)
         assert code == 2
-        assert "--output names the script itself; --in-place changes it and keeps a copy" in err
+        assert "--output names the script itself; --in-place changes it" in err
         assert script.read_text() == LAUNCH
 
 

@@ -1,96 +1,171 @@
-"""``dct patch-launch``: the command line around :func:`patch` and :func:`revert`."""
+"""``dct patch-launch``: put the plugin into a launch script, and take it out again.
+
+The only edit is one insertion before the training script of each launch command,
+
+    torchrun ${ARGS[@]} pretrain_gpt.py ...  ->  torchrun ${ARGS[@]} -m dct_plugin.megatron pretrain_gpt.py ...
+
+so that taking it out again gives back the original byte for byte.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
+import os
 import re
-import sys
-from collections.abc import Iterator, Sequence
+import shlex
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
 from dct_plugin.console import print_error
 from dct_plugin.errors import ConfigError
 
-from . import files
-from .edit import patch, revert
-from .finder import Launch, LaunchError, Launches, find_launches
-from .launchers import TRAINING
+from .launches import MODULE, TRAINING, Launch, Launches, find_launches
+from .shell import LaunchError
+
+#: What the name of the copy ends with that stays of a script changed in place.
+BACKUP = ".dct-orig"
+#: Bytes of the largest file that is taken for a shell script.
+LARGEST = 10**6
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
-_OPTION_LEFT = re.compile(r"(?<!\S)--dct-[\w-]+")
-_WHAT, _WHERE = "What to change", "Where to (by default a unified diff is printed and nothing is changed)"
-
-_Script = Annotated[Path, typer.Argument(help="Shell script that launches a training.", show_default=False)]
-_Config = Annotated[
-    str | None,
-    typer.Option(
-        help="File for --dct-config, written as given. Without it the job has to bring DCT_CONFIG or "
-        "--dct- options.",
-        rich_help_panel=_WHAT,
-    ),
-]
-_Scripts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--script",
-        help="Further training scripts, by file name or pattern; repeatable.",
-        rich_help_panel=_WHAT,
-    ),
-]
-_Partial = Annotated[
-    bool,
-    typer.Option("--partial", help="Patch what is understood, and leave the rest.", rich_help_panel=_WHAT),
-]
-_Undo = Annotated[bool, typer.Option("--revert", help="Take the plugin out again.", rich_help_panel=_WHAT)]
-_InPlace = Annotated[
-    bool,
-    typer.Option(
-        "--in-place",
-        help=f"Change the file; the original stays as SCRIPT{files.BACKUP}.",
-        rich_help_panel=_WHERE,
-    ),
-]
-_Output = Annotated[
-    Path | None, typer.Option(help="Write the changed script to another file.", rich_help_panel=_WHERE)
-]
-_Check = Annotated[
-    bool,
-    typer.Option(
-        "--check", help="Write nothing; exit with 1 if there is something to change.", rich_help_panel=_WHERE
-    ),
-]
-
 _HELP = """\
-Have a launch script start its training with the plugin, or take that back.
+Have a Megatron launch script start its training with the plugin, or take that back.
 
 The only edit is one insertion, -m dct_plugin.megatron, before the training script of each launch. \
-A launch that is not understood is an error that names its line, and nothing is changed."""
+A launch that is not understood is an error that names its line, and nothing is changed. \
+Jobs of DeepSpeed, Accelerate and Hugging Face's Trainer are left alone; a note says what to do instead."""
 
 
-class _Change(NamedTuple):
-    """A script before and after, the launches in it, and remarks for the user."""
+def patch(
+    text: str, *, config: str | None = None, scripts: Sequence[str] = TRAINING, partial: bool = False
+) -> tuple[str, Launches]:
+    """Return the text with the plugin in every training launch; a launch that has it stays as it is.
 
-    before: str
-    after: str
-    found: Launches
-    notes: list[str]
+    Args:
+        text: A shell script.
+        config: Path for ``--dct-config``, written as given; ``None`` leaves what is there.
+        scripts: File name patterns of training scripts.
+        partial: Edit what is understood even if something else is not.
+
+    Raises:
+        LaunchError: A launch is not understood, or there is none.
+    """
+    found = find_launches(text, scripts)
+    if found.errors and not partial:
+        rest = "\n--partial patches the rest" if found.training else ""
+        raise LaunchError("\n".join([*found.errors, *found.notes]) + rest)
+    if not found.training:
+        raise LaunchError("\n".join(["no launch of a training script found", *found.notes, *found.errors]))
+    edits = []
+    for launch in found.training:
+        if launch.removal is None:
+            edits.append((launch.place, launch.place, _insertion(launch, config)))
+        elif config is not None and launch.config != config:
+            edits.append((*launch.removal, _insertion(launch, config)))
+    patched = _edited(text, edits)
+    # The grammar may see other launches behind an edit near a syntax error.
+    if revert(patched) != revert(text):
+        raise LaunchError(f"line {found.training[0].line}: near this launch the syntax is not understood")
+    return patched, found
+
+
+def revert(text: str) -> str:
+    """Return the text without the plugin.
+
+    Raises:
+        LaunchError: The text nests too deep.
+    """
+    return _edited(text, [(*launch.removal, "") for launch in find_launches(text).training if launch.removal])
+
+
+def _edited(text: str, edits: Iterable[tuple[int, int, str]]) -> str:
+    parts, done = [], 0
+    for start, end, new in sorted(edits):
+        parts += [text[done:start], new]
+        done = end
+    return "".join([*parts, text[done:]])
+
+
+def _insertion(launch: Launch, config: str | None) -> str:
+    option = f"--dct-config {_word(config, launch)} " if config is not None else ""
+    return f"{MODULE} {option}-m " if launch.joined else f"-m {MODULE} {option}"
+
+
+def _word(config: str, launch: Launch) -> str:
+    """Return a path as a shell word; one with variables is left for the script's shell to expand."""
+    if re.fullmatch(r"[\w./${}:@%+,=~-]+", config):
+        return config
+    if launch.in_string:
+        raise LaunchError(
+            f"line {launch.line}: the launch stands inside a quoted string, where the path {config!r} cannot "
+            "be written; use one without blanks and special characters"
+        )
+    return shlex.quote(config)
+
+
+def _read(path: Path) -> str:
+    """Return the text of a regular file; bytes that are no UTF-8 survive :func:`_write`."""
+    try:
+        if path.exists() and not path.is_file():  # a FIFO would wait for a writer
+            raise LaunchError(f"{path}: not a regular file")
+        if path.stat().st_size > LARGEST:
+            raise LaunchError(f"{path}: more than {LARGEST:,} bytes, too large for a launch script")
+        return path.read_bytes().decode("utf-8", "surrogateescape")
+    except OSError as error:
+        raise LaunchError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _write(path: Path, text: str, like: Path) -> None:
+    """Replace a regular file, or the one a link leads to, in one step, with the permissions of another."""
+    try:
+        if path.exists() and not path.is_file():
+            raise LaunchError(f"{path}: not a regular file")
+        target = path.resolve()
+        with tempfile.TemporaryDirectory(prefix=".dct-", dir=target.parent) as folder:
+            temporary = Path(folder, target.name)
+            temporary.write_bytes(text.encode("utf-8", "surrogateescape"))
+            temporary.chmod(like.stat().st_mode & 0o7777)
+            os.replace(temporary, target)
+    except OSError as error:
+        raise LaunchError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 @app.command(help=_HELP, epilog="Exit status: 0; 1 where --check finds something to change; 2 for an error.")
 def patch_launch(
-    script: _Script,
-    config: _Config = None,
-    scripts: _Scripts = None,
-    partial: _Partial = False,
-    undo: _Undo = False,
-    in_place: _InPlace = False,
-    output: _Output = None,
-    check: _Check = False,
+    script: Annotated[
+        Path, typer.Argument(help="Shell script that launches a training.", show_default=False)
+    ],
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="File for --dct-config, written as given. Without it the job has to bring DCT_CONFIG or "
+            "--dct- options."
+        ),
+    ] = None,
+    scripts: Annotated[
+        list[str] | None,
+        typer.Option("--script", help="Further training scripts, by file name or pattern; repeatable."),
+    ] = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Patch what is understood, and leave the rest.")
+    ] = False,
+    undo: Annotated[bool, typer.Option("--revert", help="Take the plugin out again.")] = False,
+    in_place: Annotated[
+        bool,
+        typer.Option(
+            "--in-place",
+            help=f"Change the file; the original stays as SCRIPT{BACKUP}. By default a diff is printed.",
+        ),
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the changed script to another file.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit with 1 if there is something to change.")
+    ] = False,
 ) -> None:
     """Run the command; its help is ``_HELP``."""
     try:
@@ -98,140 +173,70 @@ def patch_launch(
             raise LaunchError("only one of --in-place, --output and --check can be given")
         if undo and config is not None:
             raise LaunchError("--revert takes no --config")
-        _check_config(config)
-        _check_output(script, output)
-        before = files.read(script)
+        if config is not None and "$" not in config and not config.startswith("~"):
+            from dct_plugin.config import DCTConfig
+
+            _read(Path(config))
+            DCTConfig.from_file(config)  # a wrong one is refused here, before the job
+        backup = script.with_name(script.name + BACKUP)
+        before = _read(script)
+        original = _read(backup) if backup.exists() else None
+        if output is not None and output.exists() and output.samefile(script):
+            raise LaunchError(f"{output}: --output names the script itself; --in-place changes it")
+        if output is not None and original is not None and output.exists() and output.samefile(backup):
+            raise LaunchError(f"{output}: --output names the backup of {script}, which would be lost")
         try:
             if undo:
-                change = _reverted(script, before)
+                after, found = revert(before), find_launches(before)
+                if original is not None and revert(original) == after:
+                    after = original  # which may have had the plugin in some launches
             else:
-                patterns = (*TRAINING, *(scripts or ()))
-                change = _patched(before, config, patterns, partial=partial, for_job=not check)
+                after, found = patch(
+                    before, config=config, scripts=(*TRAINING, *(scripts or ())), partial=partial
+                )
         except LaunchError as error:
             raise LaunchError(f"{script}: " + str(error).replace("\nline ", f"\n{script}: line ")) from error
-        changed = change.before != change.after
-        said = _summary(change, undo, done=in_place or output is not None)
-        if output is not None:
-            files.write(output, change.after, like=script)
-            said += f"; written to {output}"
-        elif in_place and changed:
-            said += _replace(script, change, undo=undo)
-        elif changed and not check:
-            sys.stdout.write("".join(_diff(script, change)))
-            sys.stdout.flush()
-            said += "; shown only, --in-place or --output FILE writes it"
+        if in_place and not undo and before != after and original is None:
+            _write(backup, before, like=script)
+        if in_place or output is not None:
+            _write(output or script, after, like=script)
+        if in_place and undo and original == after:
+            backup.unlink()
     except (LaunchError, ConfigError) as error:
         print_error(error)
         raise typer.Exit(2) from error
-    for line in (said, *change.notes):
+    changed = before != after
+    if changed and not (check or in_place or output):
+        typer.echo(_diff(script, before, after), nl=False)
+    notes = [*found.notes, *(f"left as it is: {error}" for error in found.errors)]
+    if not undo and config is None and any(launch.needs_config for launch in found.training):
+        notes.append("no --config: the job needs DCT_CONFIG, or --dct- options among the script's arguments")
+    for line in (_summary(found.training, changed, undo, done=in_place or output is not None), *notes):
         typer.echo(f"{script}: {line}", err=True)
     if check and changed:
         raise typer.Exit(1)
 
 
-def _check_config(config: str | None) -> None:
-    """Refuse a wrong configuration here, before the job; paths with variables are not read."""
-    if config is None or "$" in config or config.startswith("~"):
-        return
-    from dct_plugin.config import DCTConfig
-
-    files.require_regular(Path(config), "read")
-    DCTConfig.from_file(config)
-
-
-def _check_output(script: Path, output: Path | None) -> None:
-    if output is None:
-        return
-    if files.same_file(output, script):
-        raise LaunchError(
-            f"{output}: --output names the script itself; --in-place changes it and keeps a copy"
-        )
-    if files.same_file(output, files.backup_of(script)):
-        raise LaunchError(f"{output}: --output names the backup of {script}, which would be lost")
-
-
-def _patched(
-    before: str, config: str | None, patterns: Sequence[str], *, partial: bool, for_job: bool
-) -> _Change:
-    """Patch a script; ``for_job`` adds what the job still needs to the notes."""
-    after, found = patch(before, config=config, scripts=patterns, partial=partial)
-    notes = [*found.notes, *(f"left as it is: {error}" for error in found.errors)]
-    return _Change(before, after, found, [*notes, *(_about_config(config, after) if for_job else ())])
-
-
-def _reverted(script: Path, before: str) -> _Change:
-    """Take the plugin out of a script.
-
-    The original is the backup where patching it gives this file, else the file without the insertions.
-    """
-    after, found = revert(before)
-    notes = list(_left_options(after))
-    backup = files.backup_of(script)
-    if backup.is_file() and after != (original := files.read(backup)):
-        # Patching writes one path everywhere, or none.
-        configs = {launch.config for launch in found.launches if launch.removal} - {None}
-        for config in (None, *(configs if len(configs) == 1 else ())):
-            with contextlib.suppress(LaunchError):
-                if patch(original, config=config, partial=True)[0] == before:
-                    return _Change(before, original, found, notes)
-        notes.append(f"{backup} is the original of another state of this file; it was not used")
-    return _Change(before, after, found, notes)
-
-
-def _replace(script: Path, change: _Change, *, undo: bool) -> str:
-    """Change the script itself; return what became of the backup."""
-    backup = files.backup_of(script)
-    if not undo:
-        # Another configuration: the original is there already.
-        kept = backup.is_file() and files.read(backup) == revert(change.before)[0]
-        place = backup if kept else files.keep(script, change.before)
-        files.write(script, change.after, like=script)
-        return f"; the original is in {place}"
-    files.write(script, change.after, like=script)
-    if not backup.is_file() or files.read(backup) != change.after:
-        return ""
-    backup.unlink()
-    return f"; the script is as it was, {backup} is removed"
-
-
-def _summary(change: _Change, undo: bool, *, done: bool) -> str:
+def _summary(launches: Sequence[Launch], changed: bool, undo: bool, *, done: bool) -> str:
     """Say what was or would be changed, by number and lines."""
-    if change.before == change.after:
-        state = "no launch starts the plugin" if undo else "every training launch starts the plugin already"
-        return f"nothing to change, {state}"
-    patched = [launch for launch in change.found.training if launch.removal]
-    new = [launch for launch in change.found.training if not launch.removal]
-    if undo:
-        return f"{_launches(patched)} {'reverted' if done else 'to revert'}"
-    if new:
-        return f"{_launches(new)} {'patched' if done else 'to patch'}"
-    return f"{_launches(patched)} {'with' if done else 'to have'} another --dct-config"
+    present = [launch for launch in launches if launch.removal]
+    new = [launch for launch in launches if not launch.removal]
+    if not changed:
+        return "nothing to change, " + (
+            "no launch starts the plugin" if undo else "every training launch starts the plugin already"
+        )
+    chosen = present if undo or not new else new
+    lines = ", ".join(str(launch.line) for launch in chosen[:10]) + (", ..." if len(chosen) > 10 else "")
+    what = "without the plugin" if undo else "with the plugin" if new else "with another --dct-config"
+    number = f"{len(chosen)} launch{'' if len(chosen) == 1 else 'es'} (line{'' if len(chosen) == 1 else 's'} {lines})"
+    return f"{number} {what}" + (
+        "" if done else "; nothing is written, --in-place or --output FILE writes it"
+    )
 
 
-def _launches(launches: Sequence[Launch], most: int = 10) -> str:
-    lines = [str(launch.line) for launch in launches]
-    shown = ", ".join(lines[:most]) + (", ..." if len(lines) > most else "")
-    one = len(lines) == 1
-    return f"{len(lines)} launch{'' if one else 'es'} (line{'' if one else 's'} {shown})"
-
-
-def _about_config(config: str | None, after: str) -> Iterator[str]:
-    """Say what the job still needs."""
-    if config is not None:
-        if not config.startswith(("/", "~", "$")):
-            yield f"{config} is looked up from the folder in which the job runs"
-    elif any("--dct-" not in launch.present for launch in find_launches(after).training):
-        yield "no --config: the job needs DCT_CONFIG, or --dct- options among the script's arguments"
-
-
-def _left_options(text: str) -> Iterator[str]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.lstrip().startswith("#") and (match := _OPTION_LEFT.search(line)):
-            yield f"line {number}: {match[0]} was not put there by this command; Megatron does not know it"
-
-
-def _diff(script: Path, change: _Change) -> Iterator[str]:
-    old, new = (re.split(r"(?<=\n)", text) for text in (change.before, change.after))
-    lines = difflib.unified_diff([x for x in old if x], [x for x in new if x], f"a/{script}", f"b/{script}")
-    for line in lines:
-        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+def _diff(script: Path, before: str, after: str) -> str:
+    old, new = (re.findall(r"[^\n]*\n|[^\n]+$", text) for text in (before, after))
+    lines = difflib.unified_diff(old, new, f"a/{script}", f"b/{script}")
+    return "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )

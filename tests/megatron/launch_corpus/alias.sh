@@ -1,0 +1,3 @@
+#!/bin/bash
+alias go="torchrun --standalone pretrain_gpt.py"
+go

@@ -1,0 +1,3 @@
+#!/bin/bash
+export RUN="torchrun --standalone pretrain_gpt.py"
+source go.sh

@@ -1,0 +1,3 @@
+#!/bin/bash
+torchrun --standalone pretrain_gpt.py
+echo a ) b

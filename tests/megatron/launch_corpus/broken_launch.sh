@@ -1,0 +1,2 @@
+#!/bin/bash
+(torchrun --standalone pretrain_gpt.py

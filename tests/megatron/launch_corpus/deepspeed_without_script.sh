@@ -1,0 +1,3 @@
+#!/bin/bash
+deepspeed $OPTIONS $WHAT
+torchrun --standalone pretrain_gpt.py

@@ -1,0 +1,2 @@
+#!/bin/bash
+eval ${CMD:-torchrun --standalone pretrain_gpt.py}

@@ -1,0 +1,2 @@
+#!/bin/bash
+torchrun --no-python ./run pretrain_gpt.py

@@ -1,0 +1,2 @@
+#!/bin/bash
+torchrun --no-python python -u pretrain_gpt.py

@@ -1,0 +1,2 @@
+#!/bin/bash
+python -m $LAUNCHER $ARGS pretrain_gpt.py

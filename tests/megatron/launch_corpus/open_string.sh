@@ -1,0 +1,2 @@
+#!/bin/bash
+ssh host "torchrun 'pretrain_gpt.py"

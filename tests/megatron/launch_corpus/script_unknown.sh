@@ -1,0 +1,2 @@
+#!/bin/bash
+torchrun --standalone $WHAT --lr 1

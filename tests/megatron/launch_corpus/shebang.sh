@@ -1,0 +1,2 @@
+#!/bin/bash
+./pretrain_gpt.py --lr 1

@@ -1,0 +1,5 @@
+#!/bin/bash
+CMD="torchrun --standalone"
+CMD="$CMD pretrain_gpt.py"
+CMD+=" --lr 1"
+eval "$CMD"
