@@ -1,7 +1,7 @@
 """``dct patch-launch``: have a shell script start its training through ``python -m dct_plugin.megatron``.
 
-``shell`` reads commands from the tree that tree-sitter-bash makes of a script, ``launches`` finds the launches,
-``command`` changes the text and is the command line.
+``shell`` reads commands from the tree that tree-sitter-bash makes of a script, ``launches`` finds the
+launches, ``command`` changes the text and is the command line.
 """
 
 from .command import BACKUP, LARGEST, patch, revert
@@ -9,7 +9,8 @@ from .launches import MODULE, TRAINING, Launch, Launches, find_launches
 from .shell import DEEPEST, LaunchError
 
 __all__ = [
-    "BACKUP", "DEEPEST",
+    "BACKUP",
+    "DEEPEST",
     "LARGEST",
     "MODULE",
     "TRAINING",

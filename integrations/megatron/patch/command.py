@@ -2,7 +2,7 @@
 
 The only edit is one insertion before the training script of each launch command,
 
-    torchrun ${ARGS[@]} pretrain_gpt.py ...  ->  torchrun ${ARGS[@]} -m dct_plugin.megatron pretrain_gpt.py ...
+    torchrun ${ARGS[@]} train.py ...  ->  torchrun ${ARGS[@]} -m dct_plugin.megatron train.py ...
 
 so that taking it out again gives back the original byte for byte.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import shlex
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -55,6 +54,8 @@ def patch(
     Raises:
         LaunchError: A launch is not understood, or there is none.
     """
+    if config is not None and not re.fullmatch(r"[\w./${}:@%+,=~-]+", config):
+        raise LaunchError(f"--config {config!r}: write a path without blanks and special characters")
     found = find_launches(text, scripts)
     if found.errors and not partial:
         rest = "\n--partial patches the rest" if found.training else ""
@@ -69,7 +70,7 @@ def patch(
             edits.append((*launch.removal, _insertion(launch, config)))
     patched = _edited(text, edits)
     # The grammar may see other launches behind an edit near a syntax error.
-    if revert(patched) != revert(text):
+    if revert(patched) != _edited(text, [(*x.removal, "") for x in found.training if x.removal]):
         raise LaunchError(f"line {found.training[0].line}: near this launch the syntax is not understood")
     return patched, found
 
@@ -92,20 +93,8 @@ def _edited(text: str, edits: Iterable[tuple[int, int, str]]) -> str:
 
 
 def _insertion(launch: Launch, config: str | None) -> str:
-    option = f"--dct-config {_word(config, launch)} " if config is not None else ""
+    option = f"--dct-config {config} " if config is not None else ""
     return f"{MODULE} {option}-m " if launch.joined else f"-m {MODULE} {option}"
-
-
-def _word(config: str, launch: Launch) -> str:
-    """Return a path as a shell word; one with variables is left for the script's shell to expand."""
-    if re.fullmatch(r"[\w./${}:@%+,=~-]+", config):
-        return config
-    if launch.in_string:
-        raise LaunchError(
-            f"line {launch.line}: the launch stands inside a quoted string, where the path {config!r} cannot "
-            "be written; use one without blanks and special characters"
-        )
-    return shlex.quote(config)
 
 
 def _read(path: Path) -> str:
@@ -209,7 +198,7 @@ def patch_launch(
     if changed and not (check or in_place or output):
         typer.echo(_diff(script, before, after), nl=False)
     notes = [*found.notes, *(f"left as it is: {error}" for error in found.errors)]
-    if not undo and config is None and any(launch.needs_config for launch in found.training):
+    if not undo and config is None and changed:
         notes.append("no --config: the job needs DCT_CONFIG, or --dct- options among the script's arguments")
     for line in (_summary(found.training, changed, undo, done=in_place or output is not None), *notes):
         typer.echo(f"{script}: {line}", err=True)
@@ -227,8 +216,8 @@ def _summary(launches: Sequence[Launch], changed: bool, undo: bool, *, done: boo
         )
     chosen = present if undo or not new else new
     lines = ", ".join(str(launch.line) for launch in chosen[:10]) + (", ..." if len(chosen) > 10 else "")
+    number = f"1 launch (line {lines})" if len(chosen) == 1 else f"{len(chosen)} launches (lines {lines})"
     what = "without the plugin" if undo else "with the plugin" if new else "with another --dct-config"
-    number = f"{len(chosen)} launch{'' if len(chosen) == 1 else 'es'} (line{'' if len(chosen) == 1 else 's'} {lines})"
     return f"{number} {what}" + (
         "" if done else "; nothing is written, --in-place or --output FILE writes it"
     )

@@ -1,10 +1,8 @@
 """Find the launches in a shell script by one rule.
 
-A launch is a launcher (Python, torchrun, ...) followed, behind its options, by a Python script or a module. The
-words of a command are read one by one; a variable is read as the words of each of its values. So it does not
-matter which of the words stand in variables. What a command reads as is a set of states, one for each way
-through the values: ``FIND`` before a launcher, ``OPTIONS`` behind it, ``VALUE`` before the value of an option,
-``MODULE`` behind ``-m``, ``END`` where the rest are arguments, ``FOUND`` and ``FAILED``.
+A launch is a launcher (Python, torchrun, ...) and, behind its options, a Python script or a module. The words
+of a command are read one by one. A variable is read as the words of each of its values, so it does not matter
+which words stand in variables. The result is a set of states, one for each way through the values.
 
 Every value of a variable is read once for each state: time is linear in the script's size.
 """
@@ -16,15 +14,22 @@ import fnmatch
 import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from .shell import ASSIGNMENT, Command, LaunchError, Script, Word
+from .shell import ASSIGNMENT, Command, Script, Word
 
 #: What a patched command runs.
 MODULE = "dct_plugin.megatron"
 #: File names that train; others (tools, text generation, checkpoint conversion) are left alone.
-TRAINING = tuple("pretrain*.py *_pretrain.py train*.py *_train.py finetune*.py *_finetune.py sft*.py".split())
+TRAINING = (
+    "pretrain*.py",
+    "*_pretrain.py",
+    "train*.py",
+    "*_train.py",
+    "finetune*.py",
+    "*_finetune.py",
+    "sft*.py",
+)
 
 _NO_TRAINING = re.compile(
     r"(?:^|[_\-.])(data|dataset|datasets|prep|prepare|preprocess|tokenizer|tokenize|vocab|spm|bpe|sentencepiece|"
@@ -45,96 +50,90 @@ _PYTHON_MODULE = re.compile(r"-[bBdEiIOPqsSuvx]*m")
 _MOST_VALUES, _MOST_WORDS, _DEEPEST_VALUE = 64, 2000, 12
 
 
-def _names(text: str) -> frozenset[str]:
+def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
 # Commands that may name a launcher or a training script without starting it, and words before a command.
-_HARMLESS = _names(
-    ". [ [[ apt apt-get awk aws basename black cat cd chmod chown code cp curl diff dirname du echo export file find "
-    "git grep head hdfs kill less ln ls md5sum mkdir module more mv nano pgrep pip pip3 pkill popd printf ps pushd "
-    "pylint pytest read readlink realpath rm rsync scp sed sha256sum sleep source spack stat tail tar tee test touch "
-    "type unset unzip vi vim wc wget which zip"
+_HARMLESS = _words(
+    ". [ [[ apt apt-get awk aws basename black cat cd chmod chown code cp curl diff dirname du echo "
+    "export file find git grep head hdfs kill less ln ls md5sum mkdir module more mv nano pgrep pip pip3 "
+    "pkill popd printf ps pushd pylint pytest read readlink realpath rm rsync scp sed sha256sum sleep "
+    "source spack stat tail tar tee test touch type unset unzip vi vim wc wget which zip"
 )
-_INSTALLERS = _names("pip pip3 install uninstall")
-_KEYWORDS = _names("time exec sudo command nohup builtin !")
-_SHELLS = _names("bash sh zsh ssh sbatch srun at")
-_NO_RUN = _names("-h --help -v -V --version")
+_INSTALLERS = _words("pip pip3 install uninstall")
+_KEYWORDS = _words("time exec sudo command nohup builtin !")
+_SHELLS = _words("bash sh zsh ssh sbatch srun at")
+_NO_RUN = _words("-h --help -v -V --version")
+
+
+class Launcher(enum.Enum):
+    """A program that starts Python on a script; ``UNKNOWN`` is in a variable that is set elsewhere."""
+
+    PYTHON, UNKNOWN, TORCHRUN, DEEPSPEED, ACCELERATE = range(5)
+
 
 _IN_JSON = "a DeepSpeed job takes its dct section from the DeepSpeed JSON; the launch stays as it is"
-_ACCELERATE = (
-    "accelerate launch is no Megatron job: call dct_plugin.accelerate.attach in the script, or with DeepSpeed put "
-    "the dct section into the DeepSpeed JSON"
-)
-_TRAINER = "a job of Hugging Face's Trainer takes dct_plugin.transformers.DCTCallback, or a section in DeepSpeed's JSON"
-_OTHER_HOSTS = {
-    _IN_JSON: re.compile(r"--deepspeed(?:[_=-]|$)"),
-    _TRAINER: re.compile(r"--(?:per_device_train_batch_size|model_name_or_path)(?:=|$)"),
+_AT_LAUNCHER = {
+    Launcher.DEEPSPEED: _IN_JSON,
+    Launcher.ACCELERATE: "accelerate launch starts no Megatron job: call dct_plugin.accelerate.attach in the "
+    "script, or with DeepSpeed put the dct section into the DeepSpeed JSON",
+}
+_AT_OPTION = {
+    re.compile(r"--deepspeed(?:[_=-]|$)"): _IN_JSON,
+    re.compile(r"--(?:per_device_train_batch_size|model_name_or_path)(?:=|$)"): "a job of Hugging Face's "
+    "Trainer takes dct_plugin.transformers.DCTCallback, or with DeepSpeed a section in the DeepSpeed JSON",
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Launcher:
-    """A program that starts Python on a script.
-
-    ``with_value`` are options that take the next word, with - for _, and ``flags`` those that take none;
-    ``is_strict`` says that there are no others. ``other_host`` says what to do instead of patching it.
-    """
-
-    with_value: frozenset[str]
-    flags: frozenset[str] = frozenset()
-    is_strict: bool = False
-    other_host: str = ""
-
-    def width(self, text: str) -> int | None:
-        """Return how many words an option takes, itself included; ``None`` if there is no such option."""
-        option = text.replace("_", "-") if text.startswith("--") else text
-        if "=" in text or option in self.flags:
-            return 1
-        if option in self.with_value:
-            return 2
-        widths = {
-            2 if name in self.with_value else 1
-            for name in self.with_value | self.flags
-            if name.startswith(option)
-        }
-        if option.startswith("--") and len(option) > 2 and len(widths) == 1:  # argparse takes abbreviations
-            return widths.pop()
-        return None if self.is_strict else 1
-
-
-PYTHON = Launcher(_names("-W -X --check-hash-based-pycs"))
-#: A variable that is set outside the script and may hold any of the others.
-SET_ELSEWHERE = Launcher(PYTHON.with_value)
-TORCHRUN = Launcher(
-    _names(
-        "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts "
-        "--monitor-interval --start-method --event-log-handler --role --log-dir -r --redirects -t --tee "
-        "--local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --node-rank "
-        "--master-addr --master-port --local-addr --logs-specs --numa-binding --signals-to-handle"
-    ),
-    _names("--standalone --use-env --virtual-local-rank --run-path --"),
-    is_strict=True,
-)
-DEEPSPEED = Launcher(
-    _names(
-        "-H --hostfile -i --include -e --exclude --num-nodes --num-gpus --num-accelerators --master-port "
-        "--master-addr --node-rank --launcher --launcher-args --enable-each-rank-log --autotuning --ssh-port "
-        "--elastic-training --min-elastic-nodes --max-elastic-nodes --bind-core-list --venv-script --log-level"
-    ),
-    other_host=_IN_JSON,
-)
-ACCELERATE = Launcher(frozenset(), other_host=_ACCELERATE)
-_PROGRAMS = {"torchrun": TORCHRUN, "ft_launcher": TORCHRUN, "deepspeed": DEEPSPEED, "accelerate": ACCELERATE}
+_PROGRAMS = {
+    "torchrun": Launcher.TORCHRUN,
+    "ft_launcher": Launcher.TORCHRUN,
+    "deepspeed": Launcher.DEEPSPEED,
+    "accelerate": Launcher.ACCELERATE,
+}
 _MODULES = {
-    **dict.fromkeys(("torch.distributed.run", "torch.distributed.launch"), TORCHRUN),
-    **dict.fromkeys(("deepspeed", "deepspeed.launcher.runner"), DEEPSPEED),
-    **dict.fromkeys(("accelerate.commands.launch", "accelerate.commands.accelerate_cli"), ACCELERATE),
-    "pdb": PYTHON,
+    "torch.distributed.run": Launcher.TORCHRUN,
+    "torch.distributed.launch": Launcher.TORCHRUN,
+    "deepspeed": Launcher.DEEPSPEED,
+    "deepspeed.launcher.runner": Launcher.DEEPSPEED,
+    "accelerate.commands.launch": Launcher.ACCELERATE,
+    "pdb": Launcher.PYTHON,
 }
+_PYTHONS = (Launcher.PYTHON, Launcher.UNKNOWN)
+# Options of Python that take the next word, and those of torchrun that do (True) and do not, with - for _.
+_PYTHON_VALUES = _words("-W -X --check-hash-based-pycs")
+_TORCHRUN_OPTIONS = {
+    **dict.fromkeys(
+        _words(
+            "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts "
+            "--monitor-interval --start-method --event-log-handler --role --log-dir -r --redirects -t --tee "
+            "--local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --node-rank "
+            "--master-addr --master-port --local-addr --logs-specs --numa-binding --signals-to-handle"
+        ),
+        True,
+    ),
+    **dict.fromkeys(_words("--standalone --use-env --virtual-local-rank --run-path --"), False),
+}
+
+
+def _takes_value(launcher: Launcher, text: str) -> bool | None:
+    """Return whether an option takes the next word; ``None`` if torchrun has no such option."""
+    if launcher is not Launcher.TORCHRUN or "=" in text:
+        return launcher in _PYTHONS and text in _PYTHON_VALUES
+    option = text.replace("_", "-") if text.startswith("--") else text
+    if option in _TORCHRUN_OPTIONS:
+        return _TORCHRUN_OPTIONS[option]
+    # argparse takes abbreviations.
+    found = {
+        takes for name, takes in _TORCHRUN_OPTIONS.items() if name.startswith(option) and len(option) > 2
+    }
+    return found.pop() if len(found) == 1 else None
 
 
 class _Kind(enum.Enum):
+    """What is expected next: a launcher (FIND), options or a script, a value, a module, or nothing more."""
+
     FIND, OPTIONS, VALUE, MODULE, END, FOUND, FAILED = range(7)
 
 
@@ -145,8 +144,8 @@ _AT_VARIABLE, _IN_DEFAULT = -1, -2
 class _State(NamedTuple):
     """What the words so far read as.
 
-    ``token`` is the launcher's word, ``place`` where an insertion stands, ``flag`` the option before a module,
-    ``text`` the script (FOUND) or the reason (FAILED). ``removal`` and ``config`` are as in :class:`Launch`.
+    ``token`` is the launcher's word, ``place`` where an insertion stands, ``flag`` the option before a
+    module, ``text`` the script (FOUND) or the reason (FAILED). The others are as in :class:`Launch`.
     """
 
     kind: _Kind
@@ -174,10 +173,8 @@ class Launch(NamedTuple):
     place: int
     line: int
     joined: bool = False
-    in_string: bool = False
     removal: tuple[int, int] | None = None
     config: str | None = None
-    needs_config: bool = True
 
 
 class Launches(NamedTuple):
@@ -197,6 +194,7 @@ class _Reader:
         self._reading: set[str] = set()
         self._after = functools.cache(self._after_variable)
         self.names, self.other_host = functools.cache(self._names), functools.cache(self._other_host)
+        self.is_script, self.trains = functools.cache(self._is_script), functools.cache(self._trains)
 
     # -- values ---
 
@@ -242,13 +240,13 @@ class _Reader:
                 found |= self._names(base[: match.start()] + value[0].text + base[match.end() :], depth + 1)
         return frozenset(found)
 
-    def is_script(self, text: str) -> bool:
+    def _is_script(self, text: str) -> bool:
         """Return whether a word may stand for a Python script."""
         return not text.startswith("-") and any(
             name.endswith(".py") or self._sounds_like_script(name) for name in self.names(text)
         )
 
-    def trains(self, text: str) -> bool:
+    def _trains(self, text: str) -> bool:
         """Return whether a script, or a module as a script, is one of the wanted ones."""
         return self._matches(text, text) or any(
             self._matches(name, text) or self._sounds_like_script(name.removesuffix(".py"))
@@ -268,7 +266,7 @@ class _Reader:
 
     def _other_host(self, text: str, depth: int = 0) -> str:
         """Return what to do instead if a word among the arguments shows another host's job."""
-        for reason, option in _OTHER_HOSTS.items():
+        for option, reason in _AT_OPTION.items():
             if option.match(text):
                 return reason
         if depth > _DEEPEST_VALUE:
@@ -323,15 +321,13 @@ class _Reader:
         text = words[index].text
         following = words[index + 1].text if index + 1 < len(words) else ""
         name = text.rsplit("/", 1)[-1]
-        launcher = PYTHON if _PYTHON.match(name) else _PROGRAMS.get(name)
-        if launcher is ACCELERATE and following != "launch":
-            launcher = None
+        launcher = Launcher.PYTHON if _PYTHON.match(name) else _PROGRAMS.get(name)
         if _LAUNCHER_NAME.search(unknown):
-            launcher = SET_ELSEWHERE
-        if launcher is not None:
+            launcher = Launcher.UNKNOWN
+        if launcher is not None and (launcher is not Launcher.ACCELERATE or following == "launch"):
             return _State(_Kind.OPTIONS, launcher, text)
         if text == "-m" and following in _MODULES:  # behind a tool that runs modules, e.g. a debugger
-            return _State(_Kind.MODULE, SET_ELSEWHERE, text, place, text)
+            return _State(_Kind.MODULE, Launcher.UNKNOWN, text, place, text)
         if not unknown and not ASSIGNMENT.match(text) and self.is_script(text) and self.trains(text):
             return _State(_Kind.FAILED, state.launcher, state.token, text=f"{text} is given to ")
         return state
@@ -339,26 +335,28 @@ class _Reader:
     def _option(self, state: _State, words: Sequence[Word], index: int, place: int, unknown: str) -> _State:
         text, launcher = words[index].text, state.launcher
         assert launcher is not None
-        is_python = launcher in (PYTHON, SET_ELSEWHERE)
+        is_python = launcher in _PYTHONS
         if text in ("-m", "--module") or (is_python and _PYTHON_MODULE.fullmatch(text)):
             return state._replace(kind=_Kind.MODULE, place=place, flag=text)
         if (is_python and (text == "-" or text.startswith("-c"))) or text in _NO_RUN:
             return state._replace(kind=_Kind.END)
-        if launcher.is_strict and text in ("--no-python", "--no_python"):
+        if launcher is Launcher.TORCHRUN and text in ("--no-python", "--no_python"):
             return _State(_Kind.FIND, launcher, f"{state.token} {text}")
         if text.startswith("-"):
-            width = launcher.width(text)
-            if width is None:
+            takes_value = _takes_value(launcher, text)
+            if takes_value is None:
                 return state._replace(kind=_Kind.FAILED, text=f"{state.token}: no script found before {text}")
-            return state._replace(kind=_Kind.VALUE) if width == 2 else state
+            return state._replace(kind=_Kind.VALUE) if takes_value else state
         if self.is_script(text):
             return state._replace(kind=_Kind.FOUND, place=place, text=text)
-        if unknown or not text or _EXPANSION.fullmatch(text) or launcher is ACCELERATE:
+        if unknown or not text or _EXPANSION.fullmatch(text):
             return state
-        if launcher.is_strict:
+        if launcher is Launcher.TORCHRUN:
             reason = f"{state.token}: {text} is neither an option nor a Python script"
             return state._replace(kind=_Kind.FAILED, text=reason)
-        return self._find(_State(_Kind.FIND, None, state.token), words, index, place, unknown)
+        # Behind other launchers it may be the value of an option, which are not known here.
+        other = self._find(_State(_Kind.FIND, None, state.token), words, index, place, unknown)
+        return other if is_python or other.kind is not _Kind.FIND else state
 
     def _module(self, state: _State, words: Sequence[Word], index: int, place: int, unknown: str) -> _State:
         text = words[index].text
@@ -366,7 +364,7 @@ class _Reader:
             return self._present(state, words, index)
         if text in _MODULES:
             return _State(_Kind.OPTIONS, _MODULES[text], f"{state.token} -m {text}")
-        if state.launcher is not TORCHRUN and unknown and not self._sounds_like_script(text):
+        if state.launcher is not Launcher.TORCHRUN and unknown and not self._sounds_like_script(text):
             return state._replace(
                 kind=_Kind.FAILED, text=f"{state.token}: the module {text} is set elsewhere"
             )
@@ -385,11 +383,8 @@ class _Reader:
         last = at + 1 if at < len(words) and words[at].text in ("-m", "--module") else at
         if last >= len(words):
             return state._replace(kind=_Kind.FAILED, text=f"{MODULE} without a script behind it")
-        removal = (
-            (words[index].start, words[last].start)
-            if is_joined
-            else (words[index - 1].start, words[at].start)
-        )
+        first, behind = (words[index], words[last]) if is_joined else (words[index - 1], words[at])
+        removal = first.start, behind.start
         return state._replace(
             kind=_Kind.FOUND, place=removal[0], text=words[last].text, removal=removal, config=config
         )
@@ -424,6 +419,9 @@ class _Finder:
         launches = [self.launches[place] for place in sorted(self.launches) if place not in self.elsewhere]
         untrained = [note for place, note in self.untrained.items() if place not in self.launches]
         notes = [*self.elsewhere.values(), *untrained, *self.notes]
+        handed = dict.fromkeys(word.text for x in outer if not _is_harmless(x) for word in x.words)
+        if not launches and (scripts := [text for text in handed if text.endswith(".sh")][:20]):
+            notes.append(f"it hands on to {', '.join(scripts)}: patch the script that launches")
         return Launches(launches, *(list(dict.fromkeys(lines)) for lines in (notes, self.errors)))
 
     def _in_strings(self, command: Command) -> Iterator[Command]:
@@ -460,9 +458,7 @@ class _Finder:
             return
         if command.broken:
             text = self.text[command.words[0].start : command.words[-1].end]
-            if any(
-                self.reader.is_script(part) and self.reader.trains(part) for part in _LOOSE_WORD.findall(text)
-            ):
+            if self._wanted(_LOOSE_WORD.findall(text)):
                 report = self._note if command.in_document else self._refuse
                 report(words[0].start, "here a launch stands in what is no valid shell syntax")
             return
@@ -500,9 +496,9 @@ class _Finder:
         reasons = []
         for state in states:
             is_last = state.token == words[-1].text
-            if state.launcher is DEEPSPEED and state.token == words[0].text and not is_last:
+            if state.launcher is Launcher.DEEPSPEED and state.token == words[0].text and not is_last:
                 self._note(words[0].start, _IN_JSON)
-            elif state.launcher is TORCHRUN and not is_last and state.kind is not _Kind.END:
+            elif state.launcher is Launcher.TORCHRUN and not is_last and state.kind is not _Kind.END:
                 where = f" (is it in {' or '.join(dict.fromkeys(variables))}?)" if variables else ""
                 no_python = (
                     ", but no python behind it" if state.kind is _Kind.FIND else f": no script found{where}"
@@ -511,39 +507,34 @@ class _Finder:
         return sorted(reasons)
 
     def _add(self, state: _State, command: Command, host: str) -> None:
-        launcher, script = state.launcher, state.text
-        assert launcher is not None
-        is_module = bool(state.flag) and state.removal is None
-        line = self.script.line(state.place)
-        trains = state.removal is not None or self.reader.trains(
-            script.rsplit(".", 1)[-1] + ".py" if is_module and not script.startswith("$") else script
+        script, at = state.text, self.script.line(state.place)
+        is_torchrun = state.launcher is Launcher.TORCHRUN
+        is_name = bool(state.flag) and state.removal is None and not script.startswith("$")
+        trains = (
+            state.removal is not None
+            or self.reader.trains(script.rsplit(".", 1)[-1] + ".py" if is_name else script)
+            or (is_torchrun and "$" in script)
         )
-        reason = launcher.other_host or host
-        if not trains and launcher is TORCHRUN and "$" in script and not reason:
-            trains = True
-        if reason and state.removal is None:
-            if trains or launcher.other_host or launcher is TORCHRUN:
-                self.elsewhere[state.place] = f"line {line}: {script}: {reason}"
-            return
-        if not trains:
-            holds_training = any(
-                self.reader.is_script(x.text) and self.reader.trains(x.text) for x in command.words
-            )
-            if launcher is TORCHRUN or holds_training or re.search(r"train|tune|sft|\$", script):
-                self.untrained[state.place] = (
-                    f"line {line}: {script} is not a training script: left alone (--script adds names)"
-                )
-            return
-        if launcher is SET_ELSEWHERE and state.removal is None:
-            self._note(
-                state.place,
-                f"{state.token} is set elsewhere: -m is right if it is python or torchrun, not for deepspeed",
-            )
-        joined = bool(state.flag) and state.flag not in ("-m", "--module")
-        configured = any("--dct-" in word.text for word in command.words)
-        self.launches[state.place] = Launch(
-            script, state.place, line, joined, command.nested, state.removal, state.config, not configured
-        )
+        reason = _AT_LAUNCHER.get(state.launcher, "") if state.launcher is not None else ""
+        if state.removal is None and (reason or (host and (trains or is_torchrun))):
+            self.elsewhere[state.place] = f"line {at}: {script}: {reason or host}"
+        elif trains:
+            joined = bool(state.flag) and state.flag not in ("-m", "--module")
+            self.launches[state.place] = Launch(script, state.place, at, joined, state.removal, state.config)
+            if state.launcher is Launcher.UNKNOWN and state.removal is None:
+                what = "is set elsewhere: -m is right if it is python or torchrun, not for deepspeed"
+                self._note(state.place, f"{state.token} {what}")
+        elif (
+            is_torchrun
+            or re.search(r"train|tune|sft|\$", script)
+            or self._wanted(word.text for word in command.words)
+        ):
+            what = "is not a training script: left alone (--script adds names)"
+            self.untrained[state.place] = f"line {at}: {script} {what}"
+
+    def _wanted(self, texts: Iterable[str]) -> bool:
+        """Return whether a training script is among some words."""
+        return any(self.reader.is_script(text) and self.reader.trains(text) for text in texts)
 
     def _note(self, offset: int, what: str) -> None:
         self.notes.append(f"line {self.script.line(offset)}: {what}")
@@ -585,6 +576,6 @@ def _is_harmless(command: Command) -> bool:
 
 
 def _receiver(state: _State, words: Sequence[Word]) -> str:
-    if state.launcher is TORCHRUN:
+    if state.launcher is Launcher.TORCHRUN:
         return f"{state.token}, but no python behind it"
     return f"{state.token or words[0].text}, which is no launcher known here"

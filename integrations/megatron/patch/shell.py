@@ -28,11 +28,26 @@ _PLACEHOLDER = re.compile(r"(?<==)<(?!\()[^<>'\"`$\\\n]*>")
 # A comment between continuation lines; the grammar takes its end for a part of it.
 _BACKTICK_COMMENT = re.compile(r"`#[^`\n]*`")
 _WORDS = frozenset(
-    "word number concatenation string raw_string ansi_c_string translated_string simple_expansion expansion "
-    "command_substitution process_substitution arithmetic_expansion brace_expression command_name "
-    "variable_name variable_assignment".split()
+    [
+        "word",
+        "number",
+        "concatenation",
+        "string",
+        "raw_string",
+        "ansi_c_string",
+        "translated_string",
+        "simple_expansion",
+        "expansion",
+        "command_substitution",
+        "process_substitution",
+        "arithmetic_expansion",
+        "brace_expression",
+        "command_name",
+        "variable_name",
+        "variable_assignment",
+    ]
 )
-_STATEMENTS = frozenset("command declaration_command variable_assignment redirected_statement".split())
+_STATEMENTS = frozenset(["command", "declaration_command", "variable_assignment", "redirected_statement"])
 _SUBSTITUTIONS = frozenset(["command_substitution", "process_substitution"])
 _STRINGS = {"string": 1, "raw_string": 1, "ansi_c_string": 2, "translated_string": 2}
 _WITHOUT_WORDS = frozenset(["test_command", "comment", "regex", "heredoc_body"])
@@ -55,8 +70,8 @@ class Word(NamedTuple):
 class Command(NamedTuple):
     """The words of a simple command, of an array or of a loop's values; the latter have a ``name``.
 
-    ``nested`` is set inside strings, substitutions and here-documents (``in_document``), ``broken`` where a syntax error touches
-    the command, and ``piped`` where its output goes to the next command.
+    ``nested`` is set inside strings, substitutions and here-documents (``in_document``), ``broken`` where a
+    syntax error touches the command, and ``piped`` where its output goes to the next command.
     """
 
     words: tuple[Word, ...]
@@ -111,7 +126,7 @@ class Script:
             raise LaunchError(f"line {self.line(offset)}: {what} nested more than {DEEPEST} deep")
 
     def _without_heredocs(self, start: int, end: int) -> tuple[str, list[tuple[int, int]]]:
-        """Return a part of the source with blanks for its here-documents, and the spans that hold commands."""
+        """Return a part of the source with here-documents blanked, and the spans of those with commands."""
         source = self._source[start:end]
         blanked, bodies, absent = list(source), list[tuple[int, int]](), set[str]()
         first = done = 0  # the here-documents of the last line that has some
@@ -179,9 +194,9 @@ class Script:
                 quoted_inside.append((start + low + _STRINGS[kind], start + high - 1))
                 quoted_inside = None
             if kind == "for_statement":
-                name = node.child_by_field_name("variable")
+                variable = node.child_by_field_name("variable")
                 for value in node.children_by_field_name("value"):  # each is a value of the variable
-                    streams.append((_source_of(source, name), level > 0, []))
+                    streams.append((_source_of(source, variable), level > 0, []))
                     pending.append((value, len(streams) - 1, level, None, broken))
                 body = node.child_by_field_name("body")
                 children = [body] if body is not None else []
