@@ -33,7 +33,7 @@ TRAINING = (
 
 _NO_TRAINING = re.compile(
     r"(?:^|[_\-.])(data|dataset|datasets|prep|prepare|preprocess|tokenizer|tokenize|vocab|spm|bpe|sentencepiece|"
-    r"test|utils?|config|args|split|download|convert|merge|monitor|plot)(?=[_\-.]|$)"
+    r"test|utils?|config|args|split|download|convert|merge|monitor|plot|ppo|dpo|grpo|ray)(?=[_\-.]|$)"
 )
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[^]]{0,80}\])?(?::?[-=]([^{}]*))?\}|(\w+))")
 _EXPANSION = re.compile(r"\$[@*]|\$\{[^}]*\}|\$\(.*\)|`.*`", re.DOTALL)
@@ -81,7 +81,7 @@ _AT_LAUNCHER = {
 }
 _AT_OPTION = {
     re.compile(r"--deepspeed(?:[_=-]|$)"): _IN_JSON,
-    re.compile(r"--(?:per_device_train_batch_size|model_name_or_path)(?:=|$)"): "a job of Hugging Face's "
+    re.compile(r"--(?:per_device_\w+|model_name_or_path|num_train_epochs)(?:=|$)"): "a job of Hugging Face's "
     "Trainer takes dct_plugin.transformers.DCTCallback, or with DeepSpeed a section in the DeepSpeed JSON",
 }
 
@@ -364,7 +364,7 @@ class _Reader:
             return self._present(state, words, index)
         if text in _MODULES:
             return _State(_Kind.OPTIONS, _MODULES[text], f"{state.token} -m {text}")
-        if state.launcher is not Launcher.TORCHRUN and unknown and not self._sounds_like_script(text):
+        if state.launcher in _PYTHONS and unknown and not self._sounds_like_script(text):
             return state._replace(
                 kind=_Kind.FAILED, text=f"{state.token}: the module {text} is set elsewhere"
             )
@@ -510,10 +510,8 @@ class _Finder:
         script, at = state.text, self.script.line(state.place)
         is_torchrun = state.launcher is Launcher.TORCHRUN
         is_name = bool(state.flag) and state.removal is None and not script.startswith("$")
-        trains = (
-            state.removal is not None
-            or self.reader.trains(script.rsplit(".", 1)[-1] + ".py" if is_name else script)
-            or (is_torchrun and "$" in script)
+        trains = state.removal is not None or self.reader.trains(
+            script.rsplit(".", 1)[-1] + ".py" if is_name else script
         )
         reason = _AT_LAUNCHER.get(state.launcher, "") if state.launcher is not None else ""
         if state.removal is None and (reason or (host and (trains or is_torchrun))):

@@ -223,7 +223,7 @@ class Script:
                 words, is_broken = [], False
             is_broken = is_broken or broken or low >= doubtful
             text = _UNQUOTE.sub(r"\1", self.text[start + low : start + high]).strip("\"'")
-            if words and between and not gap and last == words[-1].end - start:  # one word over two lines
+            if words and not gap and last == words[-1].end - start:  # one word, which the grammar splits
                 word = words.pop()
                 words.append(Word(word.start, start + high, word.text + text, (*word.quoted, *quoted)))
             elif rest == gap:  # no target of a redirection
