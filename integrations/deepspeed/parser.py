@@ -6,7 +6,6 @@ there, and :func:`keys_read` asks it.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import functools
 import json
@@ -163,7 +162,12 @@ def ask(
 def main() -> None:
     """Answer the question on the standard input; the last line of the output is the answer."""
     contents, ranks, device = json.load(sys.stdin)
-    judgements = [_judged(content, ranks, device) for content in contents]
+    judgements = []
+    for content in contents:
+        try:
+            judgements.append(_judged(content, ranks, device))
+        except RecursionError:
+            judgements.append((["nested too deeply"], {}))
     print(json.dumps([sorted(keys_read()), judgements], default=str))
 
 
@@ -219,13 +223,14 @@ def _reasons(content: Mapping[str, Any], ranks: int | None, device: str) -> list
 
 def _filled(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON in which the values that are ``"auto"`` are as Hugging Face fills them in."""
-    filled = {key: copy.deepcopy(value) for key, value in content.items() if value != "auto"}
+    filled = {key: value for key, value in content.items() if value != "auto"}
     filled |= {} if _BATCH & filled.keys() or not _BATCH & content.keys() else _LEAST
     for section, given in ("optimizer", {}), ("scheduler", {"total_num_steps": 1000}):
         outer = filled.get(section)
         if isinstance(outer, dict) and isinstance(params := outer.get("params"), dict):
             named = {key: value for key, value in params.items() if value != "auto"}
-            outer["params"] = {key: given[key] for key in params if key in given} | named
+            made = {key: given[key] for key in params if key in given} | named
+            filled[section] = {**outer, "params": made}
     return filled
 
 

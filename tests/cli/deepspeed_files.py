@@ -76,6 +76,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         job(zero_optimization={"stage": 2}, prescale_gradients=True),
         "prescale_gradients = true needs zero_optimization.reduce_scatter = false",
     ),
+    "optimizer is a list": (job(optimizer=["AdamW"]), "optimizer: 'list' object has no attribute"),
+    "ZeRO is a number": (job(zero_optimization=7), "zero_optimization = 7: must be a JSON object"),
     "old compile": (job(compile={"disable": False}), "compile.disable = false: DeepSpeed has no such key"),
     "unknown type of messages": (job(communication_data_type="fp8"), "Invalid communication_data_type"),
     "type of weights": (job(data_types={"param_dtype": "bf16"}), "conflicts with the enabled precision mode"),
