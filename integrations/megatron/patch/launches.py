@@ -16,19 +16,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from .shell import ASSIGNMENT, Command, Script, Word
+from .shell import ASSIGNMENT, Command, Script, Word, word_set
 
 #: What a patched command runs.
 MODULE = "dct_plugin.megatron"
 #: File names that train; others (tools, text generation, checkpoint conversion) are left alone.
-TRAINING = (
-    "pretrain*.py",
-    "*_pretrain.py",
-    "train*.py",
-    "*_train.py",
-    "finetune*.py",
-    "*_finetune.py",
-    "sft*.py",
+TRAINING = tuple(
+    word_set("pretrain*.py *_pretrain.py train*.py *_train.py finetune*.py *_finetune.py sft*.py")
 )
 
 _NO_TRAINING = re.compile(
@@ -50,21 +44,17 @@ _PYTHON_MODULE = re.compile(r"-[bBdEiIOPqsSuvx]*m")
 _MOST_VALUES, _MOST_WORDS, _DEEPEST_VALUE = 64, 2000, 12
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 # Commands that may name a launcher or a training script without starting it, and words before a command.
-_HARMLESS = _words(
+_HARMLESS = word_set(
     ". [ [[ apt apt-get awk aws basename black cat cd chmod chown code cp curl diff dirname du echo "
     "export file find git grep head hdfs kill less ln ls md5sum mkdir module more mv nano pgrep pip pip3 "
     "pkill popd printf ps pushd pylint pytest read readlink realpath rm rsync scp sed sha256sum sleep "
     "source spack stat tail tar tee test touch type unset unzip vi vim wc wget which zip"
 )
-_INSTALLERS = _words("pip pip3 install uninstall")
-_KEYWORDS = _words("time exec sudo command nohup builtin !")
-_SHELLS = _words("bash sh zsh ssh sbatch srun at")
-_NO_RUN = _words("-h --help -v -V --version")
+_INSTALLERS = word_set("pip pip3 install uninstall")
+_KEYWORDS = word_set("time exec sudo command nohup builtin !")
+_SHELLS = word_set("bash sh zsh ssh sbatch srun at")
+_NO_RUN = word_set("-h --help -v -V --version")
 
 
 class Launcher(enum.Enum):
@@ -102,10 +92,10 @@ _MODULES = {
 }
 _PYTHONS = (Launcher.PYTHON, Launcher.UNKNOWN)
 # Options of Python that take the next word, and those of torchrun that do (True) and do not, with - for _.
-_PYTHON_VALUES = _words("-W -X --check-hash-based-pycs")
+_PYTHON_VALUES = word_set("-W -X --check-hash-based-pycs")
 _TORCHRUN_OPTIONS = {
     **dict.fromkeys(
-        _words(
+        word_set(
             "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts "
             "--monitor-interval --start-method --event-log-handler --role --log-dir -r --redirects -t --tee "
             "--local-ranks-filter --duplicate-stdout-filters --duplicate-stderr-filters --node-rank "
@@ -113,7 +103,7 @@ _TORCHRUN_OPTIONS = {
         ),
         True,
     ),
-    **dict.fromkeys(_words("--standalone --use-env --virtual-local-rank --run-path --"), False),
+    **dict.fromkeys(word_set("--standalone --use-env --virtual-local-rank --run-path --"), False),
 }
 
 

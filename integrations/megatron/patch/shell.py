@@ -17,6 +17,12 @@ DEEPEST = 50
 #: ``NAME=``, ``NAME+=`` or ``NAME[subscript]=`` at the start of a word; the bound keeps the time linear.
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[[^]]{0,80}\])?\+?=")
 
+
+def word_set(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
 _PARSER = Parser(Language(tree_sitter_bash.language()))
 _SKIPPED = re.compile(r"\\\r?\n|\d*[<>]&-")
 _REDIRECT = re.compile(r"(?:\d+|\{\w+\})?(?:&>>?|>>|<>|>\||[<>]&?)\s*$")
@@ -27,30 +33,15 @@ _HEREDOC = re.compile(r"(?<!<)<<-?[ \t]*(['\"\\]?)([A-Za-z_]\w*)['\"]?")
 _PLACEHOLDER = re.compile(r"(?<==)<(?!\()[^<>'\"`$\\\n]*>")
 # A comment between continuation lines; the grammar takes its end for a part of it.
 _BACKTICK_COMMENT = re.compile(r"`#[^`\n]*`")
-_WORDS = frozenset(
-    [
-        "word",
-        "number",
-        "concatenation",
-        "string",
-        "raw_string",
-        "ansi_c_string",
-        "translated_string",
-        "simple_expansion",
-        "expansion",
-        "command_substitution",
-        "process_substitution",
-        "arithmetic_expansion",
-        "brace_expression",
-        "command_name",
-        "variable_name",
-        "variable_assignment",
-    ]
+_WORDS = word_set(
+    "word number concatenation string raw_string ansi_c_string translated_string simple_expansion "
+    "expansion command_substitution process_substitution arithmetic_expansion brace_expression "
+    "command_name variable_name variable_assignment"
 )
-_STATEMENTS = frozenset(["command", "declaration_command", "variable_assignment", "redirected_statement"])
-_SUBSTITUTIONS = frozenset(["command_substitution", "process_substitution"])
+_STATEMENTS = word_set("command declaration_command variable_assignment redirected_statement")
+_SUBSTITUTIONS = word_set("command_substitution process_substitution")
 _STRINGS = {"string": 1, "raw_string": 1, "ansi_c_string": 2, "translated_string": 2}
-_WITHOUT_WORDS = frozenset(["test_command", "comment", "regex", "heredoc_body"])
+_WITHOUT_WORDS = word_set("test_command comment regex heredoc_body")
 _OPENERS = frozenset(['"', "'", "`", "(", "$(", "${", "<<", "<<-"])
 
 
@@ -142,11 +133,9 @@ class Script:
             if mark is None:
                 absent.add(match[2])
                 continue
-            rest, owner = (
-                source[match.end() : match.end() + 500].split("\n")[0],
-                re.split("[;&|]", before)[-1],
-            )
-            is_prose = re.search(r"\bcat\s*$", owner) and not re.search(r"[>|]|\$\(|`", before + rest)
+            owner = re.split("[;&|]", before)[-1]
+            line = before + source[match.end() : min(line_end, match.end() + 500)]
+            is_prose = re.search(r"\bcat\s*$", owner) and not re.search(r"[>|]|\$\(|`", line)
             if not is_prose and not re.search(r"(?:^|[\s/])python[\d.]*\s", owner):
                 bodies.append((start + body, start + mark.start()))
             for low, high in (match.span(), (body, mark.end())):
