@@ -21,7 +21,7 @@ BUILD_OP := DS_ACCELERATOR=cpu $(BIN)/python -c 'from deepspeed.ops.op_builder.c
 # $(call step,what is done,command): one line with the seconds it took; the output is shown if it fails.
 define step
 @printf '  %-64s' '$(1)'; began=$$(date +%s); log=$$(mktemp); \
-if $(2) > $$log 2>&1; then printf '%4d s\n' $$(($$(date +%s) - began)); rm -f $$log; \
+if { $(2); } > $$log 2>&1; then printf '%4d s\n' $$(($$(date +%s) - began)); rm -f $$log; \
 else printf 'failed\n'; cat $$log; rm -f $$log; exit 1; fi
 endef
 

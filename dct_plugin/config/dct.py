@@ -159,6 +159,10 @@ class DCTConfig(Section):
         return [f"{path}: {show(mine.get(path))} != {show(theirs.get(path))}" for path in paths]
 
 
+#: Bytes of a configuration; a longer file is another one, taken by mistake.
+_LARGEST = 1_000_000
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the JSON object in a file, see :func:`read_hjson`."""
     return read_hjson(path)[0]
@@ -176,6 +180,11 @@ def read_hjson(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bool]:
         ConfigError: The file cannot be read, or holds no object.
     """
     where = os.fspath(path)
+    size = os.path.getsize(where) if os.path.isfile(where) else 0
+    if size > _LARGEST:
+        raise ConfigError(
+            f"{where}: has {size / 1e6:.1f} MB; a configuration has {_LARGEST / 1e6:g} MB at most"
+        )
     try:
         text = sys.stdin.read() if where == "-" else Path(path).read_text(encoding="utf-8")
         content, strict = _parsed(text)

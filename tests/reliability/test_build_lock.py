@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from support import ROOT
 from torch.utils import cpp_extension
 
 from dct_plugin.integrations.host import build_lock
@@ -79,6 +81,17 @@ assert cpp_extension.FileBaton is file_baton.FileBaton
     assert waiting.startswith("dct: waiting for another process to compile a part of DeepSpeed")
     assert waiting.endswith(f"rm {lock}")
     assert compiling.startswith(f"dct: still compiling in {lock.parent}")
+
+
+def test_the_set_up_has_a_line_for_each_step_whatever_commands_print(tmp_path: Path) -> None:
+    makefile = tmp_path / "Makefile"
+    step = "$(call step,compile,{ echo dct: still compiling >&2; false; } || true)"
+    makefile.write_text(f"include {ROOT / 'Makefile'}\nprobe:\n\t{step}\n")
+    done = subprocess.run(
+        ["make", "-f", makefile, "probe"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert re.fullmatch(r"  compile +\d+ s\n", done.stdout), done
+    assert done.stderr == ""
 
 
 @LOCKS_STAY
