@@ -83,6 +83,7 @@ assert cpp_extension.FileBaton is file_baton.FileBaton
     assert compiling.startswith(f"dct: still compiling in {lock.parent}")
 
 
+@pytest.mark.slow
 def test_the_set_up_has_a_line_for_each_step_whatever_commands_print(tmp_path: Path) -> None:
     makefile = tmp_path / "Makefile"
     step = "$(call step,compile,{ echo dct: still compiling >&2; false; } || true)"
