@@ -57,6 +57,8 @@ class LaunchProgress:
         elif kind == "start":
             self._runs = event["runs"]
             self._bars.update(self._task, total=event["steps"])
+            for line in event["roles"]:
+                self._say(line)
         elif kind == "initialize":
             self._run += 1
             self._loss = None

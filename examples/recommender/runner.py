@@ -41,6 +41,11 @@ def run_name(file: Path) -> str:
     return file.name.removesuffix(_SUFFIX).removesuffix(".json")
 
 
+def saved_run(folder: str | Path, run: str, seed: int) -> Path:
+    """Return the folder of a saved run."""
+    return Path(folder, f"{run}-seed{seed}")
+
+
 class RunFailed(DCTError):
     """A launch ended with an error; the message holds the end of what the failing rank wrote."""
 

@@ -41,7 +41,7 @@ from dct_plugin.metrics import Metrics
 
 from .data import ClickDataset, Columns, DataFormatError, Rows, check_parts, epoch_batches, load
 from .engine import make_engine
-from .runner import run_name
+from .runner import run_name, saved_run
 
 Report = Callable[..., None]  # takes the name of an event, and its fields as keywords
 
@@ -79,6 +79,7 @@ def _train_all(arguments: argparse.Namespace, configs: Mapping[str, Any], report
         training_rows=clicks.num_train,
         fields=len(clicks.cardinalities),
         table_rows=sum(clicks.cardinalities),
+        roles=clicks.roles,
         ranks=dist.get_world_size(),
         runs=len(arguments.seeds) * len(configs),
         steps=len(arguments.seeds) * arguments.epochs * steps,
@@ -87,7 +88,11 @@ def _train_all(arguments: argparse.Namespace, configs: Mapping[str, Any], report
         for name, config in configs.items():
             report("initialize", config=name, seed=seed)
             training = Training(name, config, clicks, seed=seed, epochs=arguments.epochs, report=report)
+            if arguments.resume is not None:
+                training.resume(saved_run(arguments.resume, name, seed))
             training.train(arguments.interface)
+            if arguments.save is not None:
+                training.save(saved_run(arguments.save, name, seed))
             training.close()
 
 
@@ -103,6 +108,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--split-seed", type=int, default=0, help="of the test part of diabetes")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of initial weights and batches")
+    parser.add_argument("--save", help="folder to save each run in")
+    parser.add_argument("--resume", help="folder of saved runs, which go on")
     parser.add_argument("--events", help="JSON lines file that rank 0 writes")
     parser.add_argument("--interface", help="network interface whose bytes are counted; all if left out")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the deepspeed launcher")
@@ -179,6 +186,25 @@ class Training:
         )
         self.batch_size = math.prod(self.shape)
         self.steps = epochs * (clicks.num_train // self.batch_size)
+        self.first_epoch = 0
+
+    def save(self, folder: Path) -> None:
+        """Save the run as a checkpoint of DeepSpeed; a collective."""
+        state = {"epochs": self.first_epoch + self.epochs, "tables": list(self.clicks.cardinalities)}
+        self.engine.save_checkpoint(str(folder), client_state=state)
+
+    def resume(self, folder: Path) -> None:
+        """Go on with a saved run, with the epoch after its last one; a collective.
+
+        Raises:
+            DataFormatError: There is no checkpoint, or its tables have other sizes.
+        """
+        path, state = self.engine.load_checkpoint(str(folder))
+        tables = list(self.clicks.cardinalities)
+        if path is None or state["tables"] != tables:
+            found = "no checkpoint" if path is None else f"tables of {state['tables']} rows"
+            raise DataFormatError(f"{folder}: expected a run with tables of {tables} rows, got {found}")
+        self.first_epoch = state["epochs"]
 
     def train(self, interface: str | None) -> None:
         """Train all epochs, each followed by an evaluation, and report on the way."""
@@ -198,7 +224,7 @@ class Training:
         counter = InterfaceCounter([interface] if interface else None)
         on_wire, seconds = 0, 0.0
         to_tensors = tensors_of(self.clicks.train, engine)
-        for epoch in range(self.epochs):
+        for epoch in range(self.first_epoch, self.first_epoch + self.epochs):
             dist.barrier()
             counter.start()
             begin = time.perf_counter()

@@ -31,6 +31,7 @@ def test_hybrid_training_is_training_on_one_rank(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     run_script(2, WORKER, tmp_path, str(results))
     for result in json.loads(results.read_text()):
+        assert result.get("resumed", 0.0) == 0.0, result["case"]
         # It did learn, and the difference is nothing beside what it learned.
         assert result["spread"] > 0.1, result["case"]
         assert result["auc"] > 0.7, result["case"]

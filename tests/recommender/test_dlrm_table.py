@@ -66,9 +66,68 @@ def test_the_same_from_tsv_gzip_and_parquet(file: Path, tmp_path: Path) -> None:
     assert len(load("table", zipped, columns=columns, max_rows=90)) == 90
 
 
+def text_of(rows: list[list[str]], separator: str) -> bytes:
+    return "".join(separator.join(row) + "\n" for row in rows).encode("latin-1")
+
+
+@pytest.mark.parametrize("separator", ["\t", "::", ";", "|", ",", " ", "#~#"])
+@pytest.mark.parametrize("has_header", [True, False])
+def test_separator_and_header_are_guessed_or_given(tmp_path: Path, separator: str, has_header: bool) -> None:
+    rows = [
+        [f"{i % 7}", f"Ren\xe9e:{i % 5}", f"{i % 6}"] for i in range(90_000 if separator == "::" else 400)
+    ]
+    path = tmp_path / "ratings.data"
+    path.write_bytes(text_of([["user", "item", "rating"]] * has_header + rows, separator))
+    columns = Columns("rating>=4" if has_header else "3>=4")
+    if separator == "#~#":
+        with pytest.raises(DataFormatError, match="expected a column"):
+            load("table", path, columns=columns)
+        columns = columns._replace(separator=separator, header=has_header)
+    clicks = load("table", path, columns=columns)
+    assert clicks.label.tolist() == [float(i % 6 >= 4) for i in range(len(rows))]
+    assert clicks.categorical_names == (("user", "item") if has_header else ("1", "2"))
+    assert clicks.cardinalities == (8, 6)
+    assert clicks.roles[0].startswith(f"columns separated by {separator!r}")
+
+
+def test_ids_dates_and_decimal_commas(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    rows = [
+        f"{10**19 + 7919 * i};2015-0{1 + i // 120}-0{1 + i % 9} {i % 3:02d}:10:00;2014/02/0{1 + i % 7}"
+        f";{i / 8:.3f};{'' if i % 2 else 's'};{'new' if i > 300 else 's0'};{i % 2}".replace(".", ",")
+        for i in range(400)
+    ]
+    path.write_text("\n".join(["id;at;day;price;seen;site;click", *rows]) + "\n")
+    clicks = load("table", path, columns=Columns("click"))
+    assert clicks.dense_names == ("price",)
+    assert clicks.categorical_names == ("at weekday", "at hour", "day weekday", "seen", "site")
+    assert clicks.cardinalities == (8, 4, 8, 3, 3)
+    assert clicks.roles == (
+        "columns separated by ';', the first line has the names",
+        "label click: 50 % of 400 rows are 1",
+        "dense: price",
+        "categorical id: left out, no test row has a value that is frequent in the training part",
+        "categorical at weekday: 7 values, others in 0 % of the test rows",
+        "categorical at hour: 3 values, others in 0 % of the test rows",
+        "categorical day weekday: 7 values, others in 0 % of the test rows",
+        "categorical seen: 2 values, others in 0 % of the test rows",
+        "categorical site: 2 values, others in 0 % of the test rows",
+    )
+    path.write_text(
+        path.read_text().replace("click", "n").replace(";1\n", ";True\n").replace(";0\n", ";False\n")
+    )
+    assert load("table", path, columns=Columns("n")).label.tolist() == clicks.label.tolist()
+    path.write_text("\n".join(["id;at;day;price;seen;site;click", *rows]) + "\n")
+    asked = load("table", path, columns=Columns("click", categorical=["id", "site"]))
+    assert asked.categorical_names == ("id", "site")
+    assert asked.cardinalities[0] == 1
+    assert "categorical id: 0 values, others in 100 % of the test rows" in asked.roles
+
+
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
+        (Columns("Ratng>=4"), "there are user, item, age, price, rating; did you mean 'rating'?"),
         (Columns("click"), "expected a column 'click'; there are user, item, age, price, rating"),
         (Columns("rating"), "column 'rating': expected labels 0 and 1; compare it"),
         (Columns("rating>=many"), "expected NAME or NAME>=NUMBER"),

@@ -74,6 +74,25 @@ def on_one_rank(model: str, data: ClickDataset) -> np.ndarray:
         return net(torch.from_numpy(test.dense), torch.from_numpy(test.categorical)).sigmoid().numpy()
 
 
+def resumed(config: dict[str, Any], data: ClickDataset, path: str) -> np.ndarray:
+    """Probabilities of the test part after as many epochs, with a break in between."""
+
+    def half() -> Training:
+        return Training("half", config, data, seed=SEED, epochs=EPOCHS // 2, report=lambda *_, **__: None)
+
+    folder = Path(path).with_suffix("")
+    run = half()
+    run.train(None)
+    run.save(folder)
+    run.close()
+    run = half()
+    run.resume(folder)
+    run.train(None)
+    probability = run.predict(data.test)
+    run.close()
+    return probability
+
+
 def main(path: str) -> None:
     deepspeed.init_distributed()
     data = clicks()
@@ -112,6 +131,8 @@ def main(path: str) -> None:
             }
         )
         run.close()
+        if (model, exchange) == ("dlrm", "all_to_all"):
+            results[-1]["resumed"] = float(np.abs(probability - resumed(config, data, path)).max())
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(results))
     dist.barrier()

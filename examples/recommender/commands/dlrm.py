@@ -20,13 +20,14 @@ from dct_plugin.output import check_target, write
 
 from ..figures import BASELINE
 from ..provenance import command, provenance
+from ..runner import saved_run
 from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
 from .options import takes_options
 from .shared import Job, chosen_format, complete, launch
 
 #: Epochs that suit a data set: more overfit.
 EPOCHS = {"diabetes": 2, "criteo": 1, "table": 1}
-_TABLES = (".csv", ".tsv", ".tab", ".parquet", ".pq")
+_TABLES = (".csv", ".tsv", ".tab", ".psv", ".dat", ".data", ".parquet", ".pq")
 _OPTIMIZER = {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}
 _BATCH_SIZE = 256
 
@@ -52,7 +53,7 @@ class _Options:
         str | None,
         typer.Option(
             help="criteo, diabetes, or table for any CSV, TSV or Parquet file (if only --data is "
-            "given: table for these by their names, else criteo)."
+            "given: table where --label is given, or for these by their names, else criteo)."
         ),
     ] = None
     label: Annotated[
@@ -64,6 +65,17 @@ class _Options:
         typer.Option(
             help="Categorical columns of a table. Without both lists, columns of floating-point numbers "
             "are dense and all others categorical."
+        ),
+    ] = None
+    separator: Annotated[
+        str | None,
+        typer.Option(help="Between columns of a table, such as ';', '::', tab; else guessed."),
+    ] = None
+    header: Annotated[
+        bool | None,
+        typer.Option(
+            "--header/--no-header",
+            help="Whether the first line of a table has the names; else guessed. Without, they are 1, 2, ...",
         ),
     ] = None
     model: Annotated[
@@ -85,6 +97,12 @@ class _Options:
     ] = None
     plot: Annotated[
         Path | None, typer.Option(help="Where --compare draws; by default beside the report.")
+    ] = None
+    save: Annotated[
+        Path | None, typer.Option(help="Save each run as a DeepSpeed checkpoint in a folder of this one.")
+    ] = None
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the runs that --save wrote, for --epochs more.")
     ] = None
     out: Annotated[Path | None, typer.Option(help="Keep the ranks' output and events in this folder.")] = None
 
@@ -108,12 +126,19 @@ def dlrm(options: _Options) -> None:
         seeds=list(range(options.seeds)),
         configs=made,
         columns=columns,
+        save=None if options.save is None else str(options.save.resolve()),
+        resume=None if options.resume is None else str(options.resume.resolve()),
     )
     report, plot, out = options.report, options.plot, options.out
     if options.compare and plot is None:
         plot = Path("dlrm.png") if report is None else report.with_suffix(".png")
     check_target(report, "--report")
     check_target(plot, "--plot")
+    check_target(None if options.save is None else options.save / "saved", "--save")
+    if options.resume is not None:
+        for folder in (saved_run(options.resume, run, seed) for run in made for seed in job.seeds):
+            if not folder.is_dir():
+                raise typer.BadParameter(f"{folder}: there is no such run", param_hint="--resume")
     check_target(None if out is None else out / "dlrm.events.jsonl", "--out")
     folder = out or Path(tempfile.mkdtemp(prefix="dct-dlrm-"))
     # After a failure the folder stays: the message says where the ranks' output is.
@@ -157,7 +182,8 @@ def _format_and_columns(options: _Options) -> tuple[str, dict[str, Any] | None]:
 def _columns(options: _Options) -> dict[str, Any] | None:
     """Return the columns of a table as the options give them; None if they give none."""
     if options.label is None:
-        if options.dense is not None or options.categorical is not None:
+        given = options.dense, options.categorical, options.separator, options.header
+        if any(each is not None for each in given):
             raise typer.BadParameter("name the column to predict", param_hint="--label")
         return None
 
@@ -165,7 +191,8 @@ def _columns(options: _Options) -> dict[str, Any] | None:
         return [] if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
     lists = {"dense": names(options.dense), "categorical": names(options.categorical)}
-    return {"label": options.label, **lists}
+    separator = {"tab": "\t", "\\t": "\t"}.get(options.separator or "", options.separator)
+    return {"label": options.label, **lists, "separator": separator or None, "header": options.header}
 
 
 def configurations(

@@ -37,7 +37,11 @@ class Job(NamedTuple):
     split_seed: int = 0
     """Seed of the test part of Diabetes."""
     columns: dict[str, Any] | None = None
-    """Roles of a table's columns."""
+    """Roles of a table's columns, and its layout."""
+    save: str | None = None
+    """Folder that runs are saved in."""
+    resume: str | None = None
+    """Folder of saved runs that go on."""
 
     def arguments(self) -> list[str]:
         """Return the arguments of the trainer, without the configurations."""
@@ -47,6 +51,8 @@ class Job(NamedTuple):
             "max-rows": self.max_rows,
             "epochs": self.epochs,
             "split-seed": self.split_seed or None,
+            "save": self.save,
+            "resume": self.resume,
             "columns": None if self.columns is None else json.dumps(self.columns),
         }
         made = ["--seeds", *map(str, self.seeds)]

@@ -38,7 +38,8 @@ class ClickDataset:
 
     ``dense`` float32 [rows, D]; ``categorical`` int32 [rows, F], column ``f`` in ``[0, cardinalities[f])``;
     ``label`` float32 [rows] of 0 and 1. Id 0 of every column stands for values that are unknown or rare in
-    the training part. Rows ``[0, num_train)`` are for training, the others for testing.
+    the training part. Rows ``[0, num_train)`` are for training, the others for testing. ``roles`` are
+    sentences on how the columns of a table were read.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ClickDataset:
     dense_names: tuple[str, ...]
     categorical_names: tuple[str, ...]
     num_train: int
+    roles: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.label)

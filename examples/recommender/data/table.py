@@ -1,12 +1,16 @@
-"""Any table with a column to predict: CSV, TSV (also compressed) and Parquet, read by pyarrow."""
+"""Any table with a column to predict: text with any separator, also compressed, or Parquet. Needs pyarrow."""
 
 from __future__ import annotations
 
+import codecs
+import csv
+import difflib
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -18,31 +22,56 @@ CONSTANT = "(constant)"
 
 
 class Columns(NamedTuple):
-    """The roles of a table's columns.
+    """The roles of a table's columns, and the layout of its text.
 
     ``label`` holds 0 and 1, or is compared: ``"rating>=4"``. Without ``dense`` and ``categorical`` columns of
-    floating-point numbers are dense and all others categorical.
+    numbers with a fraction are dense and all others categorical; a column of which the test part has no
+    frequent value is left out. ``separator`` and ``header`` (whether the first line has the names) are
+    guessed if they are None. Without a header the columns are ``"1"``, ``"2"``, ...
     """
 
     label: str = "label"
     dense: Sequence[str] = ()
     categorical: Sequence[str] = ()
+    separator: str | None = None
+    header: bool | None = None
+
+    @property
+    def guessed(self) -> bool:
+        """True if the roles follow from the values."""
+        return not self.dense and not self.categorical
+
+
+#: What a column holds.
+Kind = Literal["number", "flag", "date", "category"]
+
+#: Separators that are looked for; of those that fit equally well the first one counts.
+SEPARATORS = ("\t", "::", ";", "|", ",", " ")
+#: In place of a separator of several characters, since pyarrow takes one.
+_UNIT = "\x1f"
+_SAMPLE = 1 << 18
+_MISSING = ["", "?", "\\N", "NA", "N/A", "#N/A", "NaN", "nan", "NULL", "null", "None"]
+_NUMBER = r"[+-]?([0-9]+[.,]?[0-9]*|[.,][0-9]+)([eE][+-]?[0-9]+)?"
+_FLAG = "([Tt]rue|TRUE|[Ff]alse|FALSE)"
+_WHOLE = r"[+-]?[0-9]+"
+_DATE = r"[0-9]{4}[-/][0-9]{2}[-/][0-9]{2}([ T][0-9]{2}:[0-9]{2}.*)?"
 
 
 def load_table(path: str | Path, columns: Columns, *, max_rows: int | None = None) -> ClickDataset:
-    """A table whose first line (or schema) names its columns; ``.tsv`` and ``.tab`` are separated by tabs.
+    """A table, as :class:`Columns` says.
 
     The first 80 % of the rows, in file order, are for training. Dense columns are scaled by
     mean and deviation of the training part, a missing value becomes 0 then. Values of categorical columns are
     texts; a missing one is a value like any other, and those that are rare in the training part become
-    id 0. A table without dense columns gets one column of ones, :data:`CONSTANT`.
+    id 0. A date becomes its weekday and its hour. A table without dense columns gets one column of ones,
+    :data:`CONSTANT`.
 
     Raises ``FileNotFoundError`` and :class:`DataFormatError` (file, column, what was expected).
     """
     path = Path(path)
     name, compared = _label(columns.label, path)
-    opened = _Opened(path)
-    label_name, dense_names, names = _roles(opened.types, name, columns, path)
+    opened = _Opened(path, columns, name)
+    label_name, dense_names, names = _roles(opened.kinds, name, columns, path)
     parts: list[Any] = []
     rows = 0
     for batch in opened.batches([label_name, *dense_names, *names], {label_name, *dense_names}):
@@ -68,17 +97,33 @@ def load_table(path: str | Path, columns: Columns, *, max_rows: int | None = Non
     dense = [_scaled(_numbers(table, column, path), train) for column in dense_names]
     if not dense:
         dense, dense_names = [np.ones(len(label))], [CONSTANT]
-    raw = np.stack([_codes(table, column) for column in names], axis=1)
+    coded = [each for column in names for each in _coded(table.column(column), column, opened.kinds[column])]
+    raw = np.stack([codes for _, codes in coded], axis=1)
     categorical, cardinalities = index_columns(raw, train)
+    unseen = (categorical[train:] == 0).mean(axis=0)
+    kept = [at for at in range(len(coded)) if unseen[at] < 1 or not columns.guessed] or list(
+        range(len(coded))
+    )
+    roles = [
+        f"label {columns.label}: {100 * label.mean():.0f} % of {len(label):,} rows are 1",
+        f"dense: {', '.join(dense_names)}",
+    ]
+    for at, (column, _) in enumerate(coded):
+        if at in kept:
+            values = f"{cardinalities[at] - 1:,} values, others in {100 * unseen[at]:.0f} % of the test rows"
+        else:
+            values = "left out, no test row has a value that is frequent in the training part"
+        roles.append(f"categorical {column}: {values}")
     return ClickDataset(
         name=path.name,
         dense=np.stack(dense, axis=1).astype(np.float32),
-        categorical=categorical,
+        categorical=np.ascontiguousarray(categorical[:, kept]),
         label=label.astype(np.float32),
-        cardinalities=cardinalities,
+        cardinalities=tuple(cardinalities[at] for at in kept),
         dense_names=tuple(dense_names),
-        categorical_names=tuple(names),
+        categorical_names=tuple(coded[at][0] for at in kept),
         num_train=train,
+        roles=(*opened.layout, *roles),
     )
 
 
@@ -90,19 +135,23 @@ def _label(text: str, path: Path) -> tuple[str, float | None]:
 
 
 def _roles(
-    types: dict[str, bool], label: str, columns: Columns, path: Path
+    kinds: dict[str, Kind], label: str, columns: Columns, path: Path
 ) -> tuple[str, list[str], list[str]]:
-    """Label, dense and categorical columns; ``types`` says which columns hold floating-point numbers."""
+    """Label, dense and categorical columns."""
     chosen = [label, *columns.dense, *columns.categorical]
     for name in chosen:
-        if name not in types:
-            raise DataFormatError(f"{path}: expected a column {name!r}; there are {', '.join(types)}")
+        if name not in kinds:
+            close = difflib.get_close_matches(name.lower(), [each.lower() for each in kinds], n=1)
+            hint = [each for each in kinds if [each.lower()] == close]
+            meant = f"; did you mean {hint[0]!r}?" if hint else ""
+            raise DataFormatError(f"{path}: expected a column {name!r}; there are {', '.join(kinds)}{meant}")
     if twice := sorted({name for name in chosen if chosen.count(name) > 1}):
         raise DataFormatError(f"{path}: column {twice[0]!r} is given two meanings")
     dense, categorical = list(columns.dense), list(columns.categorical)
-    if not dense and not categorical:
-        others = [name for name in types if name != label]
-        dense, categorical = [n for n in others if types[n]], [n for n in others if not types[n]]
+    if columns.guessed:
+        others = [name for name in kinds if name != label]
+        dense = [name for name in others if kinds[name] == "number"]
+        categorical = [name for name in others if kinds[name] != "number"]
     if not categorical:
         raise DataFormatError(
             f"{path}: expected at least one categorical column; name them with --categorical"
@@ -110,14 +159,73 @@ def _roles(
     return label, dense, categorical
 
 
+class _Text(NamedTuple):
+    """The layout of a table that is text."""
+
+    separator: str
+    has_header: bool
+    names: list[str]
+    encoding: str
+    decimal_point: str
+
+    @classmethod
+    def of(cls, sample: bytes, columns: Columns, label: str) -> _Text:
+        """Guess what ``columns`` leaves open from the beginning of a file."""
+        text, encoding = sample.decode("latin-1"), "latin-1"
+        with suppress(UnicodeDecodeError):
+            text, encoding = codecs.getincrementaldecoder("utf-8-sig")().decode(sample), "utf-8"
+        lines = [line for line in text.splitlines() if line.strip()]
+        lines = lines[: min(200, len(lines) - (len(sample) == _SAMPLE))]  # the last one may be cut off
+        if not lines:
+            raise ValueError("expected rows, got none")
+        separator = columns.separator or max(SEPARATORS, key=lambda each: _fits(lines, each))
+        first, *rows = _fields(lines, separator)
+        has_header = columns.header
+        if has_header is None:
+            values = any(re.fullmatch(_NUMBER, field) for field in first) or "" in first[1:]
+            has_header = label in first or not values
+        numbers = [str(at) for at in range(1, len(first) + 1)]
+        names = [name or at for name, at in zip(first, numbers, strict=True)] if has_header else numbers
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise ValueError(f"expected different names of columns, got {name!r} {count} times")
+        fields = [field for row in rows for field in row if re.fullmatch(_NUMBER, field)]
+        is_comma = any("," in field for field in fields) and not any("." in field for field in fields)
+        return cls(separator, has_header, names, encoding, "," if is_comma and separator != "," else ".")
+
+    def __str__(self) -> str:
+        names = "the first line has the names" if self.has_header else "no line has the names"
+        return f"columns separated by {self.separator!r}, {names}"
+
+
+def _fields(lines: Sequence[str], separator: str) -> list[list[str]]:
+    rows = (
+        csv.reader(lines, delimiter=separator)
+        if len(separator) == 1
+        else (line.split(separator) for line in lines)
+    )
+    return [[field.strip() for field in row] for row in rows]
+
+
+def _fits(lines: Sequence[str], separator: str) -> tuple[float, int]:
+    """Return the share of lines with the most frequent number of fields, and that number."""
+    try:
+        counts = Counter(map(len, _fields(lines, separator)))
+    except csv.Error:
+        return 0.0, 0
+    fields, found = counts.most_common(1)[0]
+    return (found / counts.total(), fields) if fields > 1 else (0.0, 1)
+
+
 class _Opened:
     """A table's columns and batches; whatever pyarrow raises becomes :class:`DataFormatError`.
 
     Attributes:
-        types: By column, whether it holds floating-point numbers.
+        kinds: By column, what its first rows hold.
+        layout: Sentences about the layout of a text.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, columns: Columns, label: str) -> None:
         try:
             import pyarrow
             from pyarrow import dataset
@@ -128,28 +236,53 @@ class _Opened:
         self.arrow, self._path, self._dataset = pyarrow, path, dataset
         if not path.is_file():
             raise FileNotFoundError(2, "no such file", str(path))
-        self._parquet = path.suffix in (".parquet", ".pq")
+        self._text: _Text | None = None
+        self.kinds: dict[str, Kind] = {}
         with self._reading():
-            schema = self._open({}).schema
-        self.types = {field.name: pyarrow.types.is_floating(field.type) for field in schema}
+            if path.suffix in (".parquet", ".pq"):
+                names = dataset.dataset(str(path), format="parquet").schema.names
+            else:
+                with pyarrow.input_stream(str(path)) as file:
+                    self._text = _Text.of(file.read(_SAMPLE), columns, label)
+                names = self._text.names
+        first = next(self.batches(names, set()), None)
+        self.kinds = {name: "category" if first is None else _kind(first.column(name)) for name in names}
+        self.layout = [] if self._text is None else [str(self._text)]
 
     def batches(self, names: list[str], numbers: set[str]) -> Iterator[Any]:
         """Yield batches of the columns ``names``; those of a text file are numbers, or else texts."""
-        kinds = {n: self.arrow.float64() if n in numbers else self.arrow.string() for n in names}
         with self._reading():
-            yield from self._open(kinds).to_batches(columns=names)
+            if self._text is None:
+                yield from self._dataset.dataset(str(self._path), format="parquet").to_batches(columns=names)
+            else:
+                yield from self._batches_of_text(self._text, names, numbers)
 
-    def _open(self, types: dict[str, Any]) -> Any:
-        if self._parquet:
-            return self._dataset.dataset(str(self._path), format="parquet")
-        from pyarrow import csv
+    def _batches_of_text(self, layout: _Text, names: list[str], numbers: set[str]) -> Any:
+        from pyarrow import csv as arrow_csv
 
-        stem = self._path.name.removesuffix(".gz").removesuffix(".bz2").removesuffix(".zst")
-        text = self._dataset.CsvFileFormat(
-            parse_options=csv.ParseOptions(delimiter="\t" if stem.endswith((".tsv", ".tab")) else ","),
-            convert_options=csv.ConvertOptions(column_types=types),
+        stream, separator = self.arrow.input_stream(str(self._path)), layout.separator
+        text = self.arrow.string()
+        if len(separator) > 1:
+            stream = self.arrow.TransformInputStream(stream, _Joined(separator.encode()))
+        return arrow_csv.open_csv(
+            stream,
+            arrow_csv.ReadOptions(
+                column_names=layout.names, skip_rows=int(layout.has_header), encoding=layout.encoding
+            ),
+            arrow_csv.ParseOptions(
+                delimiter=separator if len(separator) == 1 else _UNIT,
+                quote_char='"' if len(separator) == 1 else False,
+            ),
+            arrow_csv.ConvertOptions(
+                column_types={name: self._number(name) if name in numbers else text for name in names},
+                include_columns=names,
+                null_values=_MISSING,
+                decimal_point=layout.decimal_point,
+            ),
         )
-        return self._dataset.dataset(str(self._path), format=text)
+
+    def _number(self, name: str) -> Any:
+        return self.arrow.bool_() if self.kinds.get(name) == "flag" else self.arrow.float64()
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -159,6 +292,44 @@ class _Opened:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             # pyarrow puts what it was doing, with the path, before what is wrong.
             raise DataFormatError(f"{self._path}: {first.rpartition('Invalid: ')[2][:300]}") from error
+
+
+class _Joined:
+    """Writes one character in place of a separator of several, in bytes that come in parts."""
+
+    def __init__(self, separator: bytes) -> None:
+        self._separator, self._rest = separator, b""
+
+    def __call__(self, part: Any) -> bytes:
+        data = self._rest + bytes(part)
+        kept = next(
+            (n for n in range(len(self._separator) - 1, 0, -1) if data.endswith(self._separator[:n])), 0
+        )
+        data, self._rest = data[: len(data) - kept], data[len(data) - kept :]
+        return data.replace(self._separator, _UNIT.encode())
+
+
+def _kind(column: Any) -> Kind:
+    """Return what a column of the first batch holds."""
+    import pyarrow
+    from pyarrow import compute
+
+    if pyarrow.types.is_floating(column.type) or pyarrow.types.is_decimal(column.type):
+        return "number"
+    if pyarrow.types.is_timestamp(column.type) or pyarrow.types.is_date(column.type):
+        return "date"
+    if not pyarrow.types.is_string(column.type):
+        return "category"
+    known = column.filter(compute.invert(compute.is_in(column, pyarrow.array(_MISSING))))
+
+    def all_match(pattern: str) -> bool:
+        return bool(len(known)) and compute.all(compute.match_substring_regex(known, f"^{pattern}$")).as_py()
+
+    if all_match(_DATE):
+        return "date"
+    if all_match(_FLAG):
+        return "flag"
+    return "number" if all_match(_NUMBER) and not all_match(_WHOLE) else "category"
 
 
 def _numbers(table: Any, name: str, path: Path) -> Array:
@@ -182,9 +353,29 @@ def _scaled(values: Array, train: int) -> Array:
     return np.where(np.isfinite(scaled), scaled, 0.0)
 
 
-def _codes(table: Any, name: str) -> Array:
+def _coded(column: Any, name: str, kind: Kind) -> list[tuple[str, Array]]:
+    """Return the names and the codes of a column; of a date, those of its weekday and its hour."""
+    if kind != "date":
+        return [(name, _codes(column))]
+    import pyarrow
+    from pyarrow import compute
+
+    hours = None
+    if pyarrow.types.is_string(column.type):
+        days = compute.replace_substring(compute.utf8_slice_codeunits(column, 0, 10), "/", "-")
+        text = compute.utf8_slice_codeunits(column, 11, 13)
+        if compute.any(compute.not_equal(text, "")).as_py():
+            hours = text
+        column = compute.strptime(days, format="%Y-%m-%d", unit="s", error_is_null=True)
+    elif pyarrow.types.is_timestamp(column.type):
+        hours = compute.hour(column)
+    found = [(f"{name} weekday", _codes(compute.day_of_week(column)))]
+    return found if hours is None else [*found, (f"{name} hour", _codes(hours))]
+
+
+def _codes(column: Any) -> Array:
     """A number for each value of a column, int64 [rows]; -1 for a missing one."""
-    encoded = table.column(name).combine_chunks()
+    encoded = column.combine_chunks()
     if not hasattr(encoded, "indices"):
         encoded = encoded.dictionary_encode()
     codes: Array = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
