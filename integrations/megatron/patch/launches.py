@@ -40,6 +40,7 @@ _SCRIPT_NAME = re.compile(
     re.IGNORECASE,
 )
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?$")
+_WHICH = re.compile(r"\$\((?:which|command -v) (\S+)\)|`which (\S+)`")
 _PYTHON_MODULE = re.compile(r"-[bBdEiIOPqsSuvx]*m")
 _MOST_VALUES, _MOST_WORDS, _DEEPEST_VALUE = 64, 2000, 12
 
@@ -245,9 +246,8 @@ class _Reader:
 
     def _matches(self, name: str, text: str) -> bool:
         matching = [pattern for pattern in self.patterns if fnmatch.fnmatch(name, pattern)]
-        return any(pattern not in TRAINING for pattern in matching) or (
-            bool(matching) and not _NO_TRAINING.search(name) and "$" not in name
-        )
+        is_custom = any(pattern not in TRAINING for pattern in matching)
+        return is_custom or (bool(matching) and not _NO_TRAINING.search(name))
 
     @staticmethod
     def _sounds_like_script(name: str) -> bool:
@@ -310,7 +310,7 @@ class _Reader:
     def _find(self, state: _State, words: Sequence[Word], index: int, place: int, unknown: str) -> _State:
         text = words[index].text
         following = words[index + 1].text if index + 1 < len(words) else ""
-        name = text.rsplit("/", 1)[-1]
+        name = _WHICH.sub(r"\1\2", text).rsplit("/", 1)[-1]
         launcher = Launcher.PYTHON if _PYTHON.match(name) else _PROGRAMS.get(name)
         if _LAUNCHER_NAME.search(unknown):
             launcher = Launcher.UNKNOWN
