@@ -60,8 +60,11 @@ LONGEST = (
     "reliability/test_nonfinite_steps.py",
     "deepspeed/test_deepspeed_step_ahead.py",
     "ddp/test_ddp_cases.py",
+    "data_parallel/test_nodes.py",
+    "reliability/test_peers.py",
     "embedding/test_sharding.py",
     "deepspeed/test_deepspeed_experts.py",
+    "deepspeed/test_deepspeed_fp16.py",
 )
 
 
