@@ -46,9 +46,9 @@ def totals_of(metrics: Sequence[Metrics]) -> dict[str, float]:
     totals: dict[str, float] = {}
     for source in metrics:
         summary = source.summary()
-        for name, value in vars(summary).items():
-            if name.endswith("_ms"):
-                totals[name] = totals.get(name, 0.0) + value * summary.steps
-            elif name in ("dense_bytes", "sent_bytes"):
-                totals[name] = totals.get(name, 0.0) + value
+        for part in ("select", "encode", "exchange", "decode", "hidden", "waited"):
+            name = f"{part}_ms"
+            totals[name] = totals.get(name, 0.0) + getattr(summary, name) * summary.steps
+        for name in ("dense_bytes", "sent_bytes"):
+            totals[name] = totals.get(name, 0.0) + getattr(summary, name)
     return totals
