@@ -110,10 +110,10 @@ class Trained:
     @contextmanager
     def through(self, state: DCTState) -> Iterator[None]:
         """Inside, steps go through the plugin."""
-        state.watch(self.ddp)
+        unwatch = state.watch(self.ddp)
         with self.using(partial(dct_hook, state)):
             yield
-        state.close()
+        unwatch()
 
     @contextmanager
     def apart(self, hook: Hook) -> Iterator[None]:

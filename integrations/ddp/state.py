@@ -191,11 +191,12 @@ class DCTState:
             self.step_ahead(model, self._optimizers)
         return self
 
-    def watch(self, model: DistributedDataParallel) -> None:
+    def watch(self, model: DistributedDataParallel) -> Callable[[], None]:
         """Begin reductions before their buckets are full, for a model whose own hook calls
-        :func:`dct_hook`.
+        :func:`dct_hook`; return a function that ends this.
         """
         self._early.watch(model)
+        return self._early.unwatch
 
     def close(self) -> None:
         """Take everything off the model and its optimizer, leave gradients to DDP, and print the summary.
