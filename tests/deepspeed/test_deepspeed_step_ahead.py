@@ -88,6 +88,7 @@ def two(folder: Path) -> Results:
         run("older", "zero0-fp32", 3, {"min_numel": 100, "sparsity": 0.9}, save=older),
         run("newer", "zero0-fp32", 6, sparse, load=older),
         run("poison", "zero0-fp32", 6, sparse, poison=[2]),
+        run("added", "zero0-fp32", 6, sparse, add_group=2),
     ]
     plan.append(run("between", "zero1-fp32-accumulate", 24, sparse, between=True))
     fixed = {**AHEAD, "sparsity": 0.9, "expert": {"step_ahead_coefficient": 0.5}}
@@ -192,6 +193,13 @@ def test_units_do_not_depend_on_how_gradients_are_summed(two: Results) -> None:
         assert expected > 0
         for name in SUMS:
             assert rank[f"sums/{name}"]["displacement"] == pytest.approx(expected, rel=0.15), name
+
+
+def test_a_group_that_is_added_is_told_once(two: Results) -> None:
+    first, second = (rank["added/zero0-fp32"] for rank in two)
+    told = [line for line in first["log"] if "groups that were added to the optimizer" in line]
+    assert len(told) == 1
+    assert first["hash"] == second["hash"]
 
 
 def test_feedback_follows_the_optimizer(two: Results) -> None:

@@ -127,6 +127,8 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
     kept, moments_kept, looked = [], [], Look(engine)
     for step in range(first, last):
         before, skipped = residuals(engine), engine.skipped_steps
+        if step == run.get("add_group"):
+            engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
         moments = looked.moments()
         scale = float(getattr(engine.optimizer, "loss_scale", None) or 1.0)
         if "dct" in engine.__dict__:
