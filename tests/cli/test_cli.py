@@ -71,6 +71,7 @@ def test_start_is_light(arguments: list[str]) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow  # DeepSpeed judges the files in a process of its own
 def test_check_accepts_the_ready_made_files() -> None:
     files = sorted(str(path) for path in CONFIGS.glob("*.json"))
     result = runner.invoke(cli.app, ["config", "check", *files])

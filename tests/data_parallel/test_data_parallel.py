@@ -467,8 +467,6 @@ def test_metrics_add_up_to_the_bytes_sent(tmp_path: Path) -> None:
     first = [row for row in rows if row["step"] == 1]
     later = [row for row in rows if row["step"] == 3]
     assert {row["class"] for row in first} == {"gradient_warmup", "gradient"}
-    dense = {key: sum(row[key] for row in first) for key in ("select_ms", "encode_ms", "exchange_ms")}
-    assert dense["select_ms"] + dense["encode_ms"] < 0.1 * dense["exchange_ms"]
     assert next(row for row in first if row["class"] == "gradient_warmup")["density"] == 1.0
     assert [row["is_start"] for row in first + later] == [True] * len(first) + [False] * len(later)
     assert all(row["waited_ms"] <= row["exchange_ms"] for row in rows)

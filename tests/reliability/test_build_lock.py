@@ -89,7 +89,12 @@ def test_the_set_up_has_a_line_for_each_step_whatever_commands_print(tmp_path: P
     step = "$(call step,compile,{ echo dct: still compiling >&2; false; } || true)"
     makefile.write_text(f"include {ROOT / 'Makefile'}\nprobe:\n\t{step}\n")
     done = subprocess.run(
-        ["make", "-f", makefile, "probe"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        ["make", "--no-print-directory", "-f", makefile, "probe"],
+        cwd=tmp_path,
+        env={key: value for key, value in os.environ.items() if not key.startswith("MAKE")},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert re.fullmatch(r"  compile +\d+ s\n", done.stdout), done
     assert done.stderr == ""
