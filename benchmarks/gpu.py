@@ -326,10 +326,10 @@ def _rank(rank: int, folder: str, backend: str, batch: int) -> None:
         row |= {"min_ms": min(times[what]), "max_ms": max(times[what]), "peak_mib": memory[what]}
         row["sent_mb"] = None
         if state is not None:
-            before = _sent(state)
+            before = sent_bytes(state)
             step()
             torch.cuda.synchronize()
-            row["sent_mb"] = (_sent(state) - before) / 1e6
+            row["sent_mb"] = (sent_bytes(state) - before) / 1e6
         row["host_waits"] = timed_steps(step, warm=1, steps=1)["host_waits"]
         rows.append(row)
     if rank == 0:
@@ -344,7 +344,8 @@ def _rank(rank: int, folder: str, backend: str, batch: int) -> None:
     dist.destroy_process_group()
 
 
-def _sent(state: Any) -> float:
+def sent_bytes(state: Any) -> float:
+    """Return the bytes of all messages of a rank so far."""
     return float(sum(part.sent_bytes for part in state.metrics.summary().classes.values()))
 
 

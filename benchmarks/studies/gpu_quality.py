@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dct_plugin
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu import GPT
+from gpu import GPT, sent_bytes
 
 VOCABULARY, SEQUENCE = 50_304, 256
 LR, LR_WARMUP, WEIGHT_DECAY, CLIP = 4e-4, 60, 0.1, 1.0
@@ -107,7 +107,7 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.detach())
         if step + 1 == START and state is not None:
-            sent_at_start = _sent(state)
+            sent_at_start = sent_bytes(state)
         if (step + 1) % 100 == 0 or step + 1 == options.steps:
             model.eval()
             with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
@@ -140,13 +140,9 @@ def train(
         "ranks_equal": all(torch.equal(each, sums) for each in ends),
         "times_fewer_than_fp32": None
         if state is None
-        else 4 * numel * after / (_sent(state) - sent_at_start),
+        else 4 * numel * after / (sent_bytes(state) - sent_at_start),
         "peak_mib": torch.cuda.max_memory_allocated() / 2**20,
     }
-
-
-def _sent(state: Any) -> float:
-    return float(sum(part.sent_bytes for part in state.metrics.summary().classes.values()))
 
 
 def _rank(rank: int, folder: str, options: argparse.Namespace, words: Tensor, held_out: Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .selection_kernels import CHUNK, ROW, _load_grad, _pointer, _rounded, _row_of
+from .selection_kernels import CHUNK, ROW, _floats_of, _job_of, _load_grad, _pointer, _rounded
 
 #: A program of :func:`partial_sums` goes through so many rows of so many columns, ACROSS_ROWS at a time.
 ROWS_EACH, COLUMNS_EACH, ACROSS_ROWS = map(tl.constexpr, (512, 128, 32))
@@ -32,20 +32,6 @@ TINY = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def _job_at(table, count, unit, WHAT: tl.constexpr):
-    """Return the number of the job that a unit of work belongs to, and its row."""
-    number = tl.full((), 0, tl.int32)
-    if count > 1:
-        number = _row_of(table, count, unit, WHAT)
-    return number, table + number.to(tl.int64) * ROW
-
-
-@triton.jit
-def _floats_at(job, WHAT: tl.constexpr):
-    return tl.load(job + WHAT).to(tl.pointer_type(tl.float32))
-
-
-@triton.jit
 def _number(job, WHAT: tl.constexpr):
     """Return the fp32 number whose bits are in the table."""
     return tl.load(job + WHAT).to(tl.int32).to(tl.float32, bitcast=True)
@@ -54,9 +40,7 @@ def _number(job, WHAT: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def partial_sums(table, partial, count, GRAD: tl.constexpr):
     """Sum the squares of a tile's rows and columns; those of columns stand before those of rows."""
-    unit = tl.program_id(0).to(tl.int64)
-    _, job = _job_at(table, count, unit, TILES)
-    tile = unit - tl.load(job + TILES)
+    _number_of_job, job, tile = _job_of(table, count, TILES)
     across = tl.load(job + ACROSS)
     height = tl.load(job + HEIGHT)
     width = tl.load(job + WIDTH)
@@ -87,9 +71,7 @@ def partial_sums(table, partial, count, GRAD: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def add_partial_sums(table, partial, count):
     """Add the means of partial sums to those of a step so far."""
-    unit = tl.program_id(0).to(tl.int64)
-    _, job = _job_at(table, count, unit, PROGRAMS)
-    program = unit - tl.load(job + PROGRAMS)
+    _number_of_job, job, program = _job_of(table, count, PROGRAMS)
     height = tl.load(job + HEIGHT)
     width = tl.load(job + WIDTH)
     down = tl.load(job + DOWN)
@@ -111,15 +93,15 @@ def add_partial_sums(table, partial, count):
         total += tl.load(partial + term * length + here, mask=inside, other=0.0)
         term += 1
     if is_matrix:
-        out = _floats_at(job, COLUMNS_AT)
+        out = _floats_of(job, COLUMNS_AT, False)
         others = height
         if program >= of_columns:
-            out = _floats_at(job, ROWS_AT)
+            out = _floats_of(job, ROWS_AT, False)
             others = width
         mean = tl.load(out + here, mask=inside, other=0.0) + total / others.to(tl.float32)
         tl.store(out + here, mean, mask=inside)
     else:
-        out = _floats_at(job, ROWS_AT)
+        out = _floats_of(job, ROWS_AT, False)
         numel = tl.load(job + NUMEL).to(tl.float32)
         tl.store(out, tl.load(out) + tl.sum(total, 0) / numel)
 
@@ -129,7 +111,7 @@ def mean_rows(table, means):
     """Write the mean of a job's row means; one program each."""
     number = tl.program_id(0)
     job = table + number.to(tl.int64) * ROW
-    rows = _floats_at(job, ROWS_AT)
+    rows = _floats_of(job, ROWS_AT, False)
     height = tl.load(job + HEIGHT)
     lanes = tl.arange(0, CHUNK)
     total = tl.zeros((CHUNK,), tl.float32)
@@ -143,11 +125,10 @@ def mean_rows(table, means):
 @triton.jit(do_not_specialize=["count"])
 def displace(table, means, count, WEIGHT: tl.constexpr):
     """Write ``weight + SCALE * clamp(residual / (RATIO * sqrt(second moment / OBSERVED) + EPS), LIMIT)``."""
-    unit = tl.program_id(0).to(tl.int64)
-    number, job = _job_at(table, count, unit, CHUNKS)
-    at = (unit - tl.load(job + CHUNKS)) * CHUNK + tl.arange(0, CHUNK)
+    number, job, chunk = _job_of(table, count, CHUNKS)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = at < tl.load(job + NUMEL)
-    rows = _floats_at(job, ROWS_AT)
+    rows = _floats_of(job, ROWS_AT, False)
     observed = _number(job, OBSERVED)
     ratio = _number(job, RATIO)
     nothing = tl.zeros((CHUNK,), tl.float32)
@@ -157,13 +138,15 @@ def displace(table, means, count, WEIGHT: tl.constexpr):
         row = entry // width
         mean = tl.maximum(tl.load(means + number), TINY)
         share = tl.math.div_rn(tl.load(rows + row, mask=inside, other=0.0), nothing + mean)
-        column = tl.load(_floats_at(job, COLUMNS_AT) + entry - row * width, mask=inside, other=0.0)
+        column = tl.load(_floats_of(job, COLUMNS_AT, False) + entry - row * width, mask=inside, other=0.0)
         denominator = tl.sqrt_rn(tl.math.div_rn(share, nothing + observed)) * ratio * tl.sqrt_rn(column)
     else:
         denominator = tl.sqrt_rn(tl.math.div_rn(nothing + tl.load(rows), nothing + observed)) * ratio
     denominator += _number(job, EPS)
     limit = _number(job, LIMIT)
-    step = tl.math.div_rn(tl.load(_floats_at(job, RESIDUAL_AT) + at, mask=inside, other=0.0), denominator)
+    step = tl.math.div_rn(
+        tl.load(_floats_of(job, RESIDUAL_AT, False) + at, mask=inside, other=0.0), denominator
+    )
     step = tl.minimum(tl.maximum(step, -limit), limit) * _number(job, SCALE)
     weight = _load_grad(_pointer(tl.load(job + WEIGHT_AT), WEIGHT, False), at, inside, WEIGHT)
     out = _pointer(tl.load(job + OUT_AT), WEIGHT, False)
