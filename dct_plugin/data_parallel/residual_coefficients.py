@@ -90,22 +90,17 @@ class ResidualCoefficients:
 
     def samples(self, names: Sequence[str], step: int, device: torch.device) -> Tensor:
         """Return residuals at random positions, the same on all ranks: fp32 [len(names) * SAMPLES]."""
-        places = []
-        for name in names:
-            residual = self._residual_of(name)
-            numel = 0 if residual is None else residual.numel()
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{name}:{step}".encode()))
-            places.append(torch.randint(max(numel, 1), (SAMPLES,), generator=generator))
-        together = torch.stack(places)
-        if device.type == "cuda":  # the host does not wait for a copy from pinned memory
-            together = together.pin_memory()
         rows = []
-        for name, where in zip(names, together.to(device, non_blocking=True), strict=True):
+        for name in names:
             residual = self._residual_of(name)
             if residual is None or not residual.numel():
                 rows.append(torch.zeros(SAMPLES, device=device))
-            else:
-                rows.append(residual[where])
+                continue
+            seed = zlib.crc32(f"{name}:{step}".encode())
+            where = torch.randint(residual.numel(), (SAMPLES,), generator=torch.Generator().manual_seed(seed))
+            if device.type == "cuda":  # the host does not wait for a copy from pinned memory
+                where = where.pin_memory()
+            rows.append(residual[where.to(device, non_blocking=True)])
         return torch.cat(rows)
 
     def measure(self, names: Sequence[str], own: Tensor, mean: Tensor) -> None:

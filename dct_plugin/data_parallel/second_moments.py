@@ -218,7 +218,7 @@ class SecondMoments:
 
     @functools.cached_property
     def _ends(self) -> dict[str, int]:
-        """Where the moments of each parameter end."""
+        """The end of each parameter's moments, by name."""
         sizes = (sum(_sizes(parameter.shape)) for parameter in self._parameters.values())
         return dict(zip(self._parameters, itertools.accumulate(sizes), strict=True))
 

@@ -130,7 +130,7 @@ class DCTState:
         self._sparse: set[str] = set()
         """Names of parameters with sparse gradients."""
         self._adds = False
-        """Whether gradients were reduced since :meth:`_note_earlier`."""
+        """True if gradients were reduced since :meth:`_note_earlier`."""
         self._begun: dict[Bucket, Reduction] = {}
         self._reduced: list[Bucket] = []
         """Buckets of this backward pass."""

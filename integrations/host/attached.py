@@ -1,4 +1,4 @@
-"""What is attached to which modules: a new attachment takes the hooks of an earlier one off.
+"""The attachments of modules: a new one takes the hooks of an earlier one off.
 
 Scripts wrap a module again to train other parts of it, in every ``fit``, and after a batch that was too
 large.
@@ -19,7 +19,7 @@ logger = logging.getLogger("dct_plugin")
 
 
 class Attached(Protocol):
-    """What a host attaches to a model."""
+    """An attachment of a host to a model."""
 
     def close(self) -> None:
         """Take off all that was put on the model, its optimizer and the host; may be called again."""
