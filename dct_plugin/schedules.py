@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .config import DataParallelConfig
 
 
 @dataclass(frozen=True)
@@ -29,11 +25,6 @@ class SparsitySchedule:
     warmup_steps: int = 0
     ramp_steps: int = 0
     by_power: bool = False
-
-    @classmethod
-    def of(cls, config: DataParallelConfig) -> SparsitySchedule:
-        """The schedule of a section."""
-        return cls(config.sparsity, config.dense_steps, config.ramp_steps, config.expert.ramp == "power")
 
     def starting(self, step: int) -> bool:
         """True while steps are dense or sparsity rises."""

@@ -37,7 +37,6 @@ from .kernels import (
     serves,
 )
 from .metrics import Record
-from .schedules import SparsitySchedule
 from .thresholds import Threshold, wanted
 
 logger = logging.getLogger("dct_plugin")
@@ -182,7 +181,7 @@ class Compressor(Stream):
         threshold = Threshold.of_gradients(name, rank, config.expert)
         super().__init__(threshold, name=name, kernels=kernels)
         self.config = config
-        self.schedule = SparsitySchedule.of(config)
+        self.schedule = config.schedule
         self.residual: Residual | PackedResidual | None = None
         self._transactional = transactional
         self._scratch = scratch

@@ -103,7 +103,7 @@ def settings_within(
     coded = [Setting(0.0, LOSSLESS)] if lossless else []
     if config.quality == "exact":
         return [Setting(), *coded]
-    most_bits = {"int2": 2, **_VALUES}.get(config.value_dtype, 32)
+    most_bits = _bits(config)
     values = [name for name, bits in _VALUES.items() if bits <= most_bits]
     if not (values and all_types):
         values = [config.value_dtype]
@@ -112,6 +112,11 @@ def settings_within(
         return [Setting(), *coded, Setting(0.0, values[0])]
     sparsities.append(config.sparsity)
     return [Setting(), Setting(0.0, values[0]), *(Setting(*each) for each in product(sparsities, values))]
+
+
+def _bits(settings: DataParallelConfig) -> int:
+    """Return the bits of a value on the wire."""
+    return {"int2": 2, "fp16": 16, **_VALUES}.get(settings.value_dtype, 32)
 
 
 def exchange_by_rule(settings: DataParallelConfig, ranks: int) -> Literal["direct", "two_phase"]:
@@ -204,23 +209,24 @@ def _start(
         start["expert"] = {**settings.expert.model_dump(exclude_unset=True), "ramp": "power"}
     elif is_free and steps is not None:
         ramp = int(steps * RAMP[1])
-    length = f" (of {steps} steps)"
-    if steps is None:
-        length = "; the length of the run is not known (data_parallel.total_steps)"
-        if is_free:
-            short, long = (_times_fewer(dense, ramp, 1.0 - sparsity, of) for of in (300, 600))
-            length += f": its first 300 steps send {short:.0f}x fewer bytes, its first 600 {long:.0f}x"
     dense = dense if settings.warmup_steps is None else settings.warmup_steps
     ramp = ramp if settings.sparsity_warmup_steps is None else settings.sparsity_warmup_steps
     start |= {"warmup_steps": dense, "sparsity_warmup_steps": ramp}
+    length = f" (of {steps} steps)"
+    if steps is None:
+        made = _changed(settings, sparsity=sparsity, **start)
+        short, long = (_times_fewer(made, of) for of in (300, 600))
+        length = (
+            "; the length of the run is not known (data_parallel.total_steps): its first 300 steps send "
+            f"{short:.0f}x fewer bytes than fp32, its first 600 {long:.0f}x"
+        )
     return start, f"after {dense} dense steps and a ramp of {ramp}{length}"
 
 
-def _times_fewer(dense: int, ramp: int, target: float, steps: int) -> float:
-    """Return how many times fewer bytes the first steps send: bf16 values, positions as bits or bytes."""
-    power = math.log(1.0 / target) / math.log((dense + ramp + 1) / dense)
-    densities = [max(target, min(1.0, (dense / (step + 1)) ** power)) for step in range(steps)]
-    return 32 * steps / sum(32 if each == 1.0 else 16 * each + min(1.0, 8 * each) for each in densities)
+def _times_fewer(settings: DataParallelConfig, steps: int) -> float:
+    """Return how many times fewer bytes than fp32 the first steps send, with positions as bits or bytes."""
+    bits, densities = _bits(settings), map(settings.schedule.density, range(steps))
+    return 32 * steps / sum(32 if each == 1.0 else bits * each + min(1.0, 8 * each) for each in densities)
 
 
 def _changed(settings: DataParallelConfig, **changes: object) -> DataParallelConfig:
@@ -255,6 +261,7 @@ def judged(
     if written.quality == "exact":
         feedback = LocalFeedback() if isinstance(written.feedback, AutoFeedback) else written.feedback
         return Judgement(_changed(written, feedback=feedback, sparsity=0.0), "", False)
+    steps = written.total_steps or steps
     settings, line, is_second_best = chosen(written, training, steps=steps, obstacle=obstacle)
     if settings.quality == "safe":
         most = safe_sparsity(settings, training)

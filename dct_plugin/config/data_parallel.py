@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ..errors import ConfigError
+from ..schedules import SparsitySchedule
 from .feedback import AutoFeedback, Feedback
 from .section import OR_FALSE, Section, Variant, conflict, written_short
 
@@ -287,6 +288,12 @@ class DataParallelConfig(Section):
     def ramp_steps(self) -> int:
         """Steps after these in which the density falls."""
         return self.sparsity_warmup_steps or 0
+
+    @property
+    def schedule(self) -> SparsitySchedule:
+        """Sparsity over the training."""
+        by_power = self.expert.ramp == "power"
+        return SparsitySchedule(self.sparsity, self.dense_steps, self.ramp_steps, by_power)
 
     @property
     def density(self) -> float:

@@ -22,7 +22,6 @@ from ..config.automatic import for_compressors
 from ..errors import PayloadError
 from ..feedback import ScratchBuffers
 from ..metrics import TENSOR, Metrics, Record
-from ..schedules import SparsitySchedule
 from ..stream import Compressor, Encoded, as_flat, backend_of
 from ..transport import Exchange
 from ..transport.agreement import ranks_in_words
@@ -118,7 +117,7 @@ class StreamGroup:
         self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.metrics = metrics
         self.settings = settings = for_compressors(settings, self.world_size)
-        self.schedule = SparsitySchedule.of(settings)
+        self.schedule = settings.schedule
         self.step = step
         """Optimizer steps so far."""
         self.loss_scale = 1.0

@@ -42,7 +42,6 @@ def settled(
     training = max(
         trainings, key=lambda each: (each.family is OptimizerFamily.OTHER, each.family.loses_by_delay)
     )
-    steps = config.data_parallel.total_steps or steps
     made = judged(config.data_parallel, training, steps=steps, obstacle=obstacle, untold=untold)
     return config.model_copy(update={"data_parallel": made.settings}), made.line
 

@@ -138,6 +138,10 @@ WARNED: dict[str, tuple[Any, str]] = {
     "density of a bare section": (gradients(sparsity=0.05), "did you mean 0.95?"),
 }
 NOTED: dict[str, tuple[Any, str]] = {
+    "length of the run": (
+        job(gradients(total_steps=300), optimizer={"type": "AdamW"}),
+        "step-ahead for AdamW, after 30 dense steps and a ramp of 180 (of 300 steps)",
+    ),
     "no section": (job(), 'ok (no "dct" section: the job trains without the plugin)'),
     "ZeRO-2 with accumulation": (
         {**zero(2), "gradient_accumulation_steps": 4},

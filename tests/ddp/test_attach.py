@@ -178,6 +178,40 @@ def test_feedback_follows_the_optimizer() -> None:
     assert 'better: leave "feedback" out' in warning
 
 
+def _told_length(rank: int, world_size: int) -> dict[str, tuple[tuple[int, int], str]]:
+    """By host and by how the length was told, the start and what the log says."""
+    found, log = {}, Lines()
+    for make in (model, replicated):
+        for name, key, argument in (
+            ("key", {"total_steps": 40}, None),
+            ("argument", {}, 40),
+            ("not", {}, None),
+        ):
+            made = make()
+            optimizer = torch.optim.AdamW(made.parameters())
+            section = {"data_parallel": {**SPARSE, **key}}
+            state = dct_plugin.attach(made, optimizer, section, total_steps=argument)
+            assert state is not None
+            train(made, optimizer, rank, range(1))
+            settings = state.config.data_parallel
+            start = settings.dense_steps, settings.ramp_steps
+            found[f"{make.__name__}, {name}"] = start, "".join(log.take())
+    return found
+
+
+@pytest.mark.slow
+def test_a_short_run_has_a_shorter_start() -> None:
+    found, _ = run(2, _told_length)
+    unknown = (
+        "a ramp of 540; the length of the run is not known (data_parallel.total_steps): its first 300 steps "
+        "send 3x fewer bytes than fp32, its first 600 6x"
+    )
+    for name, (start, line) in found.items():
+        is_told = not name.endswith(" not")
+        assert start == ((4, 24) if is_told else (60, 540)), name
+        assert ("4 dense steps and a ramp of 24 (of 40 steps)" if is_told else unknown) in line, name
+
+
 def _added_group(rank: int, world_size: int) -> dict[str, tuple[list[bool], torch.Tensor, list[str]]]:
     """Return for each step whether the first layer, which the optimizer gets in step 4, was displaced."""
     log, found = Lines(), {}

@@ -53,7 +53,7 @@ AUTO: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {**FOLLOWS, **AHEAD, "warmup_steps": 4, "sparsity_warmup_steps": 24},
     ),
     ("momentum", config(0), FOLLOWS),
-    ("zero3", config(3, optimizer="AdamW"), FOLLOWS),
+    ("zero3", config(3, optimizer="AdamW"), {**FOLLOWS, "total_steps": 40}),
 ]
 RESUMED = ["zero0-fp32", "zero2-fp32-accumulate", "zero1-bf16-fp32accumulation", "zero1-fp16"]
 
@@ -214,13 +214,17 @@ def test_feedback_follows_the_optimizer(two: Results) -> None:
     assert logs["adam"][1] == "dct: step-ahead for AdamW, after 4 dense steps and a ramp of 24 (of 40 steps)"
     assert logs["momentum"][1] == (
         "dct: step-ahead for SGD, after 60 dense steps and a ramp of 540; the length of the run is not known "
-        "(data_parallel.total_steps): its first 300 steps send 3x fewer bytes, its first 600 6x"
+        "(data_parallel.total_steps): its first 300 steps send 3x fewer bytes than fp32, its first 600 6x"
     )
     assert "feedback local, config" in logs["Adagrad"][0]
     assert not logs["Adagrad"][1:]
     assert "the step of Rprop is not known: local error feedback at sparsity 0.9 instead" in logs["Rprop"][1]
+    assert (
+        "a ramp of 180; the length of the run is not known (data_parallel.total_steps): its first 300 steps "
+        "send 3x fewer bytes than fp32, its first 600 5x"
+    ) in logs["Rprop"][1]
     assert "under ZeRO stage 3 no rank has the whole weights" in logs["zero3"][1]
-    assert "(known to lose 0.05 nats" in logs["zero3"][1]
+    assert "after 4 dense steps and a ramp of 24 (of 40 steps) (known to lose 0.05 nats" in logs["zero3"][1]
 
 
 def test_unknown_optimizers_are_refused_on_every_rank(two: Results) -> None:
