@@ -85,8 +85,8 @@ def tables() -> str:
             *(_optional(name, model) for name, model in _OPTIONAL.items()),
             _section(ExpertSettings),
             _section(ModelParallelConfig),
-            "### Places\n\nThese options are those of each of `dct.model_parallel.pipeline`, `tensor` and "
-            f"`experts`.\n\n{_table(ActivationConfig, ActivationConfig.model_fields)}",
+            "### Places\n\n`dct.model_parallel.pipeline`, `tensor` and `experts` all have these options."
+            f"\n\n{_table(ActivationConfig, ActivationConfig.model_fields)}",
             *(_place(model) for model in (PipelineConfig, TensorConfig, ExpertsConfig)),
             _methods(),
             *(_section(model) for model in (EmbeddingChannelConfig, MetricsConfig, KernelConfig)),
@@ -128,14 +128,15 @@ def _variants(model: type[Section], key: str) -> str:
     kinds = [kind for kind in models(model.model_fields[key]) if issubclass(kind, Variant)]
     lines = [f"- `{json.dumps(kind.label())}`: {_text(kind)}" for kind in kinds]
     rows = [_row(kind, name) for kind in kinds for name in kind.model_fields if name != kind.selector]
-    return f"### `{model.section_path}.{key}`\n\n" + "\n".join([*lines, "", _HEAD, *rows, ""])
+    table = ["", _HEAD, *rows] if rows else []
+    return f"### `{model.section_path}.{key}`\n\n" + "\n".join([*lines, *table, ""])
 
 
 def _methods() -> str:
     """Return the methods, and one table of their settings; a setting that several have is one row."""
     kinds = [kind for kind in models(TensorConfig.model_fields["forward"]) if issubclass(kind, Method)]
     lines = [f"- `{json.dumps(kind.label())}`: {_text(kind)} {_settings(kind)}" for kind in kinds]
-    lines.append(f'- `"answer"` (backward): {_text(AnswerMethod)} {_settings(AnswerMethod)}')
+    lines.append(f'- `"answer"` (only `backward`): {_text(AnswerMethod)} {_settings(AnswerMethod)}')
     owners = {name: kind for kind in reversed(kinds) for name in kind.model_fields if name != "method"}
     names = dict.fromkeys(name for kind in kinds for name in kind.model_fields if name in owners)
     rows = [_row(owners[name], name) for name in names]

@@ -29,21 +29,20 @@ class ParametersConfig(Section):
     section_path = "dct.data_parallel.parameters"
 
     sparsity: float = Field(default=0.97, ge=0, lt=1)
-    """Share of the entries that are not updated in one step. The rest of their change stays between master
-    and working weight and is sent later.
+    """Share of the weights that are not updated in one step. Their updates are sent in later steps.
 
-    0.9 where quality matters most, 0.99 for the fewest bytes.
+    0.9 for the highest quality, 0.99 for the fewest bytes.
     """
     value_dtype: GradientType = "bf16"
-    """Type of the differences on the wire. With sparsity 0 and the weights' own type or fp32, the host's
-    own gather runs.
+    """Type of the updates on the wire. At sparsity 0, in fp32 or the weights' own type, the host gathers the
+    weights.
 
     `int8` for fewer bytes.
     """
     full_every: int | None = Field(default=None, ge=1)
-    """Steps between two gathers of all weights in full; null gathers them in full for checkpoints alone.
+    """Steps between two gathers of all weights in full. With null only checkpoints gather them in full.
 
-    If working weights are read between checkpoints.
+    Set it if the script reads weights between checkpoints.
     """
 
 
@@ -60,20 +59,20 @@ class VerifyConfig(Section):
     section_path = "dct.data_parallel.verify"
 
     every: int = Field(default=1000, ge=1)
-    """Optimizer steps from one comparison to the next.
+    """Optimizer steps from one comparison to the next. Optimizer states are not compared.
 
-    100 to 1000: one pass over the parameters and a small all-reduce. States of the optimizer are not
-    compared.
+    100 to 1000. A comparison costs one pass over the parameters and a small all-reduce.
     """
     action: Literal["stop", "resync"] = "stop"
-    """What happens when the parameters differ: stop all ranks, or take over the parameters of the first rank.
+    """Action when parameters differ: stop all ranks (stop), or copy the first rank's parameters (resync).
+    Both log the parameter and the rank.
 
-    `resync` where a job must not stop; the message names parameter and rank either way.
+    `resync` if the job must not stop.
     """
 
 
 class AccordionConfig(Variant):
-    """Less sparsity for layers in a critical regime (Accordion, Agarwal et al., MLSys 2021).
+    """A lower sparsity for layers in a critical regime (Accordion, Agarwal et al., MLSys 2021).
 
     A layer is critical when its gradients change much from interval to interval, or when its learning rate
     fell by half.
@@ -85,49 +84,50 @@ class AccordionConfig(Variant):
     sparsity: float = Field(default=0.9, ge=0, lt=1)
     """Sparsity of layers in a critical regime.
 
-    Lower where early training needs more.
+    Lower it if the loss falls too slowly early in training.
     """
     interval: int = Field(default=100, ge=1)
     """Optimizer steps between two decisions.
 
-    Ten decisions per training are few, a hundred are many.
+    Aim at 10 to 100 decisions per training.
     """
 
 
 class ExpertSettings(Section):
-    """Settings for tests, studies and the papers' own values. The defaults serve every user."""
+    """Settings for tests and studies. Users need the defaults only."""
 
     section_path = "dct.data_parallel.expert"
 
     threshold: Literal["sample", "exact", "fixed"] = "sample"
-    """How thresholds are found: from random positions and a small sample at every step (sample), as the
-    exact k-th largest magnitude (exact), or from random positions, then unchanged over their life (fixed,
-    as in the paper).
+    """Method that finds a threshold: a random sample, corrected at every step by a smaller one (sample); the
+    exact k-th largest magnitude (exact); or a random sample that is kept for `threshold_lifespan` steps
+    (fixed, as in the paper).
 
     `exact` and `fixed` for tests and studies.
     """
     threshold_lifespan: int = Field(default=1000, ge=1)
-    """Upper limit, in steps, of a threshold's life. It is also measured at steps 1, 2, 4, 8, ...
+    """Largest number of steps between two measurements of a threshold. It is also measured at steps 1, 2,
+    4, 8, ...
 
     For studies.
     """
     server_density: float | None = Field(default=None, ge=1)
-    """In the two-phase exchange, density of what owners send back, as a multiple of the density of what
-    ranks send to them; null takes 3 with `step_ahead`, else 1.
+    """Density of the sums that owners send back in the two-phase exchange, as a multiple of the density
+    of the ranks' messages. null is 3 with `step_ahead`, else 1.
 
-    Higher for quality, 1 for the fewest bytes ([measured](quality.md#step-ahead-adam-at-99-)).
+    Higher values for quality, 1 for the fewest bytes ([measured](quality.md#step-ahead-adam-at-99-)).
     """
     ramp: Literal["exponential", "power"] = "exponential"
-    """How the density falls after the dense steps: exponentially, or with a power of the step, which needs
-    `warmup_steps`. Where `feedback` is auto and becomes step-ahead, it is power.
+    """Fall of the density after the dense steps: exponential, or with a power of the step (power, which needs
+    `warmup_steps`). With feedback auto, step-ahead gets power.
 
     For studies.
     """
     step_ahead_coefficient: float | None = Field(default=None, gt=0, le=1)
-    """With `step_ahead`: share of a rank's own residual by which weights are displaced; null measures, for
-    every tensor, how much of it the other ranks share.
+    """With `step_ahead`, the share of a rank's own residual by which weights are displaced. null measures for
+    every tensor how well this residual predicts the mean of all ranks.
 
-    A fixed value saves the small all-reduce that measuring takes every 10 steps.
+    A fixed value saves one small all-reduce every 10 steps.
     """
 
 
@@ -137,107 +137,108 @@ class DataParallelConfig(Section):
     section_path = "dct.data_parallel"
 
     enabled: bool = True
-    """Threshold data-parallel gradients; false leaves them to the host.
+    """Threshold data-parallel gradients. false leaves them to the host.
 
-    `false` if only other parts of the plugin are wanted.
+    `false` to compress only activations or embeddings.
     """
     sparsity: float = Field(default=0.99, ge=0, lt=1)
-    """Share of the gradient entries that are not sent in one step; 0 sends all. Where neither it nor
-    `value_dtype` is written, `step_ahead` between more than 4 ranks (or nodes) takes 0.96 in `int4`
-    ([measured](quality.md#many-compressors)).
+    """Share of the gradient entries that are not sent in one step; 0 sends all. If neither `sparsity` nor
+    `value_dtype` is written, `step_ahead` between more than 4 ranks (or nodes) uses 0.96 in `int4`.
+    `"auto"` stands for `"quality": "safe"` at 0.99.
 
-    0.9 where quality matters most, 0.99 on slow links, 0 to measure the plugin's own cost.
+    0.9 for the highest quality, 0.99 on slow links, [less on many ranks](quality.md#many-compressors), 0 to
+    measure the plugin's own cost.
     """
     quality: Literal["exact", "safe", "bytes"] | None = None
-    """Choose by measurement, at the start and whenever steps or the link change, with `sparsity` as the
-    highest sparsity and `value_dtype` as the widest type of values: the dense exchange, plain or in a
-    lossless code (exact), sparsities that lost nothing measurable with this optimizer and number of ranks
-    (safe), or all of them (bytes). null takes the settings as they are. `"sparsity": "auto"` stands for 0.99
-    and `safe`.
+    """Class of settings from which the plugin chooses the fastest by measurement: only the dense exchange,
+    plain or in a lossless code (exact); sparsities that lost nothing measurable with this optimizer and number
+    of ranks (safe); or all sparsities (bytes). `sparsity` is then the highest sparsity and `value_dtype` the
+    widest type. null uses the settings as they are.
 
-    Where the link is not known or changes ([how it decides](automatic.md)).
+    If the speed of the link is not known or changes ([how it decides](automatic.md)).
     """
     value_dtype: GradientType = "bf16"
-    """Type of the kept values on the wire; the rounding error stays in the residual. int8 has one scale per
+    """Type of the sent values on the wire. The rounding error stays in the residual. int8 has one scale per
     256 values; int4 and int2 have a sign and 8 or 2 levels between two scales.
 
-    `int8`, `int4` for fewer bytes (16, 12 bits per kept entry at 99 % instead of 24); `fp32` to see whether
-    rounding matters.
+    `int8` or `int4` for fewer bytes: an entry and its position take 16 or 12 bits at 0.99 instead of 24.
+    `fp32` to see whether rounding matters.
     """
     min_numel: int = Field(default=4096, ge=0)
-    """Tensors with fewer entries are sent dense, in their own type.
+    """Smallest number of entries of a compressed tensor. Smaller tensors are sent dense, in their own type.
 
-    Lower it if `gradient_small` dominates the bytes, raise it to leave more layers exact.
+    Lower it if `gradient_small` sends most of the bytes. Raise it to keep more layers exact.
     """
     feedback: Feedback = AutoFeedback()
-    """What becomes of entries that are not sent: they are added to the next gradient (local); besides, that
-    gradient is taken where the weights will be once they arrived (step_ahead); or the entries are dropped
-    (none). auto follows the optimizer: step_ahead with Adam, RMSprop and momentum, after a start of dense
-    steps; local with Adagrad and plain SGD; else local at a sparsity of 0.9 at most.
+    """Treatment of entries that are not sent: they are added to the next gradient (local); they are added, and
+    that gradient is taken at weights that anticipate them (step_ahead); or they are dropped (none). auto
+    follows the optimizer: step_ahead after dense steps with Adam, RMSprop and momentum; local with Adagrad
+    and plain SGD; local at a sparsity of 0.9 at most with others.
 
-    Leave it out: the log says what was chosen. `none` saves a residual of 4 bytes per parameter and usually
-    costs quality.
+    Leave it out; the log names the choice. `none` saves the residual's memory and usually costs quality.
     """
     residual_dtype: Literal["auto", "fp32", "bf16", "int8"] = "auto"
     """Type of the residual: 4, 2 or 1.02 bytes per parameter and rank. bf16 and int8 (64 entries share an
-    exponent) are rounded stochastically: on average nothing is lost. auto is int8 under ZeRO-3, else fp32.
+    exponent) are rounded stochastically, so the mean error is zero. auto is int8 under ZeRO-3, else fp32.
 
-    `int8` where memory is short ([what it costs](quality.md#residuals-in-fewer-bytes)).
+    `int8` if memory is short ([its cost](quality.md#residuals-in-fewer-bytes)).
     """
     exchange: Literal["auto", "direct", "two_phase"] = "auto"
-    """All-gather of every rank's payload (direct), or sum at owners and gather (two_phase). auto takes the
-    one with fewer bytes; with `step_ahead` it takes direct up to 4 ranks. With `quality` the other one is
-    tried, too, between more than 2 ranks.
+    """Topology of the exchange: every rank sends its message to all (direct), or owners sum the messages and
+    send the sums (two_phase). auto uses the one with fewer bytes; with `step_ahead` it uses direct on up to 4
+    ranks. With `quality` both are tried on more than 2 ranks.
 
-    To compare the two; no effect under ZeRO 1 and 2, where owners keep their part.
+    To compare the two. It has no effect under ZeRO-1 and 2, whose owners keep the sums.
     """
-    nodes: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Ranks of a node, which are summed densely before one message for all of them crosses: `auto` finds
-    nodes by the hosts' names, a number is consecutive ranks per node, 1 is for none.
+    nodes: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto", json_schema_extra={"allowed": '"auto" or an integer >= 1'}
+    )
+    """Number of consecutive ranks that form a node. Gradients are summed densely inside a node, and nodes
+    exchange thresholded messages. auto groups ranks by host name; 1 is no nodes.
 
-    A number where the fast link joins other ranks than those of one host ([guide](nodes.md)).
+    A number if the fast link does not join exactly the ranks of a host ([guide](nodes.md)).
     """
     warmup_steps: int | None = Field(default=None, ge=0)
-    """First optimizer steps that are sent dense; null is 0, with feedback auto 60 where the optimizer needs
-    a start, or a tenth of a shorter run whose length is known.
+    """Number of first optimizer steps whose gradients are sent dense. null is 0. With feedback auto it is 0
+    for Adagrad and plain SGD, else 60, or a tenth of a run that is known to be shorter than 600 steps.
 
-    While losses still fall fast; with Adam at 0.99 60, in runs of some hundred steps a tenth (measured).
+    A longer start if the loss still falls fast after it.
     """
     sparsity_warmup_steps: int | None = Field(default=None, ge=0)
-    """Steps after these in which the density falls to its target; null is 0. With feedback auto it is 540
-    with step-ahead at 0.99, else 180, or six tenths of a run that is known to be too short for that.
+    """Number of steps after the dense ones in which the density falls to its target (the ramp). null is 0. With
+    feedback auto it is 0 for Adagrad and plain SGD, 540 with step-ahead at 0.99, else 180, or six tenths of a
+    run that is too short for that.
 
-    Instead of, or after, dense steps: smoother than one jump to the target.
+    A longer ramp if the loss rises when the dense steps end.
     """
     total_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps of the run: a short one gets a shorter start. null takes what the host or its scheduler
-    says, if anything.
+    """Number of optimizer steps of the run. A short run gets a shorter start. null uses the number that the host
+    or its scheduler knows.
 
-    In runs of fewer than 600 steps, where the log says that the length is not known
-    ([what it changes](quality.md#the-start-by-the-length-of-the-run)).
+    In runs of fewer than 600 steps, if the log says that the length is not known
+    ([effect](quality.md#the-start-by-the-length-of-the-run)).
     """
     adaptive: Annotated[AccordionConfig | None, OR_FALSE, written_short("kind")] = None
     """`"accordion"` or an object with its settings; null is off.
 
-    With learning rates that fall in steps. Changes are logged, and `gradient/critical` in the
-    [metrics](metrics.md) is what they cost.
+    For learning rates that fall in steps. The log names the changes; the class `gradient/critical` in the
+    [metrics](metrics.md) holds their bytes.
     """
     parameters: Annotated[ParametersConfig | None, OR_FALSE] = None
     """null leaves the gather of updated weights to the host.
 
-    Where the network is the bottleneck, with `"feedback": "step_ahead"`; the cost is in
-    [quality](quality.md#updated-weights-under-zero-1).
+    If the network is the bottleneck, together with step-ahead ([its
+    cost](quality.md#updated-weights-under-zero-1)).
     """
     verify: Annotated[VerifyConfig | None, OR_FALSE] = None
     """null is off."""
     nonfinite_action: Literal["pass", "skip"] = "pass"
-    """A step whose gradient is not finite is passed on, as without the plugin, or skipped on all ranks,
-    with residuals as they were before it.
+    """Action when a gradient is not finite: pass it on, as without the plugin (pass), or skip the step on all
+    ranks and restore the residuals (skip). fp16 loss scaling always skips.
 
-    `"skip"` for long runs in fp32 and bf16: one pass over the gradients, and a second copy of the
-    residuals. fp16 loss scaling always skips. DDP and FSDP2 then also take back a step that the script
-    rejects: its gradients are cleared without `optimizer.step()`. DDP needs
-    `DCTState(..., optimizer=optimizer)`, Megatron `--no-check-for-nan-in-loss-and-grad`.
+    `"skip"` for long runs in fp32 and bf16. It costs one pass over the gradients and a second copy of the
+    residuals. DDP and FSDP2 then also undo a step whose gradients the script clears without
+    `optimizer.step()`. Megatron needs `--no-check-for-nan-in-loss-and-grad`, and a `DCTState` its optimizer.
     """
     expert: ExpertSettings = ExpertSettings()
     """Settings for tests and studies."""

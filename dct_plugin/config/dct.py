@@ -31,27 +31,27 @@ class MetricsConfig(Section):
     path: str | None = Field(default=None, min_length=1)
     """JSON lines file, written by rank 0, or by every rank if the name holds '{rank}'.
 
-    To keep the figures; see [metrics](metrics.md).
+    To keep the [metrics](metrics.md) of a run.
     """
     every: int = Field(default=50, ge=1)
-    """Steps between two reports, which hold averages over these steps.
+    """Steps between two reports. A report holds the averages over these steps.
 
-    1 for studies; the cost is one line per tensor class.
+    1 for studies. A report is one line per tensor class.
     """
     tensors: bool = False
-    """Write density and threshold of every thresholded gradient to the file, too.
+    """Also write density and threshold of every thresholded gradient to the file.
 
-    To find the tensors that miss their density; the cost is one line per tensor and report.
+    To find tensors that miss their density. It adds one line per tensor and report.
     """
     tensorboard: str | None = Field(default=None, min_length=1)
-    """Directory for an own TensorBoard writer; null uses the host framework's monitor only.
+    """Directory for a TensorBoard writer of the plugin; null uses the host framework's monitor only.
 
-    Where the host framework has no monitor of its own.
+    If the host framework has no monitor.
     """
 
 
 class KernelConfig(Section):
-    """The implementation of the hot loops."""
+    """The implementation of selection, encoding and decoding."""
 
     section_path = "dct.kernels"
 
@@ -60,10 +60,11 @@ class KernelConfig(Section):
         pattern=r"^[A-Za-z0-9_.-]+$",
         json_schema_extra={"allowed": '"auto", "reference", "cpu", "triton" or another registered name'},
     )
-    """Plain torch (reference), the compiled CPU library (cpu), the Triton kernels (triton), another
-    registered backend, or the fastest there is for the tensor's device (auto).
+    """Kernels to use: plain torch (reference), the compiled CPU library (cpu), Triton (triton), another
+    registered backend, or the fastest for the tensor's device (auto).
 
-    `reference` to rule the compiled library out; the environment's `DCT_KERNELS` overrides `auto`.
+    `reference` to find out whether a fault is in the compiled kernels. The environment variable `DCT_KERNELS`
+    overrides `auto`.
     """
 
 
@@ -71,9 +72,9 @@ class DCTConfig(Section):
     """The whole ``dct`` section."""
 
     enabled: bool = True
-    """The plugin as a whole; false leaves the host framework untouched.
+    """Use the plugin. false leaves the host framework unchanged.
 
-    `false` to compare with the host framework alone without removing the section.
+    `false` for a run without the plugin to compare with.
     """
     data_parallel: DataParallelConfig = DataParallelConfig()
     """Gradients between data-parallel ranks."""
@@ -110,8 +111,8 @@ class DCTConfig(Section):
 
     @classmethod
     def given(cls, section: Mapping[str, Any] | DCTConfig | None, *, rank: int | None = None) -> DCTConfig:
-        """Validate what a script hands over: as :meth:`parse`, but None stands for the defaults, and an
-        object may have the section as its key ``dct``, as a whole DeepSpeed JSON does.
+        """Validate the section that a script passes: as :meth:`parse`, but None stands for the defaults, and
+        the section may be the value of a key ``dct``, as in a whole DeepSpeed JSON.
         """
         if isinstance(section, Mapping) and isinstance(section.get(SECTION), Mapping):
             section = section[SECTION]

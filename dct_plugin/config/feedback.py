@@ -1,4 +1,4 @@
-"""``dct.data_parallel.feedback``: what becomes of gradient entries that were not sent."""
+"""``dct.data_parallel.feedback``: treatment of gradient entries that are not sent."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ class FeedbackConfig(Variant):
 
 
 class AutoFeedback(FeedbackConfig):
-    """The feedback that suits the optimizer: the host replaces it once it knows the optimizer, and takes it
-    for ``local`` until then.
-    """
+    """The feedback that suits the optimizer. Until the host knows the optimizer it is ``local``."""
 
     kind: Literal["auto"] = "auto"
 
@@ -45,9 +43,7 @@ class LocalFeedback(FeedbackConfig):
 
 
 class StepAheadFeedback(FeedbackConfig):
-    """Local feedback; besides, the next gradient is taken where the weights will be once the residual
-    arrived.
-    """
+    """Local feedback; also, the next gradient is taken at weights that anticipate the residual."""
 
     looks_ahead = True
     server_density = 3.0

@@ -41,7 +41,7 @@ class Method(Variant):
 
 
 class NoMethod(Method):
-    """Everything crosses, by the host's own transfer."""
+    """The host transfers the tensor itself."""
 
     in_words = "dense"
 
@@ -53,18 +53,18 @@ class NoMethod(Method):
 
 
 class ThresholdMethod(Method):
-    """Entries that reach a threshold cross."""
+    """Only entries that reach a threshold are sent."""
 
     in_words = "sparsity {sparsity:g}"
 
     method: Literal["threshold"] = "threshold"
     sparsity: float = Field(ge=0, lt=1)
-    """Share of the entries that do not cross; 0 leaves the host's own transfer in place.
+    """Share of the entries that are not sent; at 0 the host transfers the tensor.
 
-    0.5 to 0.9; transformers rarely stand more than 0.9 (see [quality](quality.md)).
+    0.5 to 0.9. Transformers lose [quality](quality.md#compressor-classes-for-activations) above 0.9.
     """
     value_dtype: KeptType = "auto"
-    """Type of the kept values on the wire; auto is fp16 for fp16 tensors, else bf16.
+    """Type of the sent values on the wire; auto is fp16 for fp16 tensors, else bf16.
 
     `fp32` to see whether rounding matters, `int8`, `int4` for fewer bytes.
     """
@@ -79,20 +79,20 @@ class ThresholdMethod(Method):
 
 
 class QuantiseMethod(Method):
-    """All entries cross in few bits."""
+    """All entries are sent, rounded to a few bits."""
 
     in_words = "{method}, {bits} bits"
 
     method: Literal["quantise"] = "quantise"
     bits: Bits = 8
-    """Bits of a value; 16 is bf16, 1 a sign. One scale serves a group of values.
+    """Bits of a value; 16 is bf16, 1 a sign. A group of values shares one scale.
 
-    4 where 8 are too many bytes; 16 is lossless for bf16 tensors.
+    4 if 8 send too many bytes. 16 is lossless for bf16 tensors.
     """
 
 
 class BoundMethod(Method):
-    """All entries cross within a bound of the error."""
+    """All entries are sent, rounded within an error bound."""
 
     in_words = "bound, error {error_bound:g}"
 
@@ -100,25 +100,25 @@ class BoundMethod(Method):
     error_bound: float = Field(gt=0)
     """Largest error of an entry, as a multiple of the root mean square of the message's values.
 
-    0.02 to 0.1: as close as 8 bits, in fewer bytes.
+    0.02 to 0.1 is as accurate as 8 bits, in fewer bytes.
     """
 
 
 class TransformMethod(Method):
-    """Coordinates in the principal directions cross, in as many bits as each earns."""
+    """Coordinates in the principal directions are sent. Directions of higher variance get more bits."""
 
     in_words = "transform, {rate:g} bits per entry"
 
     method: Literal["transform"] = "transform"
     rate: float = Field(default=1.42, gt=0, le=8)
-    """Bits per entry, on average over directions.
+    """Mean number of bits per entry.
 
-    1.42 is 20 times fewer bytes than fp32, 10 times fewer than bf16.
+    1.42 sends 20 times fewer bytes than fp32 and 10 times fewer than bf16; 4 loses nothing measurable.
     """
 
 
 class AnswerMethod(Method):
-    """Gradients come back at the positions of a thresholded forward message."""
+    """Only gradients at the positions of a thresholded forward message are sent back."""
 
     method: Literal["answer"] = "answer"
     value_dtype: KeptType = "auto"

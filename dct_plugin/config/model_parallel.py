@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ActivationConfig(Section):
-    """How activations are compressed where they cross, and the gradients that come back."""
+    """Compression of the activations that ranks exchange, and of their gradients."""
 
     section_path = "dct.model_parallel"
 
@@ -33,28 +33,29 @@ class ActivationConfig(Section):
     fixed_size: ClassVar[bool] = False
 
     forward: TensorForward = NoMethod()
-    """How activations cross: one of the [methods](#methods).
+    """Method that compresses activations.
 
-    [Which one](model-parallel.md#compressor-classes); the cost is in
-    [quality](quality.md#compressor-classes-for-activations).
+    One of the [methods](#methods): `transform` between pipeline stages
+    ([comparison](model-parallel.md#compressor-classes), [measured
+    quality](quality.md#compressor-classes-for-activations)).
     """
     backward: TensorBackward | None = None
-    """How gradients come back. null takes the positions of the forward message with `threshold`, else the
-    method of `forward`; `{"method": "answer", ...}` sets the type of values at these positions; any other
-    method compresses gradients by themselves.
+    """Method that compresses the gradients of these activations. null uses the method of `forward`; with
+    `threshold` gradients are sent back at the positions of the forward message. `{"method": "answer", ...}`
+    sets the type of these values. Any other method compresses the gradients by themselves.
 
-    Where gradients bear fewer bits than activations, or more; [not with
+    If gradients need more or fewer bits than activations; [not with
     threshold](quality.md#one-direction-alone).
     """
     warmup_steps: int = Field(default=0, ge=0)
-    """First optimizer steps in which the host's own transfer is used.
+    """Number of first optimizer steps that use the host's own transfer.
 
-    While losses still fall fast.
+    20 with `transform`; more if the loss still falls fast.
     """
     evaluation: bool = True
-    """Compress in forward-only passes, too; false evaluates the dense model.
+    """Also compress in forward-only passes. false evaluates the dense model.
 
-    `false` to see what the dense model would do; a model trained with compression is best used with it.
+    `false` to compare with the dense model. A model that was trained with compression is best used with it.
     """
 
     @model_validator(mode="after")
@@ -101,17 +102,17 @@ class PipelineConfig(ActivationConfig):
     boundaries: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         default=None, strict=False, json_schema_extra={"allowed": "a list of integers >= 0 or null"}
     )
-    """Boundaries at which anything is compressed: 0 is behind the first stage; null is all of them.
+    """Boundaries between stages that are compressed; 0 is behind the first stage, null is all.
 
-    The first boundaries are the most sensitive: `[1, 2]` spares the first of three.
+    The first boundaries are the most sensitive: `[1, 2]` leaves the first of three dense.
     """
     boundary_sparsity: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
         default=(), strict=False, json_schema_extra={"allowed": "a list of numbers in [0, 1)"}
     )
-    """Sparsity of the first, second, ... boundary instead of `forward.sparsity`; the one from the last
-    stage back to the first, of interleaved schedules, comes last.
+    """Sparsity of each boundary in order, in place of `forward.sparsity`. The last value is for the boundary
+    from the last stage to the first in interleaved schedules.
 
-    0 for boundaries on fast links, more where the slow network lies.
+    0 for boundaries on fast links, more for those on the slow network.
     """
 
     @model_validator(mode="after")
@@ -142,25 +143,25 @@ class TensorConfig(ActivationConfig):
     section_path = "dct.model_parallel.tensor"
 
     gather: bool = False
-    """With sequence parallelism, compress the inputs of column-parallel layers, too; that costs more
-    quality than the partial sums of row-parallel ones.
+    """With sequence parallelism, also compress the inputs of column-parallel layers. This costs more quality
+    than compressing the partial sums of row-parallel layers.
 
-    Only where tensor parallelism crosses a slow network and quality has been checked.
+    If tensor parallelism crosses a slow network; compare the loss.
     """
     skip_first_layers: int = Field(default=0, ge=0)
-    """First transformer layers that stay dense.
+    """Number of first transformer layers that stay dense.
 
-    First layers are the most sensitive: 1 or 2 where quality suffers.
+    1 or 2 if quality falls: the first layers are the most sensitive.
     """
     skip_last_layers: int = Field(default=0, ge=0)
-    """Last transformer layers that stay dense.
+    """Number of last transformer layers that stay dense.
 
-    Where quality suffers.
+    If quality falls.
     """
 
 
 class ExpertsConfig(ActivationConfig):
-    """Tokens on their way to experts on other ranks and back, and their gradients."""
+    """Tokens that are sent to experts on other ranks, the results, and their gradients."""
 
     section_path = "dct.model_parallel.experts"
 
@@ -180,7 +181,7 @@ class ModelParallelConfig(Section):
     experts: ExpertsConfig = ExpertsConfig()
     """Between tokens and experts on other ranks."""
     expert_gradients: bool = False
-    """Let data_parallel threshold the gradients of expert-parallel layers, too.
+    """Also threshold the gradients of expert-parallel layers, as `data_parallel` says.
 
-    Where expert gradients dominate the bytes and quality has been checked.
+    If these gradients send most of the bytes; compare the loss.
     """
