@@ -1,4 +1,4 @@
-"""Dynamic Communication Thresholding: send only what passes a threshold.
+"""Dynamic Communication Thresholding: send only the entries that reach a threshold.
 
 Public names are imported on first use, so that importing this package costs no more than reading this file:
 ``torch`` imports it in every process through the entry point that activates the DeepSpeed integration.

@@ -23,13 +23,13 @@ def attach(
     *,
     total_steps: int | None = None,
 ) -> DCTState | ReplicaCompression | None:
-    """Compress the gradients of a model; :func:`dct_plugin.attach` for what ``prepare`` returned.
+    """Compress the gradients of a prepared model, as :func:`dct_plugin.attach` does.
 
     ``accelerator.save_state`` saves the residuals of every rank that calls it. ``load_state`` restores them
     if all ranks have theirs. The metrics go to the accelerator's trackers, if it has any.
 
     Args:
-        accelerator: The ``Accelerator``; its gradient scaler is followed.
+        accelerator: The ``Accelerator``. Residuals follow its gradient scaler.
         model, optimizer: As ``accelerator.prepare`` returned them.
         section, total_steps: See :func:`dct_plugin.attach`.
 

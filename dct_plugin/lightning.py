@@ -23,7 +23,7 @@ _KEY = "dct_residuals"
 
 
 class DCTCallback(Callback):
-    """Compresses the gradients of a Trainer, and keeps the residuals in its checkpoints.
+    """Callback that compresses the gradients of a Trainer and saves residuals in its checkpoints.
 
     The metrics go to the Trainer's loggers, and the loss to the metrics' file. Lightning's checkpoint is one
     file, so it gets the mean of the ranks' residuals, 4 bytes per parameter.

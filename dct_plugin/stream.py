@@ -141,19 +141,18 @@ def first_position(step: int, numel: int) -> int:
 
 
 class Compressor(Stream):
-    """Compresses one tensor (a parameter's gradient, step after step) and keeps what it did not send.
+    """Compressor of one tensor, such as a parameter's gradient; it adds unsent entries to the next one.
 
-    Source: DCT-DP, Gupta et al., KDD 2021, section 3. The four verbs of a compressor read as: compensate (add
-    the residual), compress (select and encode), update (keep what was not sent), all in one pass of the
-    kernel, and send, which is left to the collectives.
+    Source: DCT-DP, Gupta et al., KDD 2021, section 3. One pass of a kernel adds the residual, selects and
+    encodes entries, and updates the residual. The caller sends the payload.
 
     Args:
         config: ``data_parallel`` settings; defaults when None.
         name: Name of the stream (the parameter), used in messages and to seed the threshold's sample.
         rank: Rank in the group, seeds the sample too.
         kernels: Which kernels run; the defaults when None.
-        transactional: Steps can be taken back, see :meth:`end_step` (costs a second residual buffer).
-        scratch: Scratch memory that streams on one device may share, for residuals in bf16 or int8.
+        transactional: Steps can be undone, see :meth:`end_step`; this needs a second residual.
+        scratch: Scratch memory for residuals in bf16 or int8, which streams on one device may share.
         overrides: Single settings over ``config``, for example ``sparsity=0.9``.
 
     Raises:
@@ -197,7 +196,8 @@ class Compressor(Stream):
     # -- the public pair ---
 
     def compress(self, tensor: Tensor) -> Payload:
-        """Encode the entries of ``tensor + residual`` that reach the threshold; the residual keeps the rest.
+        """Encode the entries of ``tensor + residual`` that reach the threshold; the residual keeps the
+        others.
 
         Args:
             tensor: Any shape, fp32, bf16, fp16 (fp64 is rounded to fp32); the same number of entries at every
@@ -304,8 +304,8 @@ class Compressor(Stream):
             self.threshold.step += 1
 
     def keep_in(self, memory: Tensor) -> None:
-        """Keep the residual in ``memory`` (fp32, as many entries as the tensor), which belongs to the host;
-        what it holds is the residual, unless a state was loaded.
+        """Keep the residual in ``memory`` of the host (fp32, as many entries as the tensor). Its content
+        becomes the residual, unless a state was loaded.
         """
         if self.residual is None or self.residual.current.data_ptr() != memory.data_ptr():
             self.residual = Residual(memory.numel(), memory.device, memory=memory)
@@ -314,8 +314,8 @@ class Compressor(Stream):
     # -- optimizer steps ---
 
     def end_step(self, *, skipped: bool = False) -> None:
-        """Close an optimizer step: keep residual and threshold, or, if it was ``skipped``, take back
-        bitwise what changed them since the last call.
+        """Close an optimizer step. If it was ``skipped``, restore residual and threshold bitwise to the last
+        call.
 
         Raises:
             RuntimeError: A skipped step, and the stream is not transactional.

@@ -1,6 +1,6 @@
 """torchft: ``from dct_plugin.torchft import ProcessGroupGloo``.
 
-Only the short name; the work is done by :mod:`dct_plugin.integrations.torchft`.
+Short name of :mod:`dct_plugin.integrations.torchft`.
 """
 
 from .integrations.torchft import ProcessGroupGloo, ProcessGroupNCCL

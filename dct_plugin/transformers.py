@@ -18,11 +18,10 @@ __all__ = ["DCTCallback"]
 
 
 class DCTCallback(TrainerCallback):
-    """Compresses the gradients of a Trainer, and keeps the residuals in its checkpoints.
+    """Callback that compresses the gradients of a Trainer and saves residuals in its checkpoints.
 
-    With DeepSpeed it compresses nothing: there the ``dct`` section of the JSON is all there is to it. In both
-    cases the metrics go to the Trainer's log, and with it to TensorBoard, W&B or MLflow, and the loss to
-    the metrics' file.
+    With DeepSpeed it only logs: there the ``dct`` section of the JSON compresses. Metrics go to the
+    Trainer's log, and so to TensorBoard, W&B or MLflow. The loss goes to the metrics' file.
 
     Args:
         trainer: The Trainer that the callback is added to, which wraps the model when training begins.
@@ -60,7 +59,7 @@ class DCTCallback(TrainerCallback):
             self.state.load(given if isinstance(given, str) else self._folder(args, state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take everything off the model; a further training attaches anew."""
+        """Remove all hooks; the next training attaches again."""
         if self.state is not None:
             self.state.close()
 

@@ -5,8 +5,8 @@
     torchrun --nnodes 2:3 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         examples/elastic_ddp.py --folder SHARED
 
-torchrun starts all ranks anew when one is lost, or when a node joins. They go on from the last checkpoint,
-and what the ranks had not sent by then is spread over those that are there now.
+torchrun restarts all ranks when one is lost, or when a node joins. They continue from the last checkpoint,
+and every rank gets the mean of the residuals.
 """
 
 import argparse

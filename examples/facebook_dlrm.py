@@ -7,9 +7,8 @@
     dlrm.exchange.install(ext_dist)
     dlrm.exchange.embedding_exchange.follow(optimizer)  # thresholds count its steps
 
-As a sub-module of the model its thresholds are saved with it. That code looks up its local tables for the
-whole global batch and exchanges the vectors in one call; here the exchange is finished when the call returns,
-so the bottom MLP no longer overlaps it.
+It is a sub-module of the model, so its thresholds are saved with the model. The exchange is finished when
+the call returns, so the bottom MLP does not overlap with it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/hf_accelerate.py --deepspeed configs/deepspeed_zero1_dct.json
 
 Without DeepSpeed ``prepare`` wraps the model in torch's DistributedDataParallel, and one call attaches to it.
-With DeepSpeed the ``dct`` section of the JSON is all there is to it.
+With DeepSpeed only the ``dct`` section of the JSON is needed.
 """
 
 import argparse

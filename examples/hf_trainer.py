@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/hf_trainer.py --deepspeed configs/huggingface_zero1.json
     torchrun --nproc-per-node 2 examples/hf_trainer.py
 
-With DeepSpeed the ``dct`` section of the JSON is all there is to it; the Trainer passes it on. Without, a
+With DeepSpeed only the ``dct`` section of the JSON is needed; the Trainer passes it on. Without DeepSpeed a
 callback attaches to the model when training begins, and keeps residuals in the Trainer's checkpoints.
 """
 

@@ -1,10 +1,10 @@
-"""FSDP2 with replicas (HSDP): nodes exchange thresholded gradients, ranks in a node shard as ever.
+"""FSDP2 with replicas (HSDP): nodes exchange thresholded gradients, and the ranks of a node shard as before.
 
     torchrun --nproc-per-node 4 examples/hsdp.py
     torchrun --nproc-per-node 4 examples/hsdp.py --resume --folder checkpoint
 
-Here four processes stand for two nodes of two ranks. A checkpoint holds the residuals, too; another mesh can
-load it.
+Here four processes stand for two nodes of two ranks. Checkpoints hold the residuals, and another mesh
+can load them.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/sharded_tables.py --export recommender.pt
 
-It trains on clicks that it makes up, and writes the model as one process can load it: whole tables and MLPs.
+It trains on made-up clicks. ``--export`` writes whole tables and MLPs to one file, for a single process.
 """
 
 import argparse

@@ -32,11 +32,11 @@ def attach(
 ) -> DCTState | ReplicaCompression | None:
     """Compress the gradients of a wrapped model; call it on every rank, between two steps.
 
-    A further call, for the same model or a wrapper around the same modules, takes the hooks of the earlier
-    one off. Then residuals start from zero.
+    A second call, for the same model or a wrapper around the same modules, removes the hooks of the first.
+    Residuals then start at zero.
 
     Args:
-        model: A ``DistributedDataParallel``, or what ``fully_shard`` returned for a mesh of two dimensions
+        model: A ``DistributedDataParallel``, or the result of ``fully_shard`` for a mesh of two dimensions
             (:func:`.fsdp.compress_replicas`).
         optimizer: The optimizer of its parameters, a wrapper such as Accelerate's, or a list of optimizers.
         section: The keys of the ``dct`` section; without it the defaults, which follow the optimizer.
@@ -44,12 +44,11 @@ def attach(
         total_steps: Optimizer steps of the run, if known: the dense start becomes a share of it.
 
     Returns:
-        What saves and loads: ``state_dict`` and ``load_state_dict``, and for all ranks ``save(folder)`` and
-        ``load(folder)``. None on a single process, where nothing is exchanged.
+        The attachment, with ``state_dict``, ``load_state_dict``, and the collectives ``save(folder)`` and
+        ``load(folder)``. None if there is one process.
 
     Raises:
-        ConfigError: The section or the optimizer is wrong, or nothing reduces the gradients of ``model`` as
-            it is.
+        ConfigError: The section or the optimizer is wrong, or ``model`` is not wrapped.
     """
     optimizers_of(optimizer, "dct_plugin.attach")
     config = DCTConfig.given(section)
@@ -68,13 +67,13 @@ def attach(
 
 
 def detach(attached: Any) -> None:
-    """Leave gradients to the host again; on every rank, between two steps.
+    """Let the host exchange gradients again; call it on every rank, between two steps.
 
-    The next step brings what the ranks have not sent so far. Then all hooks are off the model and its
-    optimizer, and rank 0 prints the summary.
+    The next step sends all residuals. Then all hooks are removed from the model and its optimizer, and rank 0
+    prints the summary.
 
     Args:
-        attached: What :func:`attach` returned; or an engine of DeepSpeed, or its ``engine.dct``. Megatron has
+        attached: The result of :func:`attach`, an engine of DeepSpeed, or its ``engine.dct``. Megatron has
             ``dct_plugin.integrations.megatron.detach()``.
 
     Raises:

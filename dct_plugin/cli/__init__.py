@@ -64,7 +64,7 @@ def _command(help: str, needs: tuple[str, ...] = (), extra: str | None = None) -
     return register
 
 
-@_command("Check what is installed, which kernels run, and how the plugin is activated.")
+@_command("List installed versions and kernels, and say whether the plugin is active.")
 def _doctor() -> Any:
     from .doctor import doctor
 
@@ -72,7 +72,8 @@ def _doctor() -> Any:
 
 
 @_command(
-    "Have a DeepSpeed universal checkpoint carry the residuals of the checkpoint it was made of.", ("torch",)
+    "Add the residuals of a DeepSpeed checkpoint to the universal checkpoint made from it.",
+    ("torch",),
 )
 def _universal() -> Any:
     from .universal import universal
@@ -80,7 +81,7 @@ def _universal() -> Any:
     return universal
 
 
-@_command("Run a job for some dense steps, and say which settings pay on its link.", ("torch",))
+@_command("Measure some dense steps of a job, and predict its step time with every setting.", ("torch",))
 def _advise() -> Any:
     from .advise import advise
 
@@ -110,7 +111,7 @@ def _bench() -> Any:
 
 
 @_command(
-    "Have a Megatron launch script start its training with the plugin, or take that back.",
+    "Make a Megatron launch script start its training with the plugin, or undo this.",
     ("tree_sitter", "tree_sitter_bash"),
 )
 def _patch_launch() -> Any:
@@ -129,7 +130,9 @@ def _demo() -> Any:
 
 
 @_command(
-    "Train recommenders with sharded embedding tables; quality paired by seed, bytes by layer.", _DEMO, "demo"
+    "Train recommenders with sharded embedding tables, and compare configurations.",
+    _DEMO,
+    "demo",
 )
 def _dlrm() -> Any:
     from ..recommender.commands.dlrm import dlrm

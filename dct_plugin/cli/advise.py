@@ -150,9 +150,9 @@ class Figures(NamedTuple):
 def advise(
     command: Annotated[list[str], typer.Argument(help="The launch line of the job, after --.")],
     link: Annotated[
-        list[str] | None, typer.Option(help="Predict for links of this rate, too, such as 1gbit.")
+        list[str] | None, typer.Option(help="Also predict for links of this rate, such as 1gbit.")
     ] = None,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds that the job may take to be measured.")] = 600,
+    limit: Annotated[float, typer.Option(min=1, help="Most seconds for the measurement.")] = 600,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: milliseconds, bytes, bits per second.")
     ] = False,

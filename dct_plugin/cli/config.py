@@ -68,13 +68,13 @@ def check(
         int | None, typer.Option(min=1, help="Ranks of the job [default: as the batch sizes say].")
     ] = None,
     device: Annotated[
-        Device, typer.Option(help="Accelerator of the job; this machine need not have it.")
+        Device, typer.Option(help="Accelerator of the job; this machine does not need it.")
     ] = Device.CUDA,
 ) -> None:
-    """Judge DeepSpeed JSONs or bare sections as the start of a job would; exit with 1 if one would not start.
+    """Check DeepSpeed JSONs or bare sections; exit with 1 if a job would not start.
 
-    The installed DeepSpeed judges its keys. All faults of a file are listed, then warnings: settings that are
-    known to lose, keys that nothing reads.
+    The installed DeepSpeed checks its keys. All errors of a file are listed, then warnings: settings that are
+    known to lose quality, keys that nothing reads.
     """
     from ..config.dct import read_hjson
     from ..console import print_error
@@ -135,7 +135,7 @@ def suggest(
     stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage; 0 for torch DDP.")] = 0,
     momentum: Annotated[float, typer.Option(min=0, help="The optimizer's momentum.")] = 0.0,
 ) -> None:
-    """Print the settings to take as JSON; what they sent and lost where they were measured is on stderr."""
+    """Print recommended settings as JSON; their measured bytes and quality are on stderr."""
     from ..config.optimizers import family_of
     from ..config.recommended import Wanted, suggestion
     from ..links.rates import bits_per_second, check_rates

@@ -56,10 +56,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     megatron: Annotated[
         Path | None,
-        typer.Option(help="Megatron-LM checkout to look at instead of the installed megatron-core."),
+        typer.Option(help="Megatron-LM checkout to check in place of the installed megatron-core."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="Configuration whose Megatron hooks are listed: active, or why not.")
+        Path | None, typer.Option(help="Configuration: list its Megatron hooks, and why some are not active.")
     ] = None,
 ) -> None:
     """Check what is installed, which kernels run and how the plugin is activated; exits with 1 on failure."""

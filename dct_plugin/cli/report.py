@@ -24,7 +24,8 @@ def report(
     ],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
     run: Annotated[
-        int | None, typer.Option(min=1, help="Of files with several runs: which one (the last).")
+        int | None,
+        typer.Option(min=1, help="Number of the run in files of several runs (the last)."),
     ] = None,
     dense: Annotated[
         Path | None, typer.Option(help="Metrics file of a dense run, whose loss is compared.")

@@ -13,7 +13,9 @@ from ..errors import DCTError
 
 def universal(
     source: Annotated[Path, typer.Argument(help="Folder of the checkpoint, e.g. out/global_step100.")],
-    target: Annotated[Path, typer.Argument(help="The universal one that ds_to_universal made of it.")],
+    target: Annotated[
+        Path, typer.Argument(help="The universal checkpoint that ds_to_universal made from it.")
+    ],
 ) -> None:
     """Write what all ranks still owe to the model into one file of the universal checkpoint."""
     # Not as zero/<parameter>/*.pt: DeepSpeed takes every such file for a state of its optimizer.

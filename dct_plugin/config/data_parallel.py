@@ -151,9 +151,9 @@ class DataParallelConfig(Section):
     """
     quality: Literal["exact", "safe", "bytes"] | None = None
     """Class of settings from which the plugin chooses the fastest by measurement: only the dense exchange,
-    plain or in a lossless code (exact); sparsities that lost nothing measurable with this optimizer and number
-    of ranks (safe); or all sparsities (bytes). `sparsity` is then the highest sparsity and `value_dtype` the
-    widest type. null uses the settings as they are.
+    plain or in a lossless code (exact); sparsities that lost nothing measurable with this optimizer and
+    number of ranks (safe); or all sparsities (bytes). `sparsity` is then the highest sparsity and
+    `value_dtype` the widest type. null uses the settings as they are.
 
     If the speed of the link is not known or changes ([how it decides](automatic.md)).
     """
@@ -170,10 +170,10 @@ class DataParallelConfig(Section):
     Lower it if `gradient_small` sends most of the bytes. Raise it to keep more layers exact.
     """
     feedback: Feedback = AutoFeedback()
-    """Treatment of entries that are not sent: they are added to the next gradient (local); they are added, and
-    that gradient is taken at weights that anticipate them (step_ahead); or they are dropped (none). auto
-    follows the optimizer: step_ahead after dense steps with Adam, RMSprop and momentum; local with Adagrad
-    and plain SGD; local at a sparsity of 0.9 at most with others.
+    """Treatment of entries that are not sent: they are added to the next gradient (local); they are added,
+    and that gradient is taken at weights that anticipate them (step_ahead); or they are dropped (none).
+    auto follows the optimizer: step_ahead after dense steps with Adam, RMSprop and momentum; local with
+    Adagrad and plain SGD; local at a sparsity of 0.9 at most with others.
 
     Leave it out; the log names the choice. `none` saves the residual's memory and usually costs quality.
     """
@@ -205,15 +205,15 @@ class DataParallelConfig(Section):
     A longer start if the loss still falls fast after it.
     """
     sparsity_warmup_steps: int | None = Field(default=None, ge=0)
-    """Number of steps after the dense ones in which the density falls to its target (the ramp). null is 0. With
-    feedback auto it is 0 for Adagrad and plain SGD, 540 with step-ahead at 0.99, else 180, or six tenths of a
-    run that is too short for that.
+    """Number of steps after the dense ones in which the density falls to its target (the ramp). null is 0.
+    With feedback auto it is 0 for Adagrad and plain SGD, 540 with step-ahead at 0.99, else 180, or six
+    tenths of a run that is too short for that.
 
     A longer ramp if the loss rises when the dense steps end.
     """
     total_steps: int | None = Field(default=None, ge=1)
-    """Number of optimizer steps of the run. A short run gets a shorter start. null uses the number that the host
-    or its scheduler knows.
+    """Number of optimizer steps of the run. A short run gets a shorter start. null uses the number that the
+    host or its scheduler knows.
 
     In runs of fewer than 600 steps, if the log says that the length is not known
     ([effect](quality.md#the-start-by-the-length-of-the-run)).

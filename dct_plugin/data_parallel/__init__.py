@@ -2,7 +2,7 @@
 
 Source: Gupta et al., KDD 2021, section 3. The paper's parameter server is sharded over the ranks: every rank
 owns a part of each large gradient, sums what the ranks send it, thresholds the sum with a residual of its own
-and sends the result to all (``two_phase``). With few ranks it is cheaper that everybody sends everybody
+and sends the result to all (``two_phase``). With few ranks it is cheaper if every rank sends to all others
 (``direct``). Under ZeRO-1/2 the owner is the rank that holds the optimizer partition, and only the first half
 is needed (``reduce_scatter``).
 

@@ -30,7 +30,7 @@ _MODULES: WeakKeyDictionary[torch.nn.Module, DisplacedWeights] = WeakKeyDictiona
 
 @contextmanager
 def weights(model: torch.nn.Module) -> Iterator[None]:
-    """Let the parameters of ``model`` hold its weights within the block, to be read or written there.
+    """Give access to the real weights of ``model`` within the block, for reading and writing.
 
     Needed with ``"feedback": "step_ahead"`` between a training forward pass and the optimizer's step; see
     :mod:`dct_plugin.data_parallel.displaced_weights`.

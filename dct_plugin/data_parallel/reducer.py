@@ -39,7 +39,7 @@ SMALL_APART = 4096
 
 
 class GradientReducer(StreamGroup):
-    """Sums gradients over a data-parallel group through compressed messages.
+    """Sum of gradients over a data-parallel group by compressed messages.
 
     Every method that takes entries is a collective: all ranks of the group call it in the same order with
     tensors of the same names and sizes; a rank that is out of step or fails makes the others raise
@@ -49,9 +49,9 @@ class GradientReducer(StreamGroup):
         config: The ``data_parallel`` settings.
         ranks: Process group (gloo or nccl), None for the default one; or other kinds of peers; or nodes,
             whose ranks are summed densely before.
-        transactional: Take skipped steps back, for host frameworks under fp16 loss scaling; so it is with
-            ``nonfinite_action: "skip"``.
-        loss_scale: What the host multiplies into the gradients.
+        transactional: Keep a second residual to undo skipped steps, as fp16 loss scaling and
+            ``nonfinite_action: "skip"`` need.
+        loss_scale: Factor that the host multiplies into the gradients.
         optimizer: The optimizer of the gradients (``param_groups``), whose learning rates add-ons may follow.
         options: ``metrics``, which records bytes, density and times; ``device`` of the gradients;
             ``kernels``, the defaults when None; ``step``, optimizer steps so far, for a reducer that is made
@@ -170,8 +170,8 @@ class GradientReducer(StreamGroup):
             self._fixed_size.replace_result(name, tensor)
 
     def flush(self) -> None:
-        """Send all gradients and residuals from the next step on, on every rank, before the host goes on
-        without this reducer.
+        """Send all gradients and residuals from the next step on, before the host continues without this
+        reducer; call it on every rank.
         """
         self._flushes = True
         if not self.fixed_size:  # slots are laid out for one type of values
@@ -299,8 +299,8 @@ class GradientReducer(StreamGroup):
 
         Args:
             skipped: The optimizer did not use the gradients reduced since the last step: residuals and
-                thresholds are bitwise what they were then. Without ``transactional`` they stay as they
-                are: what was sent in the step is lost with it.
+                thresholds are restored bitwise. Without ``transactional`` they are not, and the entries that
+                were sent in the step are lost.
             loss_scale: The coming gradients are multiplied by it; residuals and thresholds follow (exact for
                 powers of 2). None: as before.
             reduced_at: Loss scale of the gradients reduced in this step, for hosts that learn it only now.
@@ -318,8 +318,8 @@ class GradientReducer(StreamGroup):
         self.step += 1
 
     def reject_step(self) -> None:
-        """Close a step that the optimizer never made: no step is counted, and the gradients reduced since the
-        last one are taken back as in a skipped step.
+        """Close a step that the optimizer never made: it is not counted, and residuals are restored as in a
+        skipped step.
         """
         self.finish()
         self._dense.end_step(skipped=True)

@@ -16,12 +16,11 @@ Strategy = Literal["all_to_all", "des"]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a model, as the choice of its exchange sees it.
+    """A part of a model that reads embedding tables.
 
-    ``width`` is K, the floats of one sample's partial result; None where no substitution exists. ``tables``
-    names the embedding tables it reads, ``num_tables`` of them, ``dim`` floats wide. ``shipped`` floats per
-    sample go from the sample's rank to the shards beforehand. Parts that read the same tables are decided
-    together: once the embeddings of a table set are at hand, every part of it is free.
+    ``width`` is K, the floats of one sample's partial result; None if DES cannot compute the part. It reads
+    ``num_tables`` tables, ``dim`` floats wide, named by ``tables``. ``shipped`` floats per sample go from the
+    sample's rank to the shards first. Parts that read the same tables get the same strategy.
     """
 
     name: str
@@ -35,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Choice:
-    """How a part's embeddings are exchanged, and why."""
+    """The exchange strategy of a part, with its reason."""
 
     part: str
     tables: str
@@ -59,8 +58,8 @@ def choose(
     Args:
         parts: The parts of one model.
         world_size: N.
-        compression: How many times smaller a compressed channel makes the all-to-all.
-        force: Take this strategy wherever it exists.
+        compression: Factor by which compression shrinks the all-to-all.
+        force: Use this strategy wherever it exists.
     """
     if compression <= 0:
         raise ValueError(f"compression={compression}: must be positive")

@@ -85,15 +85,15 @@ class _RecordedGroup:
 
 
 class Embeddings(nn.Module):
-    """A source of embeddings that says which fields, columns and samples come out; base class.
+    """Base class of sources of embeddings, with the fields and columns that they return.
 
-    The methods of this class do what is right if all fields of the local samples come out: nothing.
+    The methods of this class suit sources that return all fields of the local samples.
 
     Attributes:
-        fields: Numbers of the fields that come out, in their order.
+        fields: Numbers of the returned fields, in their order.
         num_fields: Number of fields of the tables as a whole.
         dim: Embedding width of the tables as a whole.
-        columns: ``(start, stop)`` of the columns that come out.
+        columns: ``(start, stop)`` of the returned columns.
     """
 
     def __init__(self, fields: Sequence[int], num_fields: int, dim: int, columns: tuple[int, int]) -> None:
@@ -126,7 +126,7 @@ class Embeddings(nn.Module):
 
 
 class LocalEmbeddings(Embeddings):
-    """All fields of the local samples: the tables are here, or fetch what they need.
+    """All fields of the local samples, from tables that are local or fetch their rows.
 
     Args:
         tables: Module int [b, F] -> [b, F, dim].
@@ -232,7 +232,8 @@ class _Shards(Embeddings):
 
 
 class FieldShards(_Shards):
-    """Whole tables, spread over the ranks; gives the embeddings of this rank's fields for the global batch.
+    """Table shards: each rank holds whole tables, and returns the embeddings of its fields for the global
+    batch.
 
     Args:
         cardinalities: Rows of each field's table.
@@ -274,7 +275,7 @@ class FieldShards(_Shards):
 
 
 class ColumnShards(_Shards):
-    """Some columns of every table on each rank; gives these columns of all fields for the global batch.
+    """Column shards: each rank holds some columns of every table, and returns them for the global batch.
 
     Arguments are those of :class:`FieldShards`; the columns are split evenly.
     """

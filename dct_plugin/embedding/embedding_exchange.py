@@ -41,7 +41,8 @@ from .vector_codec import VectorCodec
 
 
 class Route(NamedTuple):
-    """The vectors that cross between this rank and every rank of the group, in the order of the messages.
+    """Counts of the vectors that this rank sends to and receives from every rank, in the order of the
+    messages.
 
     Attributes:
         sent_tables: The own tables (local numbers) of each destination.
@@ -59,7 +60,7 @@ class Route(NamedTuple):
 
 
 class EmbeddingExchange(TableLimits):
-    """The layers of one module's exchange, and what they remember.
+    """Compressed exchange of the vectors of one module's tables.
 
     Args:
         config: ``dct.embedding``.
@@ -106,8 +107,8 @@ class EmbeddingExchange(TableLimits):
         return zlib.crc32(self.name.encode()) + (direction == "backward")
 
     def forward(self, vectors: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
-        """Send ``vectors``, [rows, dim], those for rank 0 first; return what all ranks sent here, in rank
-        order.
+        """Send ``vectors``, [rows, dim], ordered by destination rank; return the received vectors, ordered by
+        source rank.
 
         A collective, and so is its backward pass.
 

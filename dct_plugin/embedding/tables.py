@@ -34,9 +34,9 @@ Pooling = Literal["sum", "mean"]
 
 
 class TableShard(nn.Module):
-    """The tables of one rank, below each other in one matrix, with the exchange's state beside them.
+    """The tables of one rank, concatenated by rows in one matrix.
 
-    A rank without tables holds one row that nothing uses: frameworks that flatten parameters want one.
+    A rank without tables holds one unused row, because frameworks that flatten parameters need one.
     """
 
     def __init__(self, rows: Sequence[int], dim: int, exchange: EmbeddingExchange) -> None:
@@ -51,7 +51,7 @@ class TableShard(nn.Module):
 
 
 class ShardedTables(nn.Module):
-    """Embedding tables of equal width, each on one rank of a group.
+    """Embedding tables of equal width, each of which one rank of a group owns.
 
     Every rank constructs it alike and calls it at the same time (forward and backward are collectives), each
     with samples of its own; their number may differ.
@@ -61,14 +61,14 @@ class ShardedTables(nn.Module):
         dim: Width.
         group: Process group, None for the default one; it has to exist already.
         config: ``dct.embedding``; by default rows are de-duplicated and exact.
-        pooling: How the rows of a sample are combined, ``sum`` or ``mean``.
-        placement: Tables of each rank; by default :func:`place_tables` balances them by rows. Where samples
-            have different numbers of rows in tables, pass what it makes of :class:`Table` with ``pooling``.
+        pooling: Reduction of the rows of a sample, ``sum`` or ``mean``.
+        placement: Tables of each rank; by default :func:`place_tables` balances them by rows. For multi-hot
+            tables pass its result for :class:`Table` objects with ``pooling``.
         sparse: Sparse gradients, for optimizers that take them.
         average_gradients: Divide gradients by the number of ranks, so that they are those of the mean over
             the global batch, as data-parallel gradients are. False where the host framework does that.
         name: Name in errors and metrics.
-        metrics: Records what crosses; see :class:`EmbeddingExchange`. Requests are ``embedding_ids``.
+        metrics: Records bytes and times; see :class:`EmbeddingExchange`. Requests are ``embedding_ids``.
         kernels: ``dct.kernels``; the defaults when None.
 
     Initial rows are uniform in ``+-1/sqrt(rows)``, drawn from the global generator table by table: every rank
@@ -131,7 +131,7 @@ class ShardedTables(nn.Module):
 
     @property
     def metrics(self) -> Metrics | None:
-        """The metrics that record what crosses; None records nothing."""
+        """The metrics that record bytes and times; None records nothing."""
         return self.embedding_exchange.metrics
 
     @metrics.setter

@@ -1,15 +1,14 @@
-"""Activations between model-parallel ranks, compressed, and their gradients.
+"""Compressed activations between model-parallel ranks, and their gradients.
 
-Which compressor class, and its settings, are one section of the configuration; each class is one file in
-:mod:`.compressors`. The default is DCT-MP (Gupta et al., KDD 2021, section 4): forward, the entries that
-reach a threshold cross, with their positions. Both ends keep the positions, so that backward only values
-cross: the gradient at the mask. That is the exact gradient of "threshold, then send". There is no residual:
-the next batch holds other samples.
+The configuration selects one of the compressor classes of :mod:`.compressors`. Thresholds are DCT-MP (Gupta
+et al., KDD 2021, section 4): forward, the entries that reach a threshold are sent with their positions. Both
+ends keep the positions, so only values return. That is the exact gradient of "threshold, then send". There
+is no residual, because the next batch has other samples.
 
-What a compressor remembers changes between optimizer steps only, never by call count: activation
-recomputation runs a forward pass twice and must send the same again.
+The state of a compressor changes between optimizer steps only, because recomputed activations must give the
+same message.
 
-Two ways of travelling:
+There are two kinds of exchange:
 
 - :class:`FixedMessages` for a sender and a receiver that must know a message's size in advance (pipelines);
 - :class:`CompressedCollectives` for the ranks of a group: autograd functions around messages of exactly the

@@ -22,11 +22,11 @@ from .stream import ActivationStream
 
 
 class CompressedCollectives:
-    """Collectives of a model-parallel group whose messages are a stream's, forward and backward.
+    """Collectives of a model-parallel group with compressed messages, forward and backward.
 
     All methods are collectives in both directions: every rank calls them in the same order with tensors of
-    the same shape, and runs their backward passes in the same order. ``docs/model-parallel.md`` shows them at
-    work.
+    the same shape, and runs their backward passes in the same order. ``docs/model-parallel.md`` has an
+    example.
 
     Args:
         group: Process group (gloo or nccl), None for the default one.
@@ -49,25 +49,26 @@ class CompressedCollectives:
         self.cls = cls
 
     def all_gather(self, tensor: Tensor, stream: ActivationStream) -> Tensor:
-        """Concatenate the ranks' tensors along the first dimension; others see this rank's compressed.
+        """Concatenate the ranks' tensors along the first dimension; tensors of other ranks are compressed.
 
-        The gradient of this rank's tensor is the sum of its own part's and of the others' as they come back.
+        The gradient of this rank's tensor is the sum of its own part and of the compressed gradients of the
+        others.
         """
         return self._exchanged(tensor, stream, "all_gather", None, [tensor.shape[0]] * self.world_size)
 
     def reduce_scatter(self, tensor: Tensor, stream: ActivationStream) -> Tensor:
         """Sum equal chunks (along the first dimension) of the ranks' partial sums at the chunk's rank.
 
-        What goes to other ranks is compressed, and so is its gradient. The own chunk is exact.
+        Chunks for other ranks are compressed, and so are their gradients. The own chunk is exact.
         """
         leaving = _splits(tensor.shape[0], self.world_size, None, stream)
         return self._exchanged(tensor, stream, "reduce_scatter", leaving, None)
 
     def all_reduce(self, tensor: Tensor, stream: ActivationStream) -> Tensor:
-        """Sum the ranks' compressed partial sums, the own one too: bitwise the same result on every rank.
+        """Sum the ranks' compressed partial sums, the own one included: bitwise the same result on every
+        rank.
 
-        Backward needs no communication where the gradient of the sum is the same on every rank: what is
-        decoded of the own partial sum passes it on, exactly.
+        Backward needs no communication, because the gradient of the sum is the same on every rank.
         """
         trip = _SumRoundTrip(self, stream)
         return with_gradient(tensor, trip.forward, trip.backward)
@@ -79,9 +80,9 @@ class CompressedCollectives:
         input_splits: Sequence[int] | None = None,
         output_splits: Sequence[int] | None = None,
     ) -> Tensor:
-        """Send row blocks to the ranks, compressed, and concatenate what arrives.
+        """Send compressed blocks of rows to the ranks, and concatenate the received blocks.
 
-        Gradients return by the same ways. As between experts: the own block is exact.
+        Gradients return compressed. The own block is exact.
 
         Args:
             tensor: ``[rows, ...]``.

@@ -14,11 +14,11 @@ from .stream import ActivationStream
 
 
 class Kept(NamedTuple):
-    """The part of a forward message that an end keeps until its gradient has crossed.
+    """The part of a forward message that a rank keeps until the gradient has been exchanged.
 
     Attributes:
         number: The sender's number of the message.
-        content: What the compressor keeps.
+        content: The compressor's part.
     """
 
     number: int
@@ -26,14 +26,13 @@ class Kept(NamedTuple):
 
 
 class FixedMessages:
-    """Messages between a sender and a receiver whose size follows from shape and configuration alone.
+    """Messages between two ranks whose size follows from shape and configuration alone.
 
-    A message is a number (int64), what the stream's compressor writes, and padding where that may be shorter
-    than its bound. The number says which forward message a gradient answers, so that several may be in flight
-    in any order.
+    A message is a number (int64), the compressor's payload, and padding to the fixed size. The number
+    names the forward message of a gradient, so several may be in flight in any order.
 
     Args:
-        stream: What crosses; the receiver's needs the same settings and name.
+        stream: Compressor; the receiver's needs the same settings and name.
     """
 
     def __init__(self, stream: ActivationStream) -> None:
@@ -52,7 +51,9 @@ class FixedMessages:
         return NUMBER_NBYTES + self.stream.activations.nbytes(shape, dtype)
 
     def encode(self, tensor: Tensor, number: int) -> tuple[Tensor, Kept, Encoded]:
-        """Return the forward message of ``tensor``, what to keep of it, and the figures."""
+        """Return the forward message of ``tensor``, the part to keep until its gradient returns, and the
+        statistics.
+        """
         written = self.stream.activations.encode([tensor])
         message = _numbered(number, written.messages[0], self.nbytes(tensor.shape, tensor.dtype))
         return message, Kept(number, written.kept[0]), written.encoded
@@ -70,7 +71,7 @@ class FixedMessages:
             raise PayloadError(f"{self.stream.name}: message {number}: {error}") from error
 
     def encode_gradient(self, gradient: Tensor, kept: Kept, *, exact: bool = False) -> tuple[Tensor, Encoded]:
-        """Return the message that answers ``kept``, and its figures.
+        """Return the gradient message for ``kept``, and its statistics.
 
         ``exact`` leaves no room to spare, for receivers that know which message is answered next.
         """
@@ -79,7 +80,7 @@ class FixedMessages:
         return _numbered(kept.number, body, size), encoded
 
     def decode_gradient(self, message: Tensor, awaited: dict[int, Kept], out: Tensor) -> Kept:
-        """Fill ``out`` from a gradient message; what it answers is taken out of ``awaited``.
+        """Fill ``out`` from a gradient message, and remove its forward message from ``awaited``.
 
         Raises:
             PayloadError: The message is malformed, or answers none of ``awaited``.

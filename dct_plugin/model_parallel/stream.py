@@ -19,15 +19,14 @@ logger = logging.getLogger("dct_plugin")
 
 
 class ActivationStream:
-    """Compresses what crosses at one point of the model, step after step, and the gradients that come back.
+    """Compressor of the activations that one place in the model sends, and of their gradients.
 
-    Either end has one, made of the same section and name; what one end encodes the other decodes. What
-    compressors remember changes between optimizer steps only (:meth:`end_step`): activation recomputation
-    runs a forward pass twice and must send the same again.
+    Sender and receiver each make one, with the same section and name. Its state changes between optimizer
+    steps only (:meth:`end_step`), because recomputed activations must give the same message.
 
     Args:
-        config: Settings of the point.
-        name: Name of the point, in messages and as a seed.
+        config: Settings of the place.
+        name: Name of the place, in messages and as a seed.
         rank: Rank in the group, seeds what is random, too.
         kernels: Which kernels run; the defaults when None.
     """
@@ -68,7 +67,7 @@ class ActivationStream:
 
     @property
     def training(self) -> bool:
-        """False in forward-only passes, which use what compressors remember and leave it as it is."""
+        """False in forward-only passes, which use the state of the compressors and do not change it."""
         return self.site.training
 
     @training.setter
@@ -82,7 +81,7 @@ class ActivationStream:
 
     @property
     def activations(self) -> ActivationCompressor[Any]:
-        """The compressor of activations in this step; in dense steps everything crosses."""
+        """The compressor of activations in this step; in dense steps it sends every entry."""
         return self._whole if self._is_dense else self._forward
 
     @property
@@ -92,21 +91,23 @@ class ActivationStream:
 
     @property
     def density(self) -> float:
-        """Share of the entries that is to cross forward in this step; 1 in dense steps."""
+        """Target share of the entries to send forward in this step; 1 in dense steps."""
         return self.activations.density
 
     def end_step(self) -> None:
-        """Let compressors change what they remember: an optimizer step is complete."""
+        """Update the state of the compressors after an optimizer step."""
         self._forward.end_step()
         self._gradient.end_step()
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step counter and what the compressors remember."""
+        """Return the step counter and the state of the compressors."""
         return {"step": self.step, **self._forward.state_dict(), "gradient": self._gradient.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`. Compressors of another method than the saved ones start afresh."""
+        """Restore :meth:`state_dict`. Compressors of another method than the saved ones start with a new
+        state.
+        """
         self.step = state["step"]
         for compressor, saved in ((self._forward, state), (self._gradient, state.get("gradient", {}))):
             if compressor.state_dict().keys() <= saved.keys():

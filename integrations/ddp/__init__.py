@@ -1,7 +1,6 @@
 """torch ``DistributedDataParallel``: a communication hook that reduces gradients by compressed messages.
 
-:mod:`.state` has the hook and its state. The other modules are parts of the state: gradients that leave
-before their bucket is full, local updates, names of parameters, residuals for
+:mod:`.state` has the hook and its state. :mod:`.averaged_residuals` stores residuals with
 ``torch.distributed.checkpoint``.
 """
 

@@ -18,7 +18,7 @@ from .state import DCTState
 
 
 class AveragedResiduals:
-    """The mean of the ranks' residuals, the same on all ranks, so that any number of ranks can load it.
+    """The mean of the ranks' residuals, which any number of ranks can load.
 
     ``dcp.save({"model": ..., "dct": AveragedResiduals(state)}, checkpoint_id=folder)``, and ``dcp.load`` in
     the same way. Both methods are collectives. Thresholds are measured anew after loading. A run that must

@@ -155,8 +155,8 @@ class DCTState:
     def register(self, model: DistributedDataParallel) -> DCTState:
         """Reduce the gradients of ``model`` through this state, and begin before their buckets are full.
 
-        With an ``optimizer`` this is all there is to do. ``model.register_comm_hook(state, dct_hook)``
-        reduces buckets when they are full, and knows neither the model nor names.
+        With an ``optimizer`` no other call is needed. ``model.register_comm_hook(state, dct_hook)`` instead
+        reduces buckets only when they are full, and does not know the parameters' names.
 
         Raises:
             ConfigError: The configuration does not work with this model and optimizer.
@@ -199,8 +199,8 @@ class DCTState:
         return self._early.unwatch
 
     def close(self) -> None:
-        """Take everything off the model and its optimizer, leave gradients to DDP, and print the summary.
-        What was not sent is lost; see :func:`.detach`.
+        """Remove all hooks from the model and its optimizer, and print the summary. Unsent entries are lost;
+        see :func:`.detach`.
 
         Raises:
             DCTError: A parameter was written while it held displaced weights; the write is undone.
@@ -221,7 +221,7 @@ class DCTState:
     ) -> None:
         """Train ``model`` (which DDP wraps) at displaced weights, as ``"feedback": "step_ahead"`` needs.
 
-        :meth:`register` does it by itself where the state was given the optimizer.
+        :meth:`register` calls it if the state has the optimizer.
 
         Raises:
             ConfigError: The step of this ``optimizer`` is not known, or ``feedback`` is another one.
@@ -281,7 +281,7 @@ class DCTState:
     # -- a backward pass ---
 
     def reduce(self, bucket: dist.GradBucket, done: Callable[[], None]) -> None:
-        """Reduce a full bucket beside the backward pass, then call ``done()``.
+        """Reduce a full bucket during the backward pass, then call ``done()``.
 
         The end of the pass waits for all reductions and raises their errors; see :func:`dct_hook`.
         """

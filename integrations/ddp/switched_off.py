@@ -17,7 +17,7 @@ logger = logging.getLogger("dct_plugin")
 
 
 def detach(state: DCTState) -> None:
-    """Leave gradients to DDP from the next step on, which also brings what was not sent so far.
+    """Let DDP exchange gradients after the next step, which sends all residuals.
 
     A collective, between two steps. The summary counts the steps so far.
     """

@@ -56,10 +56,11 @@ def is_compressed(model: nn.Module) -> bool:
 
 
 class ReplicaCompression:
-    """Exchanges thresholded gradients between the replicas of an FSDP2 model, in place of FSDP's all-reduce.
+    """Exchange of thresholded gradients between the replicas of an FSDP2 model, in place of FSDP's
+    all-reduce.
 
-    It is made, as :data:`compress_replicas`, on every rank after the last ``fully_shard`` or ``replicate``
-    and before the first step. It is a ``Stateful`` of ``torch.distributed.checkpoint``, and has the metrics.
+    Make it with :data:`compress_replicas` on every rank, after the last ``fully_shard`` or ``replicate`` and
+    before the first step. It is a ``Stateful`` of ``torch.distributed.checkpoint``.
 
     Args:
         model: The model; modules of it were passed to ``fully_shard`` with a mesh of two dimensions, of which
@@ -226,7 +227,7 @@ class ReplicaCompression:
         self._before_forward(root._get_fsdp_state()._lazy_init)
 
     def detach(self) -> None:
-        """Leave gradients to FSDP after the next step, which brings what was not sent so far; on every rank,
+        """Let FSDP exchange gradients after the next step, which sends all residuals. Call it on every rank,
         between two steps.
         """
         self._optimizer_steps.end_or_reject()
@@ -235,8 +236,7 @@ class ReplicaCompression:
             reducer.flush()
 
     def close(self) -> None:
-        """Take everything off the model and its optimizer, leave gradients to FSDP, and print the summary.
-        What was not sent is lost.
+        """Remove all hooks from the model and its optimizer, and print the summary. Unsent entries are lost.
 
         Raises:
             DCTError: A parameter was written while it held displaced weights; the write is undone.
@@ -315,7 +315,7 @@ class ReplicaCompression:
         self._restored()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write residuals as a checkpoint of their own, for :meth:`load`; a collective of all ranks."""
+        """Write residuals to a separate checkpoint, for :meth:`load`; a collective of all ranks."""
         import torch.distributed.checkpoint as dcp
 
         with lost_ranks.reported("save of residuals", step=self.steps.step):
@@ -324,7 +324,7 @@ class ReplicaCompression:
     def load(self, folder: str | os.PathLike[str], key: str = "dct") -> bool:
         """Restore residuals from a checkpoint of ``torch.distributed.checkpoint``, also of another mesh.
 
-        On the mesh that wrote it training goes on bitwise. On another one every replica gets the mean of the
+        On the same mesh training continues bitwise. On another one every replica gets the mean of the
         residuals, and thresholds are measured anew. A collective of all ranks.
 
         Args:

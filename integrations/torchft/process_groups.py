@@ -297,7 +297,7 @@ class _ThresholdedGroup(ProcessGroupWrapper):
 
 
 class ProcessGroupGloo(_ThresholdedGroup, torchft.ProcessGroupGloo):
-    """torchft's process group of gloo, whose all-reduce of floating-point tensors is thresholded.
+    """Process group of torchft over gloo that thresholds all-reduces of floating-point tensors.
 
     Args:
         section: The keys of the ``dct`` section.
@@ -310,8 +310,8 @@ class ProcessGroupGloo(_ThresholdedGroup, torchft.ProcessGroupGloo):
 
 
 class ProcessGroupNCCL(_ThresholdedGroup, torchft.ProcessGroupNCCL):
-    """torchft's process group of NCCL, which carries dense sums; thresholded messages travel through the host
-    by TCP, so that a replica that dies is seen at once.
+    """Process group of torchft over NCCL for dense sums. Thresholded messages go through the host by TCP, so
+    a replica that dies is detected at once.
 
     Args:
         section: The keys of the ``dct`` section.

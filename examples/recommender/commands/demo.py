@@ -101,7 +101,7 @@ class Options:
         ),
     ] = None
     quick: Annotated[
-        bool, typer.Option("--quick", help="A few seconds of training, to see that it runs; not for figures.")
+        bool, typer.Option("--quick", help="Train for a few seconds, to see that everything works.")
     ] = False
 
 

@@ -69,13 +69,13 @@ class _Options:
     ] = None
     separator: Annotated[
         str | None,
-        typer.Option(help="Between columns of a table, such as ';', '::', tab; else guessed."),
+        typer.Option(help="Separator of columns, such as ';', '::', tab; by default guessed."),
     ] = None
     header: Annotated[
         bool | None,
         typer.Option(
             "--header/--no-header",
-            help="Whether the first line of a table has the names; else guessed. Without, they are 1, 2, ...",
+            help="The first line of a table has names; by default guessed. Else columns are 1, 2, ...",
         ),
     ] = None
     model: Annotated[
@@ -96,13 +96,13 @@ class _Options:
         Path | None, typer.Option(help="Write the figures: JSON, or Markdown to a .md file.")
     ] = None
     plot: Annotated[
-        Path | None, typer.Option(help="Where --compare draws; by default beside the report.")
+        Path | None, typer.Option(help="File for the plot of --compare; by default beside the report.")
     ] = None
     save: Annotated[
         Path | None, typer.Option(help="Save each run as a DeepSpeed checkpoint in a folder of this one.")
     ] = None
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with the runs that --save wrote, for --epochs more.")
+        Path | None, typer.Option(help="Continue the runs that --save wrote, for --epochs more.")
     ] = None
     out: Annotated[Path | None, typer.Option(help="Keep the ranks' output and events in this folder.")] = None
 

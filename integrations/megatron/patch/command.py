@@ -33,7 +33,7 @@ LARGEST = 10**6
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 _HELP = """\
-Have a Megatron launch script start its training with the plugin, or take that back.
+Make a Megatron launch script start its training with the plugin, or undo this.
 
 The only edit is one insertion, -m dct_plugin.megatron, before the training script of each launch. \
 A launch that is not understood is an error that names its line, and nothing is changed. \
@@ -141,9 +141,9 @@ def patch_launch(
         typer.Option("--script", help="Further training scripts, by file name or pattern; repeatable."),
     ] = None,
     partial: Annotated[
-        bool, typer.Option("--partial", help="Patch what is understood, and leave the rest.")
+        bool, typer.Option("--partial", help="Edit the other launches if one cannot be parsed.")
     ] = False,
-    undo: Annotated[bool, typer.Option("--revert", help="Take the plugin out again.")] = False,
+    undo: Annotated[bool, typer.Option("--revert", help="Undo the edit.")] = False,
     in_place: Annotated[
         bool,
         typer.Option(
