@@ -156,4 +156,4 @@ def suggest(
     if row.data_parallel is None:
         say(f"Nothing that was measured keeps the quality of {where}.")
     for label, value in row.facts():
-        say(f"{label + ':':<9} {value}")
+        say(f"{label}: {value}")

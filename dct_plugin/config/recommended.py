@@ -56,8 +56,9 @@ class Recommendation(NamedTuple):
         return f"{self.family.value} on {self.ranks[1]} ranks at {links}, {stages}"
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """Yield what is known about the settings, each with its label."""
-        for label, measured in (("bytes", self.fewer_bytes), ("quality", self.quality), ("step", self.step)):
+        """Yield the measurements of the settings, each with its label."""
+        fewer = ("fewer bytes than fp32", self.fewer_bytes)
+        for label, measured in (fewer, ("quality", self.quality), ("step", self.step)):
             yield label, "not measured" if measured is None else f"{measured.what} (docs/{measured.source})"
         yield "if worse", self.if_worse
 
