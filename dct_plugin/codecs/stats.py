@@ -24,7 +24,7 @@ KERNEL_ERRORS = {
 
 
 class Stats:
-    """Figures of one compression.
+    """Statistics of one compression.
 
     An accelerator's backend returns :meth:`on_device` without waiting for its kernel. Asking for a figure
     then reads this compression's, one device-to-host copy; :func:`read_stats` reads those of many in one.
@@ -125,10 +125,10 @@ class Stats:
 
 
 def read_stats(stats: Iterable[Stats]) -> list[Stats]:
-    """Read the figures that still lie on a device, in one device-to-host copy per device; none if none do.
+    """Read statistics that are still on a device, in one device-to-host copy per device.
 
     Returns:
-        the same objects, whose figures are free from now on.
+        the same objects, whose statistics are now on the host.
     Raises:
         PayloadError: a payload that was decoded on the device since the last read was not valid; nothing
             of it was added.

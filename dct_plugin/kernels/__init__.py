@@ -1,4 +1,4 @@
-"""The hot loops, behind one dispatch point: :func:`get_backend`.
+"""Kernels for selection, encoding and decoding, behind one dispatch point: :func:`get_backend`.
 
 ``reference`` (plain torch, any device) defines the results; compiled backends give the same bits faster:
 ``cpu`` (C) and, on CUDA tensors, ``triton``.
@@ -65,7 +65,7 @@ _NEEDED = {
 def register_backend(
     name: str, factory: Callable[[], Backend], device_types: tuple[str, ...] = (), *, self_check: bool = False
 ) -> None:
-    """Make a backend known; ``auto`` tries it first on ``device_types``.
+    """Register a backend; ``auto`` tries it first on ``device_types``.
 
     Args:
         name: The name in ``dct.kernels.backend`` and ``DCT_KERNELS``.
@@ -87,7 +87,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def serves(name: str, device: torch.device) -> bool:
-    """Return whether a backend of :func:`backend_names` takes tensors of a device."""
+    """Return True if a backend of :func:`backend_names` supports tensors of a device."""
     if name == "auto":
         return True
     device_types = _factories[name].device_types
@@ -99,8 +99,8 @@ def get_backend(device: torch.device | str, name: str = "auto") -> Backend:
 
     Args:
         device: The device; ``auto`` looks at its type alone.
-        name: One of :func:`backend_names`. ``auto`` takes the environment variable ``DCT_KERNELS`` if it is
-            set, else the fastest backend that works here; the choice is logged once.
+        name: One of :func:`backend_names`. ``auto`` uses the environment variable ``DCT_KERNELS`` if it is
+            set, else the fastest backend that works on this machine; the choice is logged once.
 
     Raises:
         ValueError: The name is unknown, or the backend does not serve this device.

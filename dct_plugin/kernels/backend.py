@@ -29,7 +29,8 @@ from .job import Job, Tau
 
 
 class Backend(ABC):
-    """The hot loops. All tensors are 1-D, contiguous and on one device; the residual is fp32.
+    """Kernels for selection, encoding and decoding. All tensors are 1-D, contiguous and on one device; the
+    residual is fp32.
 
     Every backend writes the same bytes, residuals and decoded values, bit for bit. A payload is given as a
     uint8 tensor, or as a :class:`~dct_plugin.codecs.Payload`, whose header the host knows already.
@@ -51,9 +52,9 @@ class Backend(ABC):
         """Return a context in which a backend that ``batches`` may write the payloads of many tensors with a
         fixed number of launches.
 
-        What this thread compresses and samples in the block is done when the block ends, or when a figure is
-        read, or when another kernel is called that may need it. Neither tensors nor payloads may be touched
-        until then.
+        The work of this thread in the block is complete when the block ends, when a statistic is read, or
+        when another kernel is called that may need it. Until then neither tensors nor payloads may be read or
+        written.
         """
         return nullcontext()
 
@@ -61,7 +62,7 @@ class Backend(ABC):
 
     @abstractmethod
     def compress(self, job: Job) -> Stats:
-        """Do error feedback, selection and encoding in one go (DCT, Gupta et al., KDD 2021, section 3).
+        """Do error feedback, selection and encoding in one pass (DCT, Gupta et al., KDD 2021, section 3).
 
         ``acc = float32(grad) + residual``; entries with ``|acc| >= tau`` are kept, at most ``capacity`` of
         them, taken in positional order beginning at ``start`` and wrapping around. The payload goes to
@@ -78,7 +79,7 @@ class Backend(ABC):
         """Add the values of a payload: ``out[index] += value``; ``out`` is fp32 [numel]. Return nnz.
 
         Args:
-            positions: The payload whose positions are meant, for a payload of :meth:`encode_shared`.
+            positions: The payload that has the positions, for a payload of :meth:`encode_shared`.
 
         Raises:
             PayloadError: The payload is not valid, or not of ``out.numel()`` entries; ``out`` is untouched
@@ -90,8 +91,8 @@ class Backend(ABC):
         """Set ``outs[i] = scale * sum of the messages' i-th payloads``, in fp32, in the messages' order.
 
         A flagged payload makes all of its ``outs[i]`` NaN. ``scale`` may be multiplied in before the sum
-        where that changes no bit of a normal number (powers of 2). The time it takes depends on what the
-        payloads hold, not on the size of ``outs``.
+        where that changes no bit of a normal number (powers of 2). The time depends on the number of entries
+        in the payloads, not on the size of ``outs``.
 
         Args:
             messages: uint8; ``len(outs)`` payloads each, one behind the other.
@@ -142,7 +143,7 @@ class Backend(ABC):
 
     @abstractmethod
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
-        """Round a residual to a smaller type, stochastically: in expectation nothing changes.
+        """Round a residual stochastically to a smaller type; the expected value does not change.
 
         bf16: to one of the two numbers beside the entry. int8: to a multiple of ``2**exponent``, the smallest
         power of two of which 127 reach the largest of the :data:`.checks.PACK_BLOCK` entries that share it;

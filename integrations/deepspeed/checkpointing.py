@@ -193,8 +193,8 @@ def tell_what_is_dropped(engine: Any) -> None:
             norm = sum(float(stream["residual"].norm()) ** 2 for stream in streams) ** 0.5
             logger.warning(
                 "dct: the section switches dct.data_parallel off, and the checkpoint holds residuals: "
-                "what rank 0 owes to the model, a gradient of norm %.3g, is dropped. To pay it first, "
-                "load it with 'sparsity': 0 and 'value_dtype': 'fp32', train one step and save",
+                "the unsent gradient of rank 0, of norm %.3g, is dropped. To send it first, load the "
+                "checkpoint with 'sparsity': 0 and 'value_dtype': 'fp32', train one step and save",
                 norm,
             )  # fmt: skip
         return loaded

@@ -69,9 +69,9 @@ def report_lost(folder: str | os.PathLike[str], found: Loaded, ranks: int) -> No
     if found.ranks in (0, ranks):
         if not lost:
             return
-        kept = f"training goes on from step {step} with what its {ranks} ranks had not sent by then"
+        kept = f"training goes on from step {step} with the residuals of its {ranks} ranks"
     else:
-        kept = f"what {found.ranks} ranks had not sent by step {step} is spread over {ranks} ranks"
+        kept = f"the residuals of {found.ranks} ranks at step {step} are spread over {ranks} ranks"
     count = f"at least {lost} later steps of the earlier run"
     steps = "only what was done since that save" if lost is None else count
     logger.warning("dct: %s: %s; lost: %s", folder, kept, steps)

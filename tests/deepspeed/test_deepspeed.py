@@ -375,7 +375,7 @@ def test_disabled_changes_nothing(two: Results) -> None:
 
 def test_residuals_that_are_dropped_are_told(two: Results) -> None:
     (line,) = two[0]["off-in-mid-run/zero0-fp32"]["log"]
-    assert "the checkpoint holds residuals: what rank 0 owes to the model, a gradient of norm" in line
+    assert "the checkpoint holds residuals: the unsent gradient of rank 0, of norm" in line
     assert "'sparsity': 0" in line
     assert not two[1]["off-in-mid-run/zero0-fp32"]["log"]
 
