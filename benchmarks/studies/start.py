@@ -5,9 +5,12 @@ torch DDP, two ranks, ``adam.py``'s GPT and text, AdamW under ``OneCycleLR`` wit
 seed; bytes are all messages of the run, against fp32 gradients.
 
     python benchmarks/studies/start.py --text wikitext2_valid.txt.gz --steps 300 600 1200 --seeds 0 1 2
-    python benchmarks/studies/start.py --text wikitext2_valid.txt.gz --steps 4800 --seeds 0
+    python benchmarks/studies/start.py --text wikitext2_valid.txt.gz --steps 4800 --settings dense default
+    python benchmarks/studies/start.py --text wikitext2_valid.txt.gz --settings statistics "81, power 2"
 
-``--results`` keeps every run at once.
+``statistics`` trains dense and gives the steps at which statistics of the gradients have settled. A setting
+``N, power P`` has N dense steps, then the density falls with the power P of the step. ``--results`` keeps
+every run at once.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,44 +35,110 @@ from dct_plugin.links.team import free_port
 #: Settings of the start; None trains dense.
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "dense": None,
+    "statistics": None,
     "default": {},
     "60 + 180": {"warmup_steps": 60, "sparsity_warmup_steps": 180},
-    "power 1.5": {
-        "warmup_steps": 60,
-        "sparsity_warmup_steps": 1232,
-        "expert": {"ramp": "power"},
-    },
     "60 + 400": {"warmup_steps": 60, "sparsity_warmup_steps": 400},
 }
+#: Settings of the table.
+ROWS = ["dense", "default", "60, power 2", "60, power 1.5", "60 + 180", "60 + 400"]
+#: Levels of the statistics below which gradients count as settled.
+LEVELS = {"signal": 0.9, "drift": 0.5, "moments": 0.2}
 
 
-def train(setting: str, steps: int, seed: int, data: tuple[Any, Any]) -> dict[str, Any]:
+def section_of(setting: str) -> dict[str, Any] | None:
+    """The settings of :data:`SETTINGS`, or of ``N, power P``."""
+    if setting in SETTINGS:
+        return SETTINGS[setting]
+    dense, power = setting.split(", power ")
+    ramp = round(int(dense) * (100 ** (1 / float(power)) - 1))
+    return {"warmup_steps": int(dense), "sparsity_warmup_steps": ramp, "expert": {"ramp": "power"}}
+
+
+class Statistics:
+    """Statistics of dense gradients, each a mean over some steps.
+
+    - ``signal``: the square of the mean gradient of the ranks, relative to the mean square of their own.
+    - ``drift``: the square of the mean of about ten steps' gradients, relative to the mean of their squares.
+    - ``moments``: the change of the second moments within 20 steps, relative to them.
+    """
+
+    def __init__(self) -> None:
+        self.settled: dict[str, int] = {}
+        """Steps after which the statistics were below their levels."""
+        self._step, self._own, self._mean, self._recent_square = 0, 0.0, 0.0, 0.0
+        self._recent = self._moments = torch.zeros(())
+        self._earlier: list[torch.Tensor] = []
+
+    def observe(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+        """See the gradient of this rank and the mean of all, fp32 [parameters]."""
+        self._step += 1
+        square, squares = float(mean @ mean), own @ own
+        dist.all_reduce(squares)
+        self._own = 0.95 * self._own + 0.05 * float(squares) / dist.get_world_size()
+        self._mean = 0.95 * self._mean + 0.05 * square
+        self._recent, self._recent_square = (
+            0.9 * self._recent + 0.1 * mean,
+            0.9 * self._recent_square + 0.1 * square,
+        )
+        self._moments = 0.99 * self._moments + 0.01 * mean * mean
+        moments = self._moments / (1 - 0.99**self._step)
+        self._earlier = [*self._earlier, moments][-21:]
+        values = {
+            "signal": self._mean / self._own,
+            "drift": float(self._recent @ self._recent) / self._recent_square / (1 - 0.9**self._step),
+            "moments": float((moments - self._earlier[0]).abs().sum() / moments.sum()),
+        }
+        for name, value in values.items():
+            if self._step > 20 and value < LEVELS[name]:
+                self.settled.setdefault(name, self._step)
+
+
+def train(
+    options: argparse.Namespace, setting: str, steps: int, seed: int, data: tuple[Any, Any]
+) -> dict[str, Any]:
     """Make one run on this rank; return its loss and bytes."""
     training, held_out = data
     model = adam.model_of(seed)
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
-    section, state = SETTINGS[setting], None
+    ddp, parameters = DistributedDataParallel(model), list(model.parameters())
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+    if options.constant:
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(parameters, lr=2e-3)
+    else:
+        optimizer = torch.optim.AdamW(parameters, lr=2e-3)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
+    section, state = section_of(setting), None
     if section is not None:
         state = dct_plugin.attach(ddp, optimizer, {"data_parallel": {"sparsity": 0.99, **section}})
+    statistics = Statistics() if setting == "statistics" else None
     generator, offsets = torch.Generator().manual_seed(seed), torch.arange(adam.SEQUENCE)
     for _ in range(steps):
         starts = torch.randint(len(training) - adam.SEQUENCE - 1, (2, adam.BATCH), generator=generator)
         where = starts[dist.get_rank()][:, None] + offsets
         logits = ddp(training[where]).view(-1, adam.SYMBOLS)
-        functional.cross_entropy(logits, training[where + 1].view(-1)).backward()
+        loss = functional.cross_entropy(logits, training[where + 1].view(-1))
+        own = None if statistics is None else _flat(torch.autograd.grad(loss, parameters, retain_graph=True))
+        loss.backward()
+        if statistics is not None and own is not None:
+            statistics.observe(own, _flat([each.grad for each in parameters if each.grad is not None]))
         optimizer.step()
         optimizer.zero_grad()
-        schedule.step()
+        if schedule is not None:
+            schedule.step()
     model.eval()
     row = {"steps": steps, "seed": seed, "setting": setting, "loss": adam.held_out_loss(model, held_out)}
+    if statistics is not None:
+        row["settled"] = statistics.settled
     if state is not None:
         classes: dict[str, Any] = state.metrics.summary().classes
-        dense = 4 * steps * sum(parameter.numel() for parameter in model.parameters())
+        dense = 4 * steps * sum(parameter.numel() for parameter in parameters)
         row["times_fewer"] = dense / sum(part.sent_bytes for part in classes.values())
         dct_plugin.detach(state)
     return row
+
+
+def _flat(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.reshape(-1) for each in gradients])
 
 
 def _rank(rank: int, port: int, options: argparse.Namespace) -> None:
@@ -79,13 +149,18 @@ def _rank(rank: int, port: int, options: argparse.Namespace) -> None:
     for steps in options.steps:
         for seed in options.seeds:
             for setting in options.settings:
-                row = json.dumps(train(setting, steps, seed, data))
+                row = json.dumps(train(options, setting, steps, seed, data))
                 if rank == 0:
                     print(row, flush=True)
                     if options.results is not None:
                         with options.results.open("a") as file:
                             file.write(row + "\n")
     dist.destroy_process_group()
+
+
+def _setting(name: str) -> str:
+    section_of(name)  # raises where there is none
+    return name
 
 
 def main() -> None:
@@ -95,7 +170,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--steps", type=int, nargs="+", default=[300, 600, 1200])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
+    parser.add_argument("--settings", nargs="+", default=ROWS, type=_setting)
+    parser.add_argument("--constant", action="store_true", help="Adam at a constant rate of 2e-3")
     parser.add_argument("--results", type=Path)
     mp.spawn(_rank, (free_port(), parser.parse_args()), nprocs=2)
 

@@ -11,10 +11,11 @@ from .feedback import AutoFeedback, LocalFeedback, StepAheadFeedback
 from .known_losses import Training, known_losses
 from .optimizers import OptimizerFamily
 
-#: Dense steps, and steps after them in which the density falls; the largest share of a run for each.
-DENSE, RAMP = (60, 0.1), (180, 0.6)
-#: The density falls with this power of the step, until it is the target, unless the run is too short for it.
-FALL = 2.0
+#: Dense steps with step-ahead and without, steps after them in which the density falls, and the largest share
+#: of a run for each.
+DENSE, RAMP, SHARES = (40, 60), 180, (0.1, 0.6)
+#: With step-ahead the density falls with this power of the step, unless the run is too short for it.
+FALL = 1.5
 #: Sparsity of local error feedback where it is known to lose at 0.99, or nothing is known.
 GENTLE = 0.9
 
@@ -200,15 +201,17 @@ def _start(
     settings: DataParallelConfig, sparsity: float, steps: int | None, *, is_ahead: bool
 ) -> tuple[dict[str, object], str]:
     """Return the settings of the start of a run of so many steps (None: not known), and a description."""
-    dense, ramp = (most if steps is None else min(most, int(steps * share)) for most, share in (DENSE, RAMP))
+    dense, ramp = DENSE[0] if is_ahead else DENSE[1], RAMP
+    if steps is not None:
+        dense, ramp = min(dense, int(steps * SHARES[0])), min(ramp, int(steps * SHARES[1]))
     start: dict[str, object] = {}
-    fall = round(DENSE[0] * ((1.0 - sparsity) ** (-1.0 / FALL) - 1.0))
     is_free = is_ahead and settings.warmup_steps is None and settings.sparsity_warmup_steps is None
+    fall = round(DENSE[0] * ((1.0 - sparsity) ** (-1.0 / FALL) - 1.0))
     if is_free and (steps is None or steps >= DENSE[0] + fall):
         ramp = max(ramp, fall)
         start["expert"] = {**settings.expert.model_dump(exclude_unset=True), "ramp": "power"}
     elif is_free and steps is not None:
-        ramp = int(steps * RAMP[1])
+        ramp = int(steps * SHARES[1])
     dense = dense if settings.warmup_steps is None else settings.warmup_steps
     ramp = ramp if settings.sparsity_warmup_steps is None else settings.sparsity_warmup_steps
     start |= {"warmup_steps": dense, "sparsity_warmup_steps": ramp}

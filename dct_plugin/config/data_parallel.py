@@ -200,13 +200,13 @@ class DataParallelConfig(Section):
     """
     warmup_steps: int | None = Field(default=None, ge=0)
     """Number of first optimizer steps whose gradients are sent dense. null is 0. With feedback auto it is 0
-    for Adagrad and plain SGD, else 60, or a tenth of a run that is known to be shorter than 600 steps.
+    for Adagrad and plain SGD, 40 with step-ahead, else 60, and at most a tenth of a run of known length.
 
     A longer start if the loss still falls fast after it.
     """
     sparsity_warmup_steps: int | None = Field(default=None, ge=0)
     """Number of steps after the dense ones in which the density falls to its target (the ramp). null is 0.
-    With feedback auto it is 0 for Adagrad and plain SGD, 540 with step-ahead at 0.99, else 180, or six
+    With feedback auto it is 0 for Adagrad and plain SGD, 822 with step-ahead at 0.99, else 180, or six
     tenths of a run that is too short for that.
 
     A longer ramp if the loss rises when the dense steps end.
@@ -215,7 +215,7 @@ class DataParallelConfig(Section):
     """Number of optimizer steps of the run. A short run gets a shorter start. null uses the number that the
     host or its scheduler knows.
 
-    In runs of fewer than 600 steps, if the log says that the length is not known
+    In runs of fewer than 900 steps, if the log says that the length is not known
     ([effect](quality.md#the-start-by-the-length-of-the-run)).
     """
     adaptive: Annotated[AccordionConfig | None, OR_FALSE, written_short("kind")] = None

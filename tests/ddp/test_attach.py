@@ -145,7 +145,7 @@ def test_feedback_follows_the_optimizer() -> None:
         if name != "plain"
     }
     assert chosen == {
-        "AdamW": ("step_ahead", 0.99, (60, 540)),
+        "AdamW": ("step_ahead", 0.99, (40, 822)),
         "short": ("step_ahead", 0.99, (4, 24)),
         "own start": ("step_ahead", 0.99, (2, 24)),
         "wrapped": ("step_ahead", 0.99, (4, 24)),
@@ -203,12 +203,12 @@ def _told_length(rank: int, world_size: int) -> dict[str, tuple[tuple[int, int],
 def test_a_short_run_has_a_shorter_start() -> None:
     found, _ = run(2, _told_length)
     unknown = (
-        "a ramp of 540; the length of the run is not known (data_parallel.total_steps): its first 300 steps "
-        "send 3x fewer bytes than fp32, its first 600 6x"
+        "a ramp of 822; the length of the run is not known (data_parallel.total_steps): its first 300 steps "
+        "send 4x fewer bytes than fp32, its first 600 8x"
     )
     for name, (start, line) in found.items():
         is_told = not name.endswith(" not")
-        assert start == ((4, 24) if is_told else (60, 540)), name
+        assert start == ((4, 24) if is_told else (40, 822)), name
         assert ("4 dense steps and a ramp of 24 (of 40 steps)" if is_told else unknown) in line, name
 
 
