@@ -135,7 +135,7 @@ def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row
     once = payload_nbytes + 8 * opened.nnz
     add("decode and add", lambda: kernels.decode_add(opened, target), once)
     add("sum of 2 messages", lambda: kernels.sum_messages([payload, payload], [target], 0.5), 2 * once)
-    if kernels.writes_slots:
+    if not kernels.lengths_on_host:
         writer = MessageWriter(torch.device("cuda"))
         writer.reserve(payload_nbytes).copy_(payload)
         counts = torch.tensor([payload_nbytes, 0, 0, 0], device="cuda")
@@ -211,7 +211,7 @@ class BackToSender:
             encoded = [s.encode(g, [(0, g.numel(), self.writer)], clear=True) for s, g in pairs]
         stats = [part for each in encoded for part in each.stats]
         late = 1
-        if self.size and self.kernels.writes_slots:
+        if self.size and not self.kernels.lengths_on_host:
             frame = torch.empty(slot_bytes([self.size]), dtype=torch.uint8, device="cuda")
             self.kernels.write_slot(self.writer, frame, 0)
             wrong, missing = self.kernels.sum_slots(frame, [(0, frame.numel())], grads, 1.0)

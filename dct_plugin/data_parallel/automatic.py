@@ -54,9 +54,10 @@ class AutomaticSparsity(AddOn):
 
     def __init__(self, group: StreamGroup, settings: Sequence[Setting], topologies: Topologies) -> None:
         self._group, self._settings, self._topologies = group, settings, topologies
-        # Sends all that residuals hold: in fp32, so that nothing is rounded, unless this is a device, where
-        # slots are laid out for one type of values.
-        self._flush = Setting(0.0, group.settings.value_dtype if group.fixed_size else "fp32")
+        # Sends all that residuals hold: in fp32, so that nothing is rounded, unless lengths stay on a device:
+        # capacities of slots are agreed for one type of values.
+        on_host = group.backend.lengths_on_host
+        self._flush = Setting(0.0, "fp32" if on_host else group.settings.value_dtype)
         self.current = settings[0]
         """The setting of the coming step, the same on all ranks."""
         self._holds_residuals = False
@@ -77,8 +78,8 @@ class AutomaticSparsity(AddOn):
         config, group = context.config, context.group
         if config.quality is None or group.world_size == 1:
             return None
-        # Slots are laid out for one type of values. The lossless code runs on the CPU.
-        is_free = not group.fixed_size
+        # Capacities of slots are agreed for one type of values. The lossless code runs on the CPU.
+        is_free = group.backend.lengths_on_host
         settings = settings_within(config, all_types=is_free, lossless=is_free and group.device.type == "cpu")
         return cls(group, settings, context.topologies)
 

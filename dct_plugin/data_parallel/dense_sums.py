@@ -81,7 +81,7 @@ class DenseSums:
     def _agree(self, plan: ReductionPlan) -> None:
         # A rank whose warm-up is over would wait in another collective for ever.
         exchange, step = self._group.exchange, self._group.step
-        if not plan.fixed_size:
+        if self._group.backend.lengths_on_host:
             exchange.agree(plan.fingerprint)
         elif not self._agreed.has(plan.fingerprint):  # waits for a device: once, on the step as well
             exchange.agree((plan.fingerprint + step) % (1 << 63))
@@ -106,7 +106,7 @@ class DenseSums:
             tensor.copy_(reduced)
 
     def _look_for_nonfinite(self, planned: Sequence[PlannedTensor], flat: Tensor) -> None:
-        if self._group.fixed_size:
+        if not self._group.backend.lengths_on_host:
             flags = overflow_flags([each.tensor for each in planned])
             self._suspects.append(([each.name for each in planned], flags))
         elif has_overflow(flat):

@@ -7,15 +7,12 @@ gathered inside the node. So a node has one residual, of which each rank keeps i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from torch import Tensor
-
 from ..metrics import Record
-from .node_chunks import NodeChunks
 from .node_ranks import Entries, NodeRanks, Part, Wanted, common
-from .plan import PlannedTensor, ReductionPlan, Shard
+from .plan import Shard
 from .stream_group import StreamGroup
 from .topology import Topology
 
@@ -55,44 +52,6 @@ class Hierarchical(Topology):
         if owners is None:
             return parts, None
         return parts, [self._nodes_as_owners(name, owners[name]) for name, _ in parts]
-
-    def parts(self, entries: Entries) -> Entries:
-        return self._parts(entries, self._node.position)
-
-    def in_node(
-        self, entries: Entries, plan: ReductionPlan, observe: Callable[[Entries], None]
-    ) -> NodeChunks | None:
-        group, node = self._group, self._node
-        whole = ReductionPlan(
-            self.name,
-            [PlannedTensor(n, t, [Shard(0, 0, t.numel())], self._is_small(n, t)) for n, t in entries],
-        )
-        chunks = [
-            [(each.name, each.tensor) for each in chunk.tensors]
-            # Not by sparsity(): it may depend on a rank's part, and the node's ranks need the same chunks.
-            for chunk in whole.chunks(lambda _: group.schedule.density(group.step))
-        ]
-        plans = [
-            [self._plan(self._parts(chunk, rank), plan, first=chunk is chunks[0]) for chunk in chunks]
-            for rank in range(node.size)
-        ]
-        return NodeChunks(node, chunks, plans, observe, group.step)
-
-    def _parts(self, entries: Entries, rank: int) -> Entries:
-        """Return what a rank of the node has of tensors; writes there do not count as writes of the host."""
-        parts = [(n, t.data[slice(*self._node.parts(n, t.numel())[rank])]) for n, t in entries]
-        return [(name, part) for name, part in parts if part.numel()]
-
-    def _is_small(self, name: str, tensor: Tensor) -> bool:
-        return self._group.is_small(name, tensor.numel())
-
-    def _plan(self, parts: Entries, plan: ReductionPlan, *, first: bool) -> ReductionPlan:
-        """Return the part of ``plan`` with these parts of tensors."""
-        tensors = []
-        for name, part in parts:
-            small = self._is_small(name, part)
-            tensors.append(PlannedTensor(name, part, self.shards(name, part.numel(), small=small), small))
-        return ReductionPlan(self.name, tensors, plan.scale, plan.compared if first else [])
 
     def entered(self) -> AbstractContextManager[None]:
         return self._node.failing_together()

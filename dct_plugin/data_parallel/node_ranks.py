@@ -111,16 +111,6 @@ class NodeRanks:
             _mean_into(found[name], [mine, *(theirs[index] for theirs in received)])
         return [(name, found[name]) for name, _ in entries if found[name].numel()]
 
-    def share(self, messages: Sequence[Tensor], fingerprint: int) -> list[list[Tensor]]:
-        """Return the messages that each rank of the node gives; a collective. All give as many."""
-        with self.failing_together():
-            sizes = torch.tensor([message.numel() for message in messages], device=self.exchange.device)
-            own = torch.cat([sizes.view(torch.uint8), *messages])
-        begin = 8 * len(messages)
-        with self._recorded():
-            arrived = self.exchange.all_gather(own, fingerprint)
-        return [list(each[begin:].split(each[:begin].clone().view(torch.int64).tolist())) for each in arrived]
-
     def gather(
         self, operation: str, entries: Entries, wanted: Wanted | None = None, held: Wanted | None = None
     ) -> None:

@@ -25,11 +25,10 @@ from ..config import DataParallelConfig, NoFeedback, ParametersConfig
 from ..kernels.checks import split_message
 from ..metrics import Record
 from ..stream import add_payload, encode_all
-from ..transport.fixed_size import SlotTransfer
-from .fixed_size import FixedSizeReductions
+from ..transport.slots import Slots
 from .node_ranks import NodeRanks
 from .node_updates import UpdatesBetweenNodes
-from .pipelined import PipelinedExchange
+from .pending_exchanges import PendingExchanges
 from .plan import PlannedTensor, ReductionPlan, Shard
 from .stream_group import GroupOptions, Ranks, StreamGroup, WrittenTensor
 from .topology import Destination, Phase
@@ -75,7 +74,7 @@ class ParameterUpdates(StreamGroup):
                 node, self.layout, self.rank, pending=config.feedback.looks_ahead
             )
         self._value_dtype = ValueDtype.parse(self.config.value_dtype)
-        self._fixed_size = FixedSizeReductions(self, "parameter") if self.fixed_size else None
+        self._exchanges = PendingExchanges(self, "parameter")
         self._phase = _MastersToAll(self)
 
     def full(self, dtype: torch.dtype) -> bool:
@@ -116,7 +115,6 @@ class ParameterUpdates(StreamGroup):
             ValueError: The shards of a tensor do not cover it.
         """
         self._phase.master_of = master_of
-        fixed_size = self._fixed_size
         between = self._between_nodes
         with self.recorded("parameter") as whole:
             with self.exchange.preparing():
@@ -130,14 +128,11 @@ class ParameterUpdates(StreamGroup):
                         for n, t, shards in entries
                         for s, owner in between.exchanged(shards)
                     ]
-                plan = ReductionPlan("parameters", tensors, fixed_size=fixed_size is not None)
-            if fixed_size is not None and fixed_size.knows([self._phase], plan):
-                fixed_size.start([self._phase], plan, whole)
-            else:
-                remember = None if fixed_size is None else fixed_size.remember
-                PipelinedExchange(self, [self._phase], [plan], whole, remember).finish()
-        if fixed_size is not None:
-            fixed_size.finish()
+                plan = ReductionPlan(self.operation("parameters"), tensors)
+            exchange = self._exchanges.begin([self._phase], plan, whole)
+            exchange.post()
+            self._exchanges.complete(exchange)
+        self._exchanges.finish()
         if between is not None:
             between.gather(entries, self._phase.pending_of)
 
@@ -253,10 +248,10 @@ class _WeightsOf(Destination):
             for working, payload in zip(self.tensors, split_message(messages, 0, self.tensors), strict=True):
                 add_payload(self.group.backend, payload, working)
 
-    def add_slots(self, slots: SlotTransfer) -> tuple[Tensor, Tensor]:
+    def add_slots(self, slots: Slots) -> tuple[Tensor, Tensor]:
         self._clear()
         bounds = slots.bounds[self.senders[0]]
-        return self.group.backend.sum_slots(slots.arriving, [bounds], self.tensors, 1.0, spare=True)
+        return self.group.backend.sum_slots(slots.received, [bounds], self.tensors, 1.0, spare=True)
 
     def _clear(self) -> None:
         if self._replaced:

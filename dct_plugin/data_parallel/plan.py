@@ -11,13 +11,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..transport.exchange import most_bytes
-from ..transport.fixed_size import FIXED_SIZE
 
 #: Fewest entries of a shard when a tensor is split over owners: below, headers outweigh the balance.
 MIN_SHARD = 16_384
-#: Entries sent that are worth a message of their own, some 100 kB; a last chunk of fewer than
-#: :data:`SMALLEST_CHUNK` joins the one before.
-CHUNK, SMALLEST_CHUNK = 50_000, 12_500
+#: A last chunk with a smaller share of the entries that a chunk is to send joins the one before.
+SMALLEST_CHUNK = 0.25
 
 
 class Shard(NamedTuple):
@@ -54,11 +52,11 @@ def shards_in(start: int, numel: int, each: int) -> list[Shard]:
 def fingerprint_of(
     operation: str, tensors: tuple[tuple[str, int, tuple[Shard, ...]], ...], compared: tuple[str, ...] = ()
 ) -> int:
-    """Return a 63-bit description of an operation on tensors, given by name, entries and shards."""
+    """Return a 62-bit description of an operation on tensors, given by name, entries and shards."""
     text = [operation, *(f"{name}:{numel}:{list(shards)}" for name, numel, shards in tensors), *compared]
     low = zlib.crc32("\n".join(text).encode())
     high = zlib.adler32("\n".join(text).encode())
-    return (high << 31 ^ low) & (FIXED_SIZE - 1)
+    return (high << 31 ^ low) & ((1 << 62) - 1)
 
 
 @dataclass
@@ -105,39 +103,36 @@ class ReductionPlan:
     """Names of tensors that add-ons compare between ranks after the reduction."""
     sums_everywhere: bool = True
     """True if every rank gets the whole sums; otherwise each owner gets its part."""
-    fixed_size: bool = False
-    """True if messages travel in slots of fixed size once their sizes are known."""
     fingerprint: int = field(init=False)
 
     def __post_init__(self) -> None:
         tensors = tuple([(each.name, each.tensor.numel(), tuple(each.shards)) for each in self.tensors])
         self.fingerprint = fingerprint_of(self.operation, tensors, tuple(self.compared))
-        if self.fixed_size:
-            self.fingerprint |= FIXED_SIZE
 
-    def chunks(self, density: Callable[[PlannedTensor], float]) -> list[ReductionPlan]:
+    def chunks(self, density: Callable[[PlannedTensor], float], entries: float) -> list[ReductionPlan]:
         """Cut the plan, in order, between tensors: while the message of a chunk travels, the next is made.
 
         Args:
             density: Share of a tensor's entries that is sent; the same on every rank.
+            entries: Entries sent that are worth a message of their own.
         """
         groups: list[list[PlannedTensor]] = []
-        kept = float(CHUNK)
+        kept = entries
         for tensor in self.tensors:
-            if kept >= CHUNK:
+            if kept >= entries:
                 groups.append([])
                 kept = 0.0
             groups[-1].append(tensor)
             kept += tensor.tensor.numel() * (1.0 if tensor.small else density(tensor))
-        if kept < SMALLEST_CHUNK and len(groups) > 1:
+        if kept < SMALLEST_CHUNK * entries and len(groups) > 1:
             last = groups.pop()
             groups[-1] += last
-        if self.fixed_size or len(groups) <= 1:
+        if len(groups) <= 1:
             return [self]
         # The first chunk carries the names that are compared.
         compared = [self.compared] + [[]] * (len(groups) - 1)
         return [
-            ReductionPlan(self.operation, group, self.scale, names)
+            ReductionPlan(self.operation, group, self.scale, names, self.sums_everywhere)
             for group, names in zip(groups, compared, strict=True)
         ]
 

@@ -1,12 +1,12 @@
 """The reducer: gradients of a data-parallel group, summed through compressed messages.
 
-A reducer has topologies (which rank sends what to whom: :mod:`.topologies`), a transport (:mod:`.pipelined`,
-or :mod:`.fixed_size` where sizes stay on a device) and add-ons (:mod:`.add_ons`).
+A reducer has topologies (which rank sends what to whom: :mod:`.topologies`), exchanges of their messages
+(:mod:`.plan_exchange`) and add-ons (:mod:`.add_ons`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -20,10 +20,9 @@ from ..stream import Compressor
 from .add_on import AddOn, ReducerContext
 from .add_ons import add_ons_of
 from .dense_sums import DenseSums
-from .fixed_size import FixedSizeReductions
-from .node_chunks import NodeChunks
-from .pipelined import PipelinedExchange
+from .pending_exchanges import PendingExchanges
 from .plan import PlannedTensor, ReductionPlan, Shard
+from .plan_exchange import PlanExchange
 from .stream_group import GroupOptions, Ranks, Sparsity, StreamGroup
 from .topologies import Topologies
 from .topology import Topology
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
 _AddOn = TypeVar("_AddOn", bound=AddOn)
 _Entries = Sequence[tuple[str, Tensor]]
+_Shards = Sequence[Sequence[Shard]]
 
 #: Bytes of tensors below ``min_numel`` in a bucket that are worth two exchanges of their own.
 SMALL_APART = 4096
@@ -71,10 +71,6 @@ class GradientReducer(StreamGroup):
         transactional = transactional or config.nonfinite_action == "skip"
         super().__init__(config, ranks, transactional=transactional, **options)
         self.config, self.loss_scale = self.settings, loss_scale
-        self.deferred = False
-        """True if the host calls :meth:`finish` before it uses what was reduced. The reducer then waits for a
-        device there, not in every reduction.
-        """
         self.flushed = False
         """True if a step has brought all that residuals held, after :meth:`flush`."""
         self._flushes = False
@@ -84,9 +80,7 @@ class GradientReducer(StreamGroup):
         """
         self.topologies = Topologies(self)
         self._dense = DenseSums(self, self.config.dense_steps)
-        self._fixed_size = (
-            FixedSizeReductions(self, "gradient", self.after_reduce) if self.fixed_size else None
-        )
+        self.exchanges = PendingExchanges(self, "gradient", self.after_reduce)
         self.add_ons = add_ons_of(ReducerContext(self, self.config, self.topologies, optimizer))
         self._dense.add_ons = self.add_ons
 
@@ -103,7 +97,7 @@ class GradientReducer(StreamGroup):
 
     # -- collectives ---
 
-    def all_reduce(self, entries: Sequence[tuple[str, Tensor]], *, scale: float = 1.0) -> None:
+    def all_reduce(self, entries: _Entries, *, scale: float = 1.0) -> None:
         """Replace every tensor by ``scale`` times its thresholded sum over the ranks, bitwise the same on
         all.
 
@@ -117,12 +111,7 @@ class GradientReducer(StreamGroup):
             PayloadError: A message arrived damaged.
         """
         self.begin(entries, scale=scale).finish()
-
-    def begin(self, entries: Sequence[tuple[str, Tensor]], *, scale: float = 1.0) -> Reduction:
-        """Begin an :meth:`all_reduce` of tensors that get their gradients one after the other; one at a
-        time.
-        """
-        return Reduction(self, entries, scale)
+        self.finish()
 
     def reduce_scatter(
         self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]], *, scale: float = 1.0
@@ -135,30 +124,35 @@ class GradientReducer(StreamGroup):
             scale: For an average, one over the world size.
 
         Raises:
-            DesyncError: A rank failed or reduces other tensors.
-            PayloadError: A message arrived damaged.
+            DesyncError, PayloadError: See :meth:`all_reduce`.
             ValueError: The shards of a tensor do not cover it.
         """
-        scatter, self.topologies.sums_at_owners = self.topologies.scatter, True
-        with self.recorded("gradient") as whole:
-            gradients, shards = scatter.enter(
-                [(name, tensor) for name, tensor, _ in entries], [shards for *_, shards in entries], whole
-            )
-            with scatter.entered():
-                self.observe(gradients)
-                if not self.reduce_dense(gradients, scale, whole):
-                    self.reduce(scatter, self.plan(scatter, gradients, scale, shards), whole)
-        if not self.deferred or self.node is not None:
-            self.finish()
+        self.begin_scatter(entries, scale=scale).finish()
+        self.finish()
+
+    def begin(self, entries: _Entries, *, scale: float = 1.0) -> Reduction:
+        """Return an :meth:`all_reduce` that is to be posted and finished. Its sums are there after
+        :meth:`finish`.
+        """
+        return Reduction(self, entries, scale)
+
+    def begin_scatter(
+        self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]], *, scale: float = 1.0
+    ) -> Reduction:
+        """Return a :meth:`reduce_scatter`, see :meth:`begin`."""
+        self.topologies.sums_at_owners = True
+        tensors = [(name, tensor) for name, tensor, _ in entries]
+        return Reduction(self, tensors, scale, [shards for *_, shards in entries])
 
     def finish(self) -> None:
-        """Wait for all reductions, whatever :attr:`deferred` says; a collective.
+        """Complete the sums of all reductions that were finished; a collective.
+
+        It waits for the device, and sends what did not fit; with nodes, their ranks gather the sums.
 
         Raises:
             DesyncError, PayloadError: See :meth:`all_reduce`.
         """
-        if self._fixed_size is not None:
-            self._fixed_size.finish()
+        self.exchanges.finish()
         self.topologies.everywhere.leave()
         self.topologies.scatter.leave()
 
@@ -166,15 +160,14 @@ class GradientReducer(StreamGroup):
         """Note that the host copied a tensor that was reduced since the last :meth:`finish`, and uses the
         copy ``tensor``. If a message did not fit its slot, :meth:`finish` corrects the copy.
         """
-        if self._fixed_size is not None:
-            self._fixed_size.replace_result(name, tensor)
+        self.exchanges.replace_result(name, tensor)
 
     def flush(self) -> None:
         """Send all gradients and residuals from the next step on, before the host continues without this
         reducer; call it on every rank.
         """
         self._flushes = True
-        if not self.fixed_size:  # slots are laid out for one type of values
+        if self.backend.lengths_on_host:  # capacities of slots are agreed for one type of values
             self.set_value_dtype("fp32")
 
     def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
@@ -198,17 +191,6 @@ class GradientReducer(StreamGroup):
 
     # -- the steps of a reduction ---
 
-    @property
-    def in_parts(self) -> bool:
-        """True if tensors can leave one after the other, since nothing takes all of them at once."""
-        at_once = self.fixed_size or self._dense.active
-        return not (at_once or any(each.exchanges for each in self.add_ons))
-
-    @property
-    def in_chunks(self) -> bool:
-        """True if the ranks of a node sum tensors chunk by chunk, and give each other messages."""
-        return not (self.node is None or self.fixed_size or self._dense.active)
-
     def sparsity(self, name: str) -> Sparsity:
         """Return the sparsity of a tensor in this step."""
         if self._flushes:
@@ -218,14 +200,10 @@ class GradientReducer(StreamGroup):
             sparsity = add_on.sparsity(name, sparsity)
         return sparsity
 
-    def plan(
-        self,
-        topology: Topology,
-        entries: _Entries,
-        scale: float,
-        shards: Sequence[Sequence[Shard]] | None = None,
-    ) -> ReductionPlan:
-        """Return the plan of an :meth:`all_reduce`, or of a :meth:`reduce_scatter` of ``shards``."""
+    def post(
+        self, topology: Topology, entries: _Entries, scale: float, shards: _Shards | None, whole: Record
+    ) -> PlanExchange:
+        """Send the messages of tensors that are exchanged together."""
         with self.exchange.preparing():
             tensors = []
             for index, (name, tensor) in enumerate(entries):
@@ -236,52 +214,21 @@ class GradientReducer(StreamGroup):
                 tensors.append(PlannedTensor(name, tensor, list(parts), small))
             large = [each.name for each in tensors if not each.small]
             compared = [name for add_on in self.add_ons for name in add_on.compared(large)]
-            return ReductionPlan(
-                topology.name,
-                tensors,
-                scale * self.ranks_inside,
-                compared,
-                topology.sums_everywhere,
-                self.fixed_size,
+            operation = self.operation(topology.name)
+            plan = ReductionPlan(
+                operation, tensors, scale * self.ranks_inside, compared, topology.sums_everywhere
             )
-
-    def pipelined(
-        self, topology: Topology, plan: ReductionPlan, whole: Record, inside: NodeChunks | None = None
-    ) -> PipelinedExchange:
-        """Return an exchange of the plan in chunks, or in those of the node."""
-        with self.exchange.preparing():
-            chunks = (
-                plan.chunks(lambda tensor: self.sparsity(tensor.name).density)
-                if inside is None
-                else inside.own
-            )
-        remember = None if self._fixed_size is None else self._fixed_size.remember
-        return PipelinedExchange(self, topology.phases, chunks, whole, remember, inside)
-
-    def reduce(
-        self, topology: Topology, plan: ReductionPlan, whole: Record, inside: NodeChunks | None = None
-    ) -> None:
-        """Reduce the tensors of a plan, or queue that."""
-        fixed_size = self._fixed_size
-        if fixed_size is not None:
-            fixed_size.finish_before(plan)
+        exchange = self.exchanges.begin(topology.phases, plan, whole)
         for add_on in self.add_ons:
             add_on.before_reduce(plan, whole)
-        if fixed_size is not None and fixed_size.knows(topology.phases, plan):
-            fixed_size.start(topology.phases, plan, whole)
-        else:
-            self.pipelined(topology, plan, whole, inside).finish()
-            self.after_reduce(plan)
+        exchange.post()
+        return exchange
 
-    def reduce_dense(self, entries: Sequence[tuple[str, Tensor]], scale: float, whole: Record) -> bool:
+    def reduce_dense(self, entries: _Entries, scale: float, whole: Record) -> bool:
         """Sum tensors as the host framework would, if this step is dense; return whether it is."""
         if self._dense.active:
-            plan = ReductionPlan(
-                "dense",
-                [PlannedTensor(n, t, [Shard(0, 0, t.numel())], False) for n, t in entries],
-                scale * self.ranks_inside,
-                fixed_size=self.fixed_size,
-            )
+            tensors = [PlannedTensor(n, t, [Shard(0, 0, t.numel())], False) for n, t in entries]
+            plan = ReductionPlan(self.operation("dense"), tensors, scale * self.ranks_inside)
             self._dense.reduce(plan, whole)
         return self._dense.active
 
@@ -403,104 +350,54 @@ def _by_topology(reducer: GradientReducer, entries: _Entries) -> list[tuple[Topo
 
 
 class Reduction:
-    """An :meth:`~GradientReducer.all_reduce` of tensors that get their gradients one after the other.
+    """A reduction in two halves, between which its messages travel.
 
-    Tensors that have their gradients can be on their way before the last ones have theirs. All calls together
-    are one collective; ranks may call :meth:`advance` when and as often as they like.
+    Both halves are collectives. One reduction is finished before the next one is posted.
 
     Args:
         reducer: Reducer of the tensors.
         entries, scale: See :meth:`~GradientReducer.all_reduce`.
+        shards: By entry, the parts and their owners, see :meth:`~GradientReducer.reduce_scatter`; None for an
+            all-reduce.
     """
 
-    def __init__(self, reducer: GradientReducer, entries: Sequence[tuple[str, Tensor]], scale: float) -> None:
-        self._reducer, self._entries, self._scale = reducer, entries, scale
+    def __init__(
+        self, reducer: GradientReducer, entries: _Entries, scale: float, shards: _Shards | None = None
+    ) -> None:
+        self._reducer, self._entries, self._scale, self._shards = reducer, entries, scale, shards
         self._whole = Record("gradient", tensors=0)
-        self._parts = _by_topology(reducer, entries)
-        self._plan: ReductionPlan | None = None
-        self._exchange: PipelinedExchange | None = None
-        self._inside: NodeChunks | None = None
-        self._observed = 0
+        self._exchanges: list[PlanExchange] | None = None
 
-    def advance(self, ready: int, idle: Callable[[], bool]) -> None:
-        """Send what can be sent, and add up what comes as long as the caller is ``idle()``.
-
-        Args:
-            ready: So many of the first tensors have their gradients.
-            idle: Returns whether the caller has nothing else to do.
+    def post(self) -> None:
+        """Send the messages of all tensors. Gradients become zeros; a dense step sums them now.
 
         Raises:
             DesyncError, PayloadError: See :meth:`~GradientReducer.all_reduce`.
         """
-        reducer = self._reducer
-        if not reducer.in_parts:
-            return
-        with reducer.recording(self._whole):
-            topology, first = self._parts[0]
-            if self._exchange is None:
-                self._plan, self._inside = self._planned(topology, first)
-                self._exchange = reducer.pipelined(topology, self._plan, self._whole, self._inside)
-            if len(first) < len(self._entries):
-                names = {name for name, _ in first}
-                available = sum(name in names for name, _ in self._entries[:ready])
-            else:
-                available = ready
-            with reducer.exchange.preparing(posts=self._exchange.unposted):
-                self._observe(ready)
-                self._exchange.post(available)
-            while self._exchange.collectable and idle():
-                self._exchange.collect()
+        reducer, whole, topologies = self._reducer, self._whole, self._reducer.topologies
+        self._topology = topology = topologies.everywhere if self._shards is None else topologies.scatter
+        self._exchanges = []
+        with reducer.recording(whole):
+            entries, shards = topology.enter(self._entries, self._shards, whole)
+            with topology.entered():
+                with reducer.exchange.preparing():
+                    reducer.observe(entries)
+                if not reducer.reduce_dense(entries, self._scale, whole):
+                    parts = [(topology, entries)] if shards is not None else _by_topology(reducer, entries)
+                    for each, tensors in parts:
+                        self._exchanges.append(reducer.post(each, tensors, self._scale, shards, whole))
 
     def finish(self) -> None:
-        """Reduce the other tensors; all of them have their gradients, and then hold the sums.
+        """Receive the messages and add them up; posts them first, unless that has been done.
 
         Raises:
             DesyncError, PayloadError: See :meth:`~GradientReducer.all_reduce`.
         """
-        reducer, whole = self._reducer, self._whole
-        with reducer.recording(whole):
-            if self._exchange is not None and self._plan is not None:
-                with reducer.exchange.preparing(posts=self._exchange.unposted):
-                    self._observe(len(self._entries))
-                self._exchange.finish()
-                reducer.after_reduce(self._plan)
-                self._reduce(self._parts[1:])
-            elif reducer.in_chunks:
-                self._reduce(self._parts)
-            else:
-                topology = reducer.topologies.everywhere
-                self._entries, _ = topology.enter(self._entries, None, whole)
-                self._parts = _by_topology(reducer, self._entries)
-                with topology.entered():
-                    self._observe(len(self._entries))
-                    if not reducer.reduce_dense(self._entries, self._scale, whole):
-                        self._reduce(self._parts)
+        if self._exchanges is None:
+            self.post()
+        reducer = self._reducer
+        with reducer.recording(self._whole), self._topology.entered():
+            for exchange in self._exchanges or ():
+                reducer.exchanges.complete(exchange)
         if reducer.metrics is not None:
-            reducer.metrics.record(whole)
-        if not reducer.deferred:
-            reducer.finish()
-
-    def _reduce(self, parts: Sequence[tuple[Topology, _Entries]]) -> None:
-        reducer = self._reducer
-        for topology, entries in parts:
-            plan, inside = self._planned(topology, entries)
-            if inside is not None and not reducer.in_parts:
-                with reducer.exchange.preparing(posts=len(inside.sizes)):
-                    inside.enter(len(inside.sizes) - 1, self._whole)
-            reducer.reduce(topology, plan, self._whole, inside)
-
-    def _planned(self, topology: Topology, entries: _Entries) -> tuple[ReductionPlan, NodeChunks | None]:
-        """Return the plan of tensors, and what the ranks of the node do with their chunks."""
-        reducer = self._reducer
-        if not reducer.in_chunks:
-            return reducer.plan(topology, entries, self._scale), None
-        plan = reducer.plan(topology, topology.parts(entries), self._scale)
-        return plan, topology.in_node(entries, plan, reducer.observe)
-
-    def _observe(self, ready: int) -> None:
-        """Show gradients to the add-ons before they are thresholded, and cleared."""
-        if self._inside is not None:  # shows them
-            return
-        if ready > self._observed or not self._entries:
-            self._reducer.observe(self._entries[self._observed : ready])
-            self._observed = ready
+            reducer.metrics.record(self._whole)

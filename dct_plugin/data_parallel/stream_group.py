@@ -205,10 +205,11 @@ class StreamGroup:
         """Return the sparsity of a tensor in this step."""
         return Sparsity(self.schedule.density(self.step))
 
-    @property
-    def fixed_size(self) -> bool:
-        """True if messages travel in slots of fixed size, because their sizes stay on the device."""
-        return self.backend.writes_slots and self.world_size > 1
+    def operation(self, name: str) -> str:
+        """Return the name of an operation for fingerprints. Ranks whose kernels leave lengths on a device
+        exchange other messages than ranks whose kernels do not.
+        """
+        return name if self.backend.lengths_on_host else f"{name}, lengths on the device"
 
     def account(self, written: Sequence[WrittenTensor], whole: Record) -> None:
         """Let thresholds follow what was written, and record it; the first figure read reads all of them."""

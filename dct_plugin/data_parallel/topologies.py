@@ -38,8 +38,8 @@ class Topologies:
         self._group = group
         self.by_rule = exchange_by_rule(group.settings, group.world_size)
         self.alternative: str | None = None
-        # On a device slots are laid out for one topology.
-        if group.world_size > 2 and not group.fixed_size:
+        # Capacities of slots are agreed for one topology.
+        if group.world_size > 2 and group.backend.lengths_on_host:
             self.alternative = alternative_exchange(group.settings, self.by_rule)
         if group.nodes is not None:
             group.node = NodeRanks(

@@ -1,14 +1,13 @@
 """The interface of topologies: which rank sends what to whom, and where a message is added.
 
-A reduction is one exchange of messages or two, its *phases*. A topology names the phases; a transport
-(:mod:`.pipelined`, :mod:`.fixed_size`) carries the messages of any phase. Updates of weights and averaged
-residuals are phases, too.
+A reduction is one exchange of messages or two, its *phases*. A topology names the phases;
+:mod:`.plan_exchange` carries the messages of any phase. Updates of weights are a phase, too.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
@@ -18,8 +17,7 @@ from torch import Tensor
 from ..codecs.message import MessageWriter
 from ..kernels import GRAD_DTYPES
 from ..metrics import Record
-from ..transport.fixed_size import SlotTransfer
-from .node_chunks import NodeChunks
+from ..transport.slots import Slots
 from .node_ranks import Entries
 from .plan import ReductionPlan, Shard
 from .stream_group import StreamGroup, WrittenTensor
@@ -40,7 +38,7 @@ class Destination(ABC):
         """
 
     @abstractmethod
-    def add_slots(self, slots: SlotTransfer) -> tuple[Tensor, Tensor]:
+    def add_slots(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Add the messages in slots; return what is wrong with each, and whether each did not fit, as
         :meth:`.kernels.Backend.sum_slots` does.
         """
@@ -71,9 +69,9 @@ class Sum(Destination):
             if total is not tensor:
                 tensor.copy_(total)
 
-    def add_slots(self, slots: SlotTransfer) -> tuple[Tensor, Tensor]:
+    def add_slots(self, slots: Slots) -> tuple[Tensor, Tensor]:
         bounds = [slots.bounds[sender] for sender in self.senders]
-        return self.group.backend.sum_slots(slots.arriving, bounds, self.tensors, self.scale)
+        return self.group.backend.sum_slots(slots.received, bounds, self.tensors, self.scale)
 
     def add_again(self, messages: Sequence[Tensor]) -> None:
         for tensor in self.tensors:
@@ -142,23 +140,6 @@ class Topology(ABC):
         host names owners; a collective.
         """
         return entries, shards
-
-    def in_node(
-        self, entries: Entries, plan: ReductionPlan, observe: Callable[[Entries], None]
-    ) -> NodeChunks | None:
-        """Return what the ranks of a node do with the chunks of tensors; None if they enter all at once, or
-        there are no nodes.
-
-        Args:
-            entries: This rank's gradients.
-            plan: The plan of what takes part.
-            observe: Shown what takes part when it is there.
-        """
-        return None
-
-    def parts(self, entries: Entries) -> Entries:
-        """Return what takes part in the phases, for gradients whose chunks enter one by one."""
-        return entries
 
     def entered(self) -> AbstractContextManager[None]:
         """Surround the work on what entered: ranks that wait for the results are told of an error."""

@@ -38,14 +38,17 @@ class Backend(ABC):
     Attributes:
         name: The name that :func:`~dct_plugin.kernels.register_backend` knows it by.
         batches: Whether kernels may run later than they are called, see :meth:`batched`.
-        writes_slots: Whether messages of fixed size are written and read without the host's knowing their
-            sizes: :meth:`write_slot` and :meth:`sum_slots`.
+        lengths_on_host: Whether the host knows the length of a payload when it is written. If not, messages
+            travel in slots: :meth:`write_slot` and :meth:`sum_slots`.
+        message_entries: Entries sent that are worth a message of their own. While it travels, the next one is
+            made.
         encodings: The index encodings that it writes; it takes the smallest.
     """
 
     name: str
     batches: ClassVar[bool] = False
-    writes_slots: ClassVar[bool] = False
+    lengths_on_host: ClassVar[bool] = True
+    message_entries: ClassVar[float] = 50_000
     encodings: Collection[IndexEncoding] = tuple(CODECS)
 
     def batched(self) -> AbstractContextManager[None]:
@@ -215,7 +218,7 @@ class Backend(ABC):
         """Return the kernels of the embedding exchange that work on the host."""
         return host_embedding_kernels()
 
-    # -- messages in slots of fixed size (codecs.slots), where the backend ``writes_slots`` ---
+    # -- messages in slots of fixed size (codecs.slots), where lengths stay on the device ---
 
     def write_slot(
         self, writer: MessageWriter, out: Tensor, fingerprint: int, incomplete: Tensor | None = None

@@ -192,14 +192,14 @@ def _buckets(pair: _Pair) -> None:
                 writer.advance(figures[-1])
                 found += [grad, residual]
         outs = [torch.zeros(grad.numel(), device=where) for grad, _ in tensors]
-        if backend.writes_slots:
+        if not backend.lengths_on_host:
             slot = torch.zeros(PREFIX + 16_384, dtype=torch.uint8, device=where)
             backend.write_slot(writer, slot, 7)
             wrong, missing = backend.sum_slots(slot, [(0, slot.numel())], outs, 1.0)
             if int(wrong.amax()) or int(missing.amax()):
                 raise _Difference(f"a message in a slot is refused: {wrong.tolist()}, {missing.tolist()}")
         (message,) = read_messages([writer])
-        if not backend.writes_slots:
+        if backend.lengths_on_host:
             backend.sum_messages([message], outs)
         read_stats(figures)
         return [message, *found, *outs, *(number for each in figures for number in (*each.counts, each.tau))]

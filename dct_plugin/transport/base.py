@@ -110,6 +110,19 @@ class Transport:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
 
+    def scatter(
+        self, received: Tensor, sizes_from: Sequence[int], sent: Tensor, sizes_to: Sequence[int]
+    ) -> None:
+        """Send a part of ``sent`` to each rank and fill a part of ``received`` from each, as
+        ``all_to_all_single`` does; the own parts are empty.
+        """
+        self.transfer(sent.split(list(sizes_to)), received.split(list(sizes_from)))
+
+    def gather(self, received: Tensor) -> None:
+        """Fill the parts of ``received``, all of one size, from the ranks; the own one is there already."""
+        parts = received.chunk(self.world_size)
+        self.transfer([parts[self.rank]] * self.world_size, parts)
+
     def receive_buffers(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Return an empty buffer for the message from every rank, and the own message in its place."""
         device = messages[self.rank].device

@@ -41,3 +41,16 @@ class CollectiveTransport(Transport):
         received = self.receive_buffers(messages, sizes)
         self.transfer(messages, received)
         return received
+
+    @own_traffic()
+    def scatter(
+        self, received: Tensor, sizes_from: Sequence[int], sent: Tensor, sizes_to: Sequence[int]
+    ) -> None:
+        dist.all_to_all_single(received, sent, list(sizes_from), list(sizes_to), group=self.group)
+        self.sent_bytes += sent.numel()
+
+    @own_traffic()
+    def gather(self, received: Tensor) -> None:
+        own = received.chunk(self.world_size)[self.rank]
+        dist.all_gather_into_tensor(received, own, group=self.group)
+        self.sent_bytes += own.numel() * (self.world_size - 1)

@@ -165,18 +165,30 @@ class Exchange:
 
     def transfer(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Do an :meth:`all_to_all` where every rank knows that rank ``r`` sends it ``sizes[r]`` bytes."""
-        results = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
-        self.transfer_into(messages, results)
-        results[self.rank] = messages[self.rank]
-        return results
-
-    def transfer_into(self, messages: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Do a :meth:`transfer` into tensors of the caller. The own one is left alone."""
         sent = self._staging.to_send(messages)
-        buffers = self._staging.buffers(results, sent)
+        received = [
+            sent[r] if r == self.rank else torch.empty(size, dtype=torch.uint8, device=sent[r].device)
+            for r, size in enumerate(sizes)
+        ]
         with self._guard("exchange of messages"):
-            self._open().transfer(sent, buffers)
-        self._staging.store(buffers, results)
+            self._open().transfer(sent, received)
+        return self._staging.received(received, messages[self.rank])
+
+    def scatter_into(
+        self, received: Tensor, sizes_from: Sequence[int], sent: Tensor, sizes_to: Sequence[int]
+    ) -> None:
+        """Send a part of ``sent`` to each rank and fill a part of ``received`` from each (1-D uint8), one
+        behind the other in rank order; the own parts are empty.
+        """
+        with self._staging.on_transport(received) as arriving, self._guard("exchange of messages"):
+            self._open().scatter(arriving, sizes_from, sent.to(arriving.device), sizes_to)
+
+    def gather_into(self, received: Tensor) -> None:
+        """Fill the parts of ``received`` (1-D uint8), all of one size, from the ranks; the own one is there
+        already.
+        """
+        with self._staging.on_transport(received) as arriving, self._guard("exchange of messages"):
+            self._open().gather(arriving)
 
     @own_traffic()
     def all_reduce(self, tensor: Tensor) -> int:

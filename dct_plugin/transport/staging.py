@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -32,17 +33,13 @@ class Staging:
         empty = torch.empty(0, dtype=torch.uint8, device=self._transport_device)
         return [empty if r == self._rank else copies[id(m)] for r, m in enumerate(messages)]
 
-    def buffers(self, results: Sequence[Tensor], sent: Sequence[Tensor]) -> list[Tensor]:
-        """Return buffers for the transport to receive into, for messages that end in ``results``."""
-        if self._transport_device != self._device:
-            results = [each.new_empty(each.shape, device=self._transport_device) for each in results]
-        return [sent[r] if r == self._rank else buffer for r, buffer in enumerate(results)]
-
-    def store(self, buffers: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Copy what was received to ``results``, unless it is there."""
-        for r, (buffer, result) in enumerate(zip(buffers, results, strict=True)):
-            if buffer.device != result.device and r != self._rank:
-                result.copy_(buffer)
+    @contextmanager
+    def on_transport(self, buffer: Tensor) -> Iterator[Tensor]:
+        """Within the block, the transport may read and write ``buffer`` in what this gives."""
+        copied = buffer.to(self._transport_device)
+        yield copied
+        if copied is not buffer:
+            buffer.copy_(copied)
 
     def received(self, received: Sequence[Tensor], own: Tensor) -> list[Tensor]:
         """Return the messages that were received, with this rank's own message to itself among them."""

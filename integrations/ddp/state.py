@@ -19,10 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.reducer import Reduction
 from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import ParameterGroups, units_of_all
-from dct_plugin.errors import ConfigError, DesyncError
+from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import counted_by
 from dct_plugin.metrics import Metrics
 from dct_plugin.transport.nodes import Nodes, layout_of
@@ -37,8 +36,8 @@ from ..host.overlap import Overlap, overlap_of
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
 from ..host.steps import StepHooks
+from .bucket import Bucket
 from .complex_parameters import RealView, as_real
-from .early_gradients import Bucket, EarlyGradients
 from .join import refuse_join
 from .next_pass import NextPass
 from .parameter_names import ParameterNames
@@ -126,17 +125,15 @@ class DCTState:
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._displaced: dict[str, Any] = {}
         """The model's parameters by name, complex ones as real ones, once they are displaced."""
-        self._early = EarlyGradients(self._reduce_early)
         self._sparse: set[str] = set()
         """Names of parameters with sparse gradients."""
         self._adds = False
         """True if gradients were reduced since :meth:`_note_earlier`."""
-        self._begun: dict[Bucket, Reduction] = {}
         self._reduced: list[Bucket] = []
         """Buckets of this backward pass."""
         self.ends = contextlib.ExitStack()
         """Takes off all that was put on the model, its optimizer and the process."""
-        for end in (self._optimizer_steps.close, self._next_pass.unwatch, self._early.unwatch):
+        for end in (self._optimizer_steps.close, self._next_pass.unwatch):
             self.ends.callback(end)
 
     @functools.cached_property
@@ -153,10 +150,10 @@ class DCTState:
     # -- the model ---
 
     def register(self, model: DistributedDataParallel) -> DCTState:
-        """Reduce the gradients of ``model`` through this state, and begin before their buckets are full.
+        """Reduce the gradients of ``model`` through this state.
 
         With an ``optimizer`` no other call is needed. ``model.register_comm_hook(state, dct_hook)`` instead
-        reduces buckets only when they are full, and does not know the parameters' names.
+        does not know the parameters' names.
 
         Raises:
             ConfigError: The configuration does not work with this model and optimizer.
@@ -186,17 +183,9 @@ class DCTState:
         weakref.finalize(model, self.close).atexit = False
         if self._optimizer_steps.optimizers:
             self._next_pass.watch(model.module)
-        self.watch(model)
         if self._optimizers and self.config.data_parallel.feedback.looks_ahead and self._ahead is None:
             self.step_ahead(model, self._optimizers)
         return self
-
-    def watch(self, model: DistributedDataParallel) -> Callable[[], None]:
-        """Begin reductions before their buckets are full, for a model whose own hook calls
-        :func:`dct_hook`; return a function that ends this.
-        """
-        self._early.watch(model)
-        return self._early.unwatch
 
     def close(self) -> None:
         """Remove all hooks from the model and its optimizer, and print the summary. Unsent entries are lost;
@@ -291,22 +280,21 @@ class DCTState:
         if joined:
             has_scaler = self._optimizer_steps.scale.scaler is not None
             refuse_join(self.config.data_parallel, overlap.reducer, has_scaler=has_scaler)
-        found = self._early.full(bucket)
+        found = Bucket(bucket)
         self._optimizer_steps.begin(found.parameters)
         if not joined:
             found.note_gradients()
             self._reduced.append(found)
-        reduction = self._begun.pop(found, None) or _reduction(overlap, found, self.parameters)
-        if self._begun:
-            raise DesyncError(f"rank {dist.get_rank()}: DDP made its buckets anew during a backward pass")
-        overlap.finish(reduction, done, last=bucket.is_last())
+        entries = list(zip(map(self.parameters.name_of, found.parameters), found.views, strict=True))
+        reducer = overlap.reducer
+        # With static_graph DDP hands over all buckets when the pass is over, and then waits for them.
+        overlap.submit(reducer.begin(entries, scale=1.0 / reducer.group_size), done, last=bucket.is_last())
         self._pass_ends(bucket, joined)
 
     def reduce_sparse(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Leave a bucket with a sparse gradient to DDP's own all-reduce."""
         if self.successor is None:
             self._begin_step(bucket.buffer().device)
-            self._early.passed(bucket)
             self._optimizer_steps.begin(bucket.parameters())
             names = {self.parameters.name_of(parameter) for parameter in bucket.parameters()}
             if names - self._sparse and dist.get_rank(self.process_group) == 0:
@@ -349,9 +337,7 @@ class DCTState:
         if reducer.group_rank == 0 and reducer.group_size > 1:
             what = f"torch DDP, {self._coverage()}{reducer.group_size} ranks"
             startup.log_active(what, self.config, self._note, reducer.config)
-        overlap = overlap_of(reducer, inline=True)
-        self.ends.callback(overlap.close)
-        return overlap
+        return overlap_of(reducer)
 
     def _coverage(self) -> str:
         """Return how many parameters are compressed, in words; "" if the model is not known."""
@@ -372,20 +358,10 @@ class DCTState:
             self._reducer.earlier = {name: each.detach().reshape(-1).clone() for name, each in gradients}
         self._adds = False
 
-    def _reduce_early(self, bucket: Bucket) -> None:
-        """Reduce the gradients of a bucket that are available."""
-        if self._overlap is None:
-            return
-        overlap = self._begin_step(bucket.buffer.device)
-        if bucket not in self._begun:
-            self._begun[bucket] = _reduction(overlap, bucket, self.parameters)
-        overlap.advance(self._begun[bucket], bucket.available)
-
     def _end_backward(self, *, joined: bool = False) -> None:
         assert self._overlap is not None
         reduced, self._reduced = self._reduced, []
         self._overlap.wait()
-        self._overlap.record_hidden_time()
         self._optimizer_steps.end_pass(joined=joined)
         self._adds = True
         self._next_pass.backward_done()
@@ -491,11 +467,6 @@ def _settle(state: DCTState, obstacle: str = "") -> None:
             obstacle=obstacle,
             untold="dct_plugin.attach(model, optimizer, section) takes what suits the optimizer",
         )
-
-
-def _reduction(overlap: Overlap, bucket: Bucket, names: ParameterNames) -> Reduction:
-    entries = list(zip(map(names.name_of, bucket.parameters), bucket.views, strict=True))
-    return overlap.reducer.begin(entries, scale=1.0 / overlap.reducer.group_size)
 
 
 def _take_back_unused(reducer: GradientReducer, names: ParameterNames, buckets: Sequence[Bucket]) -> None:

@@ -5,10 +5,10 @@ for the bucket's buffer is filled again. Three classes with one interface decide
 before:
 
 - :class:`BucketReductions` waits for every bucket.
-- :class:`LateCorrections`, on a device, waits once, at the end of the backward pass. A message that did not
-  fit its fixed size is sent again then, and its sums are corrected where DeepSpeed has copied the others.
-- :class:`OverlappedReductions` (``overlap_comm``) reduces beside the backward pass: in a thread on CPU, on
-  DeepSpeed's reduction stream on CUDA. The copies are made before the next bucket is handed over, or at the
+- :class:`DeferredReductions`, on a device, waits once, at the end of the backward pass. A message that did
+  not fit its slot is sent again then, and its sums are corrected where DeepSpeed has copied the others.
+- :class:`OverlappedReductions` (``overlap_comm``) lets messages travel while the backward pass goes on, on
+  CUDA on DeepSpeed's reduction stream. The copies are made before the next bucket is handed over, or at the
   end of the pass.
 """
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.reducer import Reduction
 
 from ..host.overlap import overlap_of
 from ..host.patches import Function, Patches
@@ -35,6 +36,8 @@ class Bucket(NamedTuple):
     """The communication type."""
     parameters: Sequence[tuple[str, Any]]
     """``(name in the reducer, parameter)``."""
+    is_owned: bool
+    """True if a rank owns each gradient; the sums of others lie in the bucket alone."""
 
 
 class BucketReductions:
@@ -48,22 +51,21 @@ class BucketReductions:
     def __init__(self, optimizer: Any, reducer: GradientReducer) -> None:
         self._optimizer, self._reducer = optimizer, reducer
 
-    def reduce(self, bucket: Bucket, reduce: Callable[[], None], use: Callable[[], None]) -> None:
+    def reduce(self, bucket: Bucket, reductions: Sequence[Reduction], use: Callable[[], None]) -> None:
         """Reduce a bucket.
 
         Args:
             bucket: The bucket.
-            reduce: Reduces it.
+            reductions: Those of its gradients.
             use: Uses the sums.
         """
-        reduce()
+        for each in reductions:
+            each.finish()
+        self._reducer.finish()
         use()
 
     def install(self, patches: Patches) -> None:
         """Patch the optimizer instance."""
-
-    def close(self) -> None:
-        """End what runs beside the host."""
 
     def _reduction_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of DeepSpeed's reduction stream, where it has one."""
@@ -73,14 +75,14 @@ class BucketReductions:
 
 
 def reductions_of(optimizer: Any, reducer: GradientReducer) -> BucketReductions:
-    """Return the reductions that let the host wait least; a collective."""
-    for cls in (LateCorrections, OverlappedReductions):
+    """Return the reductions that let the host wait least."""
+    for cls in (DeferredReductions, OverlappedReductions):
         if cls.applies(optimizer, reducer):
             return cls(optimizer, reducer)
     return BucketReductions(optimizer, reducer)
 
 
-class LateCorrections(BucketReductions):
+class DeferredReductions(BucketReductions):
     """Reductions that are waited for at the end of the backward pass; arguments as of the base class."""
 
     def __init__(self, optimizer: Any, reducer: GradientReducer) -> None:
@@ -88,7 +90,6 @@ class LateCorrections(BucketReductions):
         self._uncopied: dict[int, tuple[str, int]] = {}
         """By the id of a parameter: its name in the reducer, and its entries."""
         self._nothing = torch.empty(1, device=reducer.device)
-        reducer.deferred = True
 
     @staticmethod
     def applies(optimizer: Any, reducer: GradientReducer) -> bool:
@@ -99,14 +100,17 @@ class LateCorrections(BucketReductions):
         compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda _: False)
         stays = optimizer.contiguous_gradients and optimizer.reduce_scatter and not optimizer.cpu_offload
         stays = stays and not any(compact(group) for group in range(len(optimizer.bit16_groups)))
-        return bool(reducer.fixed_size and stays and not getattr(optimizer, "zenflow", False))
+        return bool(
+            not reducer.backend.lengths_on_host and stays and not getattr(optimizer, "zenflow", False)
+        )
 
-    def reduce(self, bucket: Bucket, reduce: Callable[[], None], use: Callable[[], None]) -> None:
-        reduce()
-        if bucket.tensor.dtype == bucket.dtype == self._optimizer.dtype:
+    def reduce(self, bucket: Bucket, reductions: Sequence[Reduction], use: Callable[[], None]) -> None:
+        for each in reductions:
+            each.finish()
+        if bucket.is_owned and bucket.tensor.dtype == bucket.dtype == self._optimizer.dtype:
             self._uncopied |= {id(p): (name, p.numel()) for name, p in bucket.parameters}
         else:
-            self._reducer.finish()  # sums that are converted as they are copied cannot be corrected there
+            self._reducer.finish()  # sums that are converted or stay in the bucket cannot be corrected there
         use()
 
     def install(self, patches: Patches) -> None:
@@ -130,7 +134,7 @@ class LateCorrections(BucketReductions):
 
 
 class OverlappedReductions(BucketReductions):
-    """Reductions beside the backward pass; arguments as of the base class. Making one is a collective."""
+    """Reductions beside the backward pass; arguments as of the base class."""
 
     def __init__(self, optimizer: Any, reducer: GradientReducer) -> None:
         super().__init__(optimizer, reducer)
@@ -144,23 +148,20 @@ class OverlappedReductions(BucketReductions):
         wanted = optimizer.overlap_comm and optimizer.contiguous_gradients and optimizer.reduce_scatter
         return bool(wanted and reducer.group_size > 1)
 
-    def reduce(self, bucket: Bucket, reduce: Callable[[], None], use: Callable[[], None]) -> None:
-        self._overlap.submit(reduce)
+    def reduce(self, bucket: Bucket, reductions: Sequence[Reduction], use: Callable[[], None]) -> None:
+        for each in reductions:
+            self._overlap.submit(each)
         self._uses.append(use)
 
     def install(self, patches: Patches) -> None:
         patches.intercept(self._optimizer, "reduce_ipg_grads", self._reduce_buckets)
         patches.intercept(self._optimizer, "copy_grads_in_partition", self._copy)
 
-    def close(self) -> None:
-        self._overlap.close()
-
     def _reduce_buckets(self, original: Function, comm_dtype: Any = None) -> None:
         self._complete()
         original(comm_dtype)
         if comm_dtype is None:  # the end of the backward pass
             self._complete()
-            self._overlap.record_hidden_time()
 
     def _copy(self, original: Function, *arguments: Any) -> None:
         if self._uses:

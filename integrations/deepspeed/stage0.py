@@ -53,8 +53,6 @@ class Stage0Path(GradientPath):
         return f"stage 0, {precision_of(self.engine)}, all-reduce"
 
     def install(self, patches: Patches) -> None:
-        for reducer in self.reducers:
-            reducer.deferred = True
         patches.intercept(self.engine, "buffered_allreduce_fallback", self._reduce_gradients)
         patches.intercept(self.engine, "allreduce_and_copy", self._reduce_bucket)
 
@@ -95,7 +93,7 @@ class Stage0Path(GradientPath):
                 for buffer, (_, slices) in zip(buffers, known, strict=True)
                 for entry in entries_of(buffer.flat, slices)
             ]
-            reducer.all_reduce(entries, scale=factors.after)
+            reducer.begin(entries, scale=factors.after).finish()
         self._reduced += buffers
 
     @property

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.data_parallel.reducer import Reduction
 
 from ..host.patches import Function, Patches
 from .bucket_reductions import Bucket, BucketReductions, reductions_of
@@ -126,10 +127,6 @@ class ZeroPath(GradientPath):
         patches.intercept(self.optimizer, "gradient_reduction_w_predivide", self._reduce_whole_bucket)
         patches.intercept(self.optimizer, "allreduce_bucket", self._reduce_separate_gradients)
 
-    def close(self) -> None:
-        if self._reductions is not None:
-            self._reductions.close()
-
     @property
     def scale(self) -> float:
         if not self.optimizer.contiguous_gradients:
@@ -202,9 +199,6 @@ class ZeroPath(GradientPath):
         slices, first = self._slices_of(parameters), tensor.storage_offset()
         buffer = CommunicationBuffer(tensor, dtype)
 
-        def reduce() -> None:
-            self._reduce_to_owners(buffer.flat, slices, parameters, reducer)
-
         def use() -> None:
             for owners, part, *accumulators in bucket:
                 if reducer.group_rank in (owners if isinstance(owners, frozenset) else (owners,)):
@@ -216,9 +210,11 @@ class ZeroPath(GradientPath):
 
         if reducer is self.reducer and self._reductions is not None:
             named = [(slice_.name, each.parameter) for slice_, each in zip(slices, parameters, strict=True)]
-            self._reductions.reduce(Bucket(tensor, dtype, named), reduce, use)
+            is_owned = not any(id(each.parameter) in self._whole for each in parameters)
+            reductions = self._to_owners_of(buffer.flat, slices, parameters, reducer)
+            self._reductions.reduce(Bucket(tensor, dtype, named, is_owned), reductions, use)
         else:
-            reduce()
+            self._reduce_to_owners(buffer.flat, slices, parameters, reducer)
             use()
 
     def _reduce_whole_bucket(
@@ -276,6 +272,20 @@ class ZeroPath(GradientPath):
         scale: float = 1.0,
     ) -> None:
         """Reduce the gradients in ``flat`` that ``reducer`` reduces, each part at its owner."""
+        for each in self._to_owners_of(flat, slices, parameters, reducer, scale=scale):
+            each.finish()
+        reducer.finish()
+
+    def _to_owners_of(
+        self,
+        flat: Tensor,
+        slices: Sequence[BucketSlice],
+        parameters: Sequence[_Parameter],
+        reducer: GradientReducer,
+        *,
+        scale: float = 1.0,
+    ) -> list[Reduction]:
+        """Return the reductions of the gradients in ``flat`` that ``reducer`` reduces, to their owners."""
         whole, sharded = [], []
         for entry, each in zip(entries_of(flat, slices), parameters, strict=True):
             if self.reducer_of(each.parameter) is not reducer:
@@ -284,11 +294,8 @@ class ZeroPath(GradientPath):
                 whole.append(entry)
             else:
                 sharded.append((*entry, self._shards_of(each)))
-        if whole:
-            reducer.all_reduce(whole, scale=scale)
-            reducer.finish()  # nobody owns these: the bucket alone holds the sums
-        if sharded:
-            reducer.reduce_scatter(sharded, scale=scale)
+        reductions = [reducer.begin(whole, scale=scale)] if whole else []
+        return [*reductions, reducer.begin_scatter(sharded, scale=scale)] if sharded else reductions
 
     # -- parameters and their owners ---
 

@@ -7,7 +7,6 @@ the same order.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -95,10 +94,10 @@ class Reductions:
         ]
         if sharded:
             parts = [(g.name, g.view, shards_in(g.start, g.view.numel(), each)) for g, each in gradients]
-            work = functools.partial(reducer.reduce_scatter, parts, scale=scale)
+            work = reducer.begin_scatter(parts, scale=scale)
         else:
             whole = [(gradient.name, gradient.view) for gradient, _ in gradients]
-            work = functools.partial(reducer.all_reduce, whole, scale=scale)
+            work = reducer.begin(whole, scale=scale)
         return reduction.overlap.submit(work)
 
     def show(self, group: Any) -> None:
@@ -116,7 +115,6 @@ class Reductions:
         used, coming = scales or (None, None)
         for each in self:
             late = None if each.scale_known else used
-            each.overlap.record_hidden_time()
             each.reducer.end_step(skipped=skipped, loss_scale=coming, reduced_at=late)
             each.scale_known |= used is not None
 
@@ -141,9 +139,8 @@ class Reductions:
         self._loaded = dict(states)
 
     def close(self) -> None:
-        """End the threads and forget the reducers."""
+        """Forget the reducers."""
         for each in self:
-            each.overlap.close()
             if each.ahead is not None:
                 each.ahead.detach()
         self._by_ranks.clear()
@@ -165,7 +162,7 @@ class Reductions:
         if reducer.group_rank == 0:
             log_once(f"dct: gradients, {name}: {reducer.config.summary}, {reducer.world_size} ranks or nodes")
         wanted = group.ddp_config.overlap_grad_reduce
-        overlap = overlap_of(reducer, wanted=wanted, thread=f"dct gradients {name}")
+        overlap = overlap_of(reducer, wanted=wanted)
         unit, saved = unit_of_gradients(group), self._loaded.pop(name, None)
         if saved is not None:
             reducer.load_state_dict(checkpoint.in_unit(saved["state"], unit / saved["unit"]))

@@ -68,8 +68,12 @@ def test_a_reducer_reads_once_per_round_and_gives_the_same_bits(exchange: str) -
     for mine, other in zip(found, expected, strict=True):
         assert same(mine["arrived"], other["arrived"])
         assert same(mine["state"], other["state"])
-        assert mine["sent"] == other["sent"]
-        assert mine["reads"] == [ROUNDS[exchange]] * 6
+        for name, (sent, *figures) in mine["sent"].items():
+            fewest, *expected_figures = other["sent"][name]
+            assert figures == expected_figures
+            assert fewest <= sent <= 1.5 * fewest  # slots have room to spare
+        # The first step's messages travel with their lengths; those of later ones are checked in one read.
+        assert mine["reads"] == [ROUNDS[exchange], *[1] * 5]
         assert other["reads"] == [0] * 6
 
 

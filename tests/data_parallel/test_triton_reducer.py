@@ -70,7 +70,6 @@ def _reduce(rank: int, world_size: int, name: str, exchange: str) -> tuple[dict[
     config, backend = settings(name, exchange="auto" if scattered else exchange, **REMEMBERED[exchange])
     metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
     reducer = GradientReducer(config, kernels=backend, metrics=metrics)
-    reducer.deferred = True
     kept: dict[str, Any] = {}
     looks = []
     for step in range(STEPS):
@@ -82,9 +81,10 @@ def _reduce(rank: int, world_size: int, name: str, exchange: str) -> tuple[dict[
                 kept |= {f"{n} {step}": tensor for n, tensor in entries.items()}
                 if scattered:
                     halves = {n: [Shard(0, 0, s // 2), Shard(1, s // 2, s)] for n, s in sizes.items()}
-                    reducer.reduce_scatter([(n, t, halves[n]) for n, t in entries.items()], scale=0.5)
+                    parts = [(n, t, halves[n]) for n, t in entries.items()]
+                    reducer.begin_scatter(parts, scale=0.5).finish()
                 else:
-                    reducer.all_reduce(list(entries.items()), scale=1 / 3)
+                    reducer.begin(list(entries.items()), scale=1 / 3).finish()
             reducer.finish()
             reducer.end_step()
         # A look at what was copied is none.
@@ -114,11 +114,10 @@ def test_triton_kernels_reduce_to_the_same_bits_with_one_look_in_a_step(exchange
 def _reduce_small(rank: int, world_size: int, name: str) -> tuple[dict[str, Any], list[list[str]]]:
     config, backend = settings(name, exchange="direct", min_numel=2000)
     reducer, kept, looks = GradientReducer(config, kernels=backend), {}, []
-    reducer.deferred = True
     for step in range(3):
         with HostReads() as reads:
             entries = gradients(rank, step, {"large": 2100, "norm": 1500, "bias": 64})
-            reducer.all_reduce(list(entries.items()), scale=1 / 3)
+            reducer.begin(list(entries.items()), scale=1 / 3).finish()
             reducer.finish()
             reducer.end_step()
         kept |= {f"{n} {step}": tensor for n, tensor in entries.items()}
@@ -145,7 +144,7 @@ def _reduce_with_a_small_table(rank: int, world_size: int, name: str) -> tuple[d
                 reducer.all_reduce(list(entries.items()))
                 kept |= {f"{n} {step}": tensor for n, tensor in entries.items()}
             reducer.end_step()
-        return kept, len(reducer._fixed_size._exchanges) if reducer._fixed_size is not None else 0
+        return kept, len(reducer.exchanges._capacities)
     finally:
         bounded_table.CAPACITY = before
 
@@ -235,7 +234,6 @@ def _warm_up(rank: int, world_size: int) -> tuple[list[list[str]], list[str]]:
     """Two buckets in four steps that sum densely, in one of which a gradient of rank 1 is not finite."""
     config, backend = settings("interpreted", warmup_steps=4)
     reducer = GradientReducer(config, kernels=backend)
-    reducer.deferred = True
     looks, said = [], logging.getLogger("dct_plugin")
     lines: list[str] = []
     handler = logging.Handler()
@@ -247,7 +245,7 @@ def _warm_up(rank: int, world_size: int) -> tuple[list[list[str]], list[str]]:
                 entries = gradients(rank, step, sizes)
                 if step == 2 and rank == 1 and "layer" in entries:
                     entries["layer"][5] = float("inf")
-                reducer.all_reduce(list(entries.items()), scale=0.5)
+                reducer.begin(list(entries.items()), scale=0.5).finish()
             reducer.end_step()
         looks.append([read for read in reads.places if not read.endswith((":tolist", ":numpy"))])
     said.removeHandler(handler)
@@ -297,10 +295,10 @@ def test_ddp_looks_once_at_the_end_of_the_backward_pass() -> None:
         assert looks[2] == 1
 
 
-def damaging(transfer: Callable[..., None]) -> Callable[..., None]:
-    def damaged(leaving: list[torch.Tensor], rooms: list[torch.Tensor]) -> None:
-        leaving[0][200] ^= 0x55
-        transfer(leaving, rooms)
+def damaging(gather: Callable[..., None]) -> Callable[..., None]:
+    def damaged(received: torch.Tensor) -> None:
+        received.chunk(2)[1][200] ^= 0x55
+        gather(received)
 
     return damaged
 
@@ -313,8 +311,8 @@ def _fail(rank: int, world_size: int, how: str) -> str:
             entries = gradients(rank, step, SIZES[0])
             if step == 1 and rank == 1:
                 if how == "damage":
-                    reducer.exchange.transfer_into = damaging(  # type: ignore[method-assign]
-                        reducer.exchange.transfer_into
+                    reducer.exchange.gather_into = damaging(  # type: ignore[method-assign]
+                        reducer.exchange.gather_into
                     )
                 else:
                     reducer.streams["embedding"].encode = None  # type: ignore[assignment]

@@ -7,13 +7,8 @@ import copy
 import os
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin import DCTState, dct_hook
 from dct_plugin.errors import ConfigError
-from dct_plugin.integrations.ddp import AveragedResiduals, early_gradients
-from dct_plugin.integrations.host.overlap import ThreadOverlap, one_core_each
+from dct_plugin.integrations.ddp import AveragedResiduals
 
 pytestmark = pytest.mark.slow
 
@@ -138,153 +132,24 @@ def _learns(
     return {"losses": losses, "parameters": flat, "streams": names, "steps": steps}
 
 
-@contextlib.contextmanager
-def _a_thread(beside: bool) -> Iterator[None]:
-    """Whether reductions get a thread of their own, which depends on the machine."""
-    with patch("dct_plugin.integrations.host.overlap.one_core_each", lambda _: not beside):
-        yield
-
-
-def _beside_and_within(rank: int, world_size: int) -> None:
-    found = []
-    for beside in (True, False):
-        with _a_thread(beside):
-            ddp, state = hooked()
-            train(ddp, rank, range(1))
-        reducer, threads = state.reducer(torch.device("cpu")), set()
-        look = reducer.observe
-
-        def noted(*arguments: Any, look: Any = look, threads: set[str] = threads) -> None:
-            threads.add(threading.current_thread().name)
-            look(*arguments)
-
-        reducer.observe = noted  # type: ignore[method-assign]
-        train(ddp, rank, range(1, 6))
-        assert (threads == {"dct gradients"}) == beside
-        found.append((residuals(state), train(ddp, rank, range(6, 7))))
-        assert state.metrics.summary().steps == 7
-    assert torch.equal(found[0][1], found[1][1])
-    assert all(torch.equal(found[0][0][name], found[1][0][name]) for name in found[0][0])
-
-
-def test_the_thread_beside_the_backward_pass_changes_no_bit() -> None:
-    run(2, _beside_and_within)
-
-
-def _cores(rank: int, world_size: int, cores: dict[str, int]) -> bool:
-    """With half of the ranks on each of two machines that have so many cores."""
-    machine = "ab"[2 * rank // world_size]
-    with (
-        patch("dct_plugin.processes.machine", lambda: machine),
-        patch("os.sched_getaffinity", lambda _: set(range(cores[machine]))),
-    ):
-        return one_core_each(None)
-
-
-@pytest.mark.parametrize(("a", "b", "expected"), [(2, 2, True), (2, 8, False), (8, 8, False), (1, 1, False)])
-def test_whether_a_thread_pays_is_decided_alike_on_machines_that_differ(
-    a: int, b: int, expected: bool
-) -> None:
-    assert run(4, _cores, {"a": a, "b": b}) == [expected] * 4
-
-
-# -- before a bucket is full ---
-
-
-def _arriving(
-    rank: int,
-    world_size: int,
-    worth: int,
-    ways: dict[str, Any],
-    beside: bool = True,
-    bucket_mb: float = 25,
-    **options: Any,
-) -> tuple[list[int], dict[str, torch.Tensor], torch.Tensor]:
-    """How many gradients of its bucket were there when a reduction was begun; residuals and weights."""
-    told = []
-    with patch.dict(vars(early_gradients), {"_WORTH": worth}), _a_thread(beside):
-        model = DistributedDataParallel(
-            network(), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=ways["views"], **options
-        )
-        state = DCTState(SPARSE).register(model)
-        begin = state._early._report
-
-        def noted(bucket: early_gradients.Bucket) -> None:
-            told.append(bucket.available)
-            begin(bucket)
-
-        state._early._report = noted
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(5):
-            optimizer.zero_grad(set_to_none=ways["none"])
-            for last in (False, True)[not ways["micro"] :]:
-                x = torch.randn(
-                    32, 100, generator=torch.Generator().manual_seed(100 * rank + 2 * step + last)
-                )
-                with contextlib.nullcontext() if last else model.no_sync():
-                    model(x).square().mean().backward()
-            optimizer.step()
-    return told, residuals(state), torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def _early_and_late(rank: int, world_size: int) -> list[list[Any]]:
-    """Every kind of gradients is reduced with full buckets first, then early in every way."""
-    found = []
-    for views, none, micro in ((True, True, False), (True, False, True), (False, True, True)):
-        ways = {"views": views, "none": none, "micro": micro}
-        early = [
-            _arriving(rank, world_size, 100, ways, beside, bucket_mb)
-            for beside in (False, True)
-            for bucket_mb in (0.2, 25)
-        ]
-        found.append([_arriving(rank, world_size, 1 << 60, ways), *early])
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 4])  # everybody to everybody, and over owners
-def test_reductions_that_begin_before_a_bucket_is_full_change_no_bit(world_size: int) -> None:
-    ranks = run(world_size, _early_and_late)
-    for found, first in zip(ranks, ranks[:1] * world_size, strict=True):
-        for ((silent, expected, same), *early), ((_, _, weights), *_) in zip(found, first, strict=True):
-            assert not silent
-            assert torch.equal(same, weights)
-            for told, kept, here in early:
-                assert len(told) >= 3  # from the third step on the buckets are known
-                assert torch.equal(here, same)
-                assert all(torch.equal(kept[name], expected[name]) for name in expected)
-
-
-def _unusual(rank: int, world_size: int) -> list[list[int]]:
-    ways = {"views": True, "none": False, "micro": False}
-    return [
-        _arriving(rank, world_size, 1000, ways, **{option: True})[0]
-        for option in ("find_unused_parameters", "static_graph")
-    ]
-
-
-def test_of_models_whose_gradients_may_come_otherwise_only_full_buckets_are_reduced() -> None:
-    assert run(2, _unusual) == [[[], []]] * 2
-
-
 def _again(rank: int, world_size: int) -> bool:
     """DDP does not synchronize a second pass through one graph: its gradients are left alone."""
-    with patch.dict(vars(early_gradients), {"_WORTH": 1000}):
-        model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
-        state = DCTState(SPARSE).register(model)
-        train(model, rank, range(4))
-        loss = model(torch.randn(32, 100, generator=torch.Generator().manual_seed(rank))).square().mean()
-        loss.backward(retain_graph=True)
-        before, kept = [p.grad.clone() for p in model.parameters()], residuals(state)
-        loss.backward()
-        own = [p.grad - b for p, b in zip(model.parameters(), before, strict=True)]
-        alone = network()
-        alone.load_state_dict(model.module.state_dict())
-        alone(torch.randn(32, 100, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
-        for found, parameter in zip(own, alone.parameters(), strict=True):
-            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)
-        after = residuals(state)
-        assert all(torch.equal(after[name], kept[name]) for name in kept)
-        weights = train(model, rank, range(4, 6))
+    model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
+    state = DCTState(SPARSE).register(model)
+    train(model, rank, range(4))
+    loss = model(torch.randn(32, 100, generator=torch.Generator().manual_seed(rank))).square().mean()
+    loss.backward(retain_graph=True)
+    before, kept = [p.grad.clone() for p in model.parameters()], residuals(state)
+    loss.backward()
+    own = [p.grad - b for p, b in zip(model.parameters(), before, strict=True)]
+    alone = network()
+    alone.load_state_dict(model.module.state_dict())
+    alone(torch.randn(32, 100, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+    for found, parameter in zip(own, alone.parameters(), strict=True):
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)
+    after = residuals(state)
+    assert all(torch.equal(after[name], kept[name]) for name in kept)
+    weights = train(model, rank, range(4, 6))
     everybody = [torch.empty_like(weights) for _ in range(world_size)]
     dist.all_gather(everybody, weights)
     return all(torch.equal(weights, other) for other in everybody)
@@ -292,19 +157,6 @@ def _again(rank: int, world_size: int) -> bool:
 
 def test_a_second_pass_through_a_graph_is_left_alone() -> None:
     assert all(run(2, _again))
-
-
-def test_what_the_host_did_not_wait_for_is_hidden() -> None:
-    records: list[Any] = []
-    reducer: Any = SimpleNamespace(metrics=SimpleNamespace(record=records.append))
-    overlap = ThreadOverlap(reducer, "dct gradients")
-    for _ in range(2):
-        overlap.submit(lambda: time.sleep(0.02))
-    time.sleep(0.2)
-    overlap.wait()
-    overlap.record_hidden_time()
-    assert records[0].hidden_ms >= 30
-    overlap.close()
 
 
 def test_sparsity_zero_is_plain_ddp_bitwise() -> None:
@@ -606,10 +458,9 @@ def test_step_ahead_needs_the_optimizer_on_every_rank(case: str, words: str) -> 
 
 def _pickled(rank: int, world_size: int, folder: str) -> bool:
     section = {"data_parallel": {**SPARSE["data_parallel"], "sparsity": 0.9}}
-    with patch.dict(vars(early_gradients), {"_WORTH": 100}):
-        ddp = DistributedDataParallel(network())
-        state = DCTState(section).register(ddp)
-        train(ddp, rank, range(3))
+    ddp = DistributedDataParallel(network())
+    state = DCTState(section).register(ddp)
+    train(ddp, rank, range(3))
     kept = residuals(state)
     path = f"{folder}/{rank}.pt"
     torch.save(ddp, path)
@@ -646,15 +497,9 @@ def _joins(rank: int, world_size: int, keys: dict[str, Any], scaled: bool) -> to
     return train(ddp, rank, range(4, 6))
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_rank_without_inputs_sends_its_residual(beside: bool) -> None:
-    first, second = run(2, _joins_beside, beside)
+def test_a_rank_without_inputs_sends_its_residual() -> None:
+    first, second = run(2, _joins, {}, False)
     assert torch.equal(first, second)
-
-
-def _joins_beside(rank: int, world_size: int, beside: bool) -> torch.Tensor:
-    with _a_thread(beside):
-        return _joins(rank, world_size, {}, False)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dct_plugin import DCTState, attach
-from dct_plugin.integrations.ddp import early_gradients
 
 pytestmark = pytest.mark.slow
 
@@ -445,33 +443,19 @@ def a_failed_forward_pass(wrap: Wrap, rank: int) -> list[Tensor]:
     return weights(ddp)
 
 
-# -- both modes ---
-
-
-@contextlib.contextmanager
-def a_thread(beside: bool) -> Iterator[None]:
-    """Whether reductions have a thread of their own, which depends on the machine."""
-    with (
-        patch("dct_plugin.integrations.host.overlap.one_core_each", lambda _: not beside),
-        patch.dict(vars(early_gradients), {"_WORTH": 100}),
-    ):
-        yield
-
-
 def hooked(model: nn.Module, **options: Any) -> DistributedDataParallel:
     ddp = DistributedDataParallel(model, **options)
     DCTState(EXACT).register(ddp)
     return ddp
 
 
-def _all_cases(rank: int, world_size: int, beside: bool) -> dict[str, str]:
+def _all_cases(rank: int, world_size: int) -> dict[str, str]:
     """What went wrong, by case."""
     wrong = {}
     for name, function in CASES.items():
         expected = function(DistributedDataParallel, rank)
         dist.barrier()
-        with a_thread(beside):
-            found = function(hooked, rank)
+        found = function(hooked, rank)
         same = len(found) == len(expected) and all(map(torch.equal, found, expected))
         if not same or not all(bool(each.isfinite().all()) for each in found):
             wrong[name] = "differs from dense"
@@ -479,9 +463,8 @@ def _all_cases(rank: int, world_size: int, beside: bool) -> dict[str, str]:
     return wrong
 
 
-@pytest.mark.parametrize("beside", [True, False], ids=["thread", "within the pass"])
-def test_every_case_is_bitwise_dense(beside: bool) -> None:
-    assert run(2, _all_cases, beside) == [{}, {}]
+def test_every_case_is_bitwise_dense() -> None:
+    assert run(2, _all_cases) == [{}, {}]
 
 
 def _spectral(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], float]:

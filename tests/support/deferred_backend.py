@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -9,8 +10,13 @@ import torch
 from torch import Tensor
 
 from dct_plugin.codecs import Payload
+from dct_plugin.codecs.message import MessageWriter
+from dct_plugin.codecs.slots import PREFIX, WORDS
+from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Job, Stats
+from dct_plugin.kernels.checks import split_message
 from dct_plugin.kernels.reference import ReferenceBackend
+from dct_plugin.stream import add_payload
 
 _READS = {
     *(Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy),
@@ -41,6 +47,7 @@ class DeferredBackend(ReferenceBackend):
     """The reference's results, with the interface of a backend that never waits for its kernels."""
 
     name = "deferred"
+    lengths_on_host = False
 
     def compress(self, job: Job) -> Stats:
         applied = job.applied_tau()
@@ -60,6 +67,47 @@ class DeferredBackend(ReferenceBackend):
     ) -> Tensor:
         tau = super().sample_threshold(grad, residual, keep_fraction, num_samples, seed)
         return on_device(tau, torch.float32)
+
+    def write_slot(
+        self, writer: MessageWriter, out: Tensor, fingerprint: int, incomplete: Tensor | None = None
+    ) -> None:
+        parts = [room[: stats.device_counts.as_subclass(Tensor)[0]] for room, stats in writer.parts]
+        message = torch.cat([out[:0], *parts])
+        lacks = 0 if incomplete is None else int(incomplete.as_subclass(Tensor))
+        out.view(torch.int64)[:WORDS] = torch.tensor([message.numel(), fingerprint, lacks, 0])
+        room = out[PREFIX:]
+        room[: message.numel()] = message[: room.numel()]
+
+    def sum_slots(
+        self,
+        buffer: Tensor,
+        bounds: Sequence[tuple[int, int]],
+        outs: Sequence[Tensor],
+        scale: float,
+        *,
+        spare: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        slots = [buffer[slice(*each)] for each in bounds]
+        heads = [slot.view(torch.int64)[:WORDS].tolist() for slot in slots]
+        missing = [
+            int(not 0 <= size <= slot.numel() - PREFIX or lacks)
+            for slot, (size, _, lacks, _) in zip(slots, heads, strict=True)
+        ]
+        errors = [0] * len(slots)
+        if any(missing):
+            for out in outs if not spare else ():
+                out.fill_(torch.nan)
+        elif outs:
+            messages = [slot[PREFIX : PREFIX + head[0]] for slot, head in zip(slots, heads, strict=True)]
+            try:
+                if spare:
+                    for out, payload in zip(outs, split_message(messages, 0, outs), strict=True):
+                        add_payload(self, payload, out)
+                else:
+                    self.sum_messages(messages, outs, scale)
+            except PayloadError as error:
+                errors[error.message] = 7
+        return on_device(errors, torch.int32), on_device(missing, torch.int64)
 
     def exact_threshold(  # type: ignore[override]
         self, grad: Tensor, residual: Tensor | None, k: int

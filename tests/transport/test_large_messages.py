@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin import DCTState
 from dct_plugin.config import DataParallelConfig
-from dct_plugin.integrations.ddp import early_gradients
 from dct_plugin.transport import tcp_connect
 
 pytestmark = pytest.mark.slow
@@ -58,11 +57,7 @@ def trained(rank: int, world_size: int, exchange: str, slow: int) -> tuple[float
     """The largest difference from training without the plugin, and the bytes that this rank sent."""
     torch.set_num_threads(1)
     expected, _ = train(rank, None, None)
-    with (
-        patch.dict(vars(early_gradients), {"_WORTH": 1000}),
-        patch("dct_plugin.integrations.host.overlap.one_core_each", lambda _: True),
-        patch.object(tcp_connect, "connect", with_small_buffers),
-    ):
+    with patch.object(tcp_connect, "connect", with_small_buffers):
         found, sent = train(rank, slow, DataParallelConfig(sparsity=0.0, exchange=exchange))
     return max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True)), sent
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -94,7 +95,9 @@ class TritonBackend(Backend):
     """
 
     name = "triton"
-    batches = writes_slots = True
+    batches = True
+    lengths_on_host = False
+    message_entries = math.inf  # one launch writes the payloads of a whole bucket
     encodings = WRITTEN
 
     def __init__(self) -> None:

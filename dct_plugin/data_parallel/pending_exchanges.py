@@ -1,0 +1,217 @@
+"""Exchanges whose messages travelled in slots, and that the host has not checked yet.
+
+Lengths, figures and errors of all pending exchanges are read in one copy: those of reductions once in a step,
+when the host framework needs the sums; those of updates of weights before the weights are used again.
+
+A message that turns out too long for its slot was added nowhere: weights stay as they were, and sums became
+NaN, which leaves residuals alone; an owner that lacked a message says so in its answer. Such messages are
+sent again, whole, and what depends on them is computed again. The bits are those of a message that had fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor
+
+from ..codecs.slots import WORDS
+from ..codecs.stats import KERNEL_ERRORS, read_figures
+from ..errors import PayloadError
+from ..kernels import GRAD_DTYPES
+from ..metrics import Record
+from ..transport.bounded_table import BoundedTable
+from ..transport.slots import AgreedCapacities, Slots
+from .plan import ReductionPlan
+from .plan_exchange import ExchangedChunk, PlanExchange, SentPhase
+from .stream_group import StreamGroup
+from .topology import Phase
+
+
+class PendingExchanges:
+    """The exchanges of a group: begins them, and checks those that are pending.
+
+    Args:
+        group: Streams and process group.
+        cls: Class of the exchanges in the metrics.
+        finished: Called for each plan whose results are complete.
+    """
+
+    def __init__(
+        self, group: StreamGroup, cls: str, finished: Callable[[ReductionPlan], None] = lambda _: None
+    ) -> None:
+        self._group, self._cls, self._finished = group, cls, finished
+        self._capacities: BoundedTable[list[AgreedCapacities]] = BoundedTable()
+        """Those of each phase, by the fingerprint of a chunk."""
+        self._pending: list[PlanExchange] = []
+
+    def begin(self, phases: Sequence[Phase], plan: ReductionPlan, whole: Record) -> PlanExchange:
+        """Return an exchange of a plan, to be posted and given to :meth:`complete`."""
+        group = self._group
+        chunks = plan.chunks(
+            lambda tensor: group.sparsity(tensor.name).density, group.backend.message_entries
+        )
+        known = [self._known(phases, chunk) for chunk in chunks]
+        in_slots = bool(chunks) and all(known)
+        names = {tensor.name for tensor in plan.tensors}
+        # The stream of a pending tensor needs to know what it sent.
+        if not in_slots or any(t.name in names for each in self._pending for t in each.plan.tensors):
+            self.finish()
+        return PlanExchange(group, phases, plan, chunks, whole, known if in_slots else None)
+
+    def complete(self, exchange: PlanExchange) -> None:
+        """Receive and add up the messages of an exchange, which stays pending if they are in slots."""
+        exchange.finish()
+        if exchange.in_slots:
+            self._pending.append(exchange)
+            return
+        for chunk in exchange.chunks:
+            if not self._group.backend.lengths_on_host:
+                self._remember_first(chunk)
+            self._group.give_back(chunk.writers)
+        self._finished(exchange.plan)
+
+    def replace_result(self, name: str, tensor: Tensor) -> None:
+        """Correct ``tensor`` instead of the pending tensor of that name, if a message did not fit."""
+        for exchange in self._pending:
+            for chunk in exchange.chunks:
+                for each in chunk.plan.tensors:
+                    if each.name == name:
+                        each.tensor = tensor
+
+    def _known(self, phases: Sequence[Phase], chunk: ReductionPlan) -> list[AgreedCapacities]:
+        """Return the capacities of a chunk's slots; none if its messages are to travel with their lengths."""
+        if self._group.backend.lengths_on_host or not self._capacities.has(chunk.fingerprint):
+            return []
+        known = self._capacities[chunk.fingerprint]
+        fits = len(known) == len(phases) and all(each.tensor.dtype in GRAD_DTYPES for each in chunk.tensors)
+        return known if fits else []
+
+    def _remember_first(self, chunk: ExchangedChunk) -> None:
+        """Remember messages that were exchanged with their lengths: the next ones travel in slots."""
+        known = []
+        for sent in chunk.sent:
+            each = AgreedCapacities(self._group.exchange, chunk.plan.fingerprint, shared=sent.phase.to_all)
+            each.remember(
+                {rank: message.numel() for rank, message in enumerate(sent.messages)}, sent.received
+            )
+            known.append(each)
+        self._capacities[chunk.plan.fingerprint] = known
+
+    # -- finished ---
+
+    def finish(self) -> None:
+        """Check the pending exchanges; messages that did not fit are exchanged now.
+
+        Raises:
+            DesyncError: A rank failed, or exchanges other tensors.
+            PayloadError: A message arrived damaged.
+        """
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        chunks = [chunk for exchange in pending for chunk in exchange.chunks]
+        phases = [
+            (sent, slots) for chunk in chunks for sent in chunk.sent if (slots := sent.slots) is not None
+        ]
+        stats = [part for sent, _ in phases for each in sent.written for part in each.encoded.stats]
+        figures = iter(
+            read_figures(stats, [t for sent, slots in phases for t in (slots.headers(), sent.errors)])
+        )
+        results = iter([_Result(sent, slots, next(figures), next(figures)) for sent, slots in phases])
+        with self._group.recorded(self._cls) as whole:
+            for exchange in pending:
+                for chunk in exchange.chunks:
+                    self._close(chunk, [next(results) for _ in chunk.sent], whole)
+                self._finished(exchange.plan)
+
+    def _close(self, chunk: ExchangedChunk, results: Sequence[_Result], whole: Record) -> None:
+        """Check the results of a chunk, and complete them."""
+        known = self._capacities[chunk.plan.fingerprint]
+        for result in results:
+            self._check(chunk.plan, result)
+        messages = self._resend(known[0], results[0])
+        affected = results[-1].truncated_from | results[-1].invalid_from
+        if len(results) == 2 and affected:
+            messages = self._answer_again(chunk.plan, results, affected, messages)
+        with whole.timed("decode"):
+            for destination in results[-1].sent.phase.destinations(chunk.plan):
+                if affected & set(destination.senders):
+                    destination.add_again([messages[sender] for sender in destination.senders])
+        for capacities, result in zip(known, results, strict=True):
+            capacities.remember(result.sent_bytes, result.received_bytes)
+            self._group.account(result.sent.written, whole)
+        self._group.give_back(chunk.writers)
+
+    def _check(self, plan: ReductionPlan, result: _Result) -> None:
+        bounds = result.sent.phase.largest_messages(plan)
+        self._group.exchange.checked_sizes([row[:2] for row in result.headers], plan.fingerprint, bounds)
+        for sender, error in enumerate(result.errors):
+            if error:
+                own, problem = self._group.rank, KERNEL_ERRORS[error]
+                raise PayloadError(f"rank {own}: message from rank {sender} of the group: {problem}")
+
+    def _resend(self, capacities: AgreedCapacities, result: _Result) -> list[Tensor]:
+        """Send again what did not fit; return all messages, if one to this rank did not."""
+        writers, rank = result.sent.writers, self._group.rank
+        arrived = capacities.resend(
+            result.slots,
+            result.sent_bytes,
+            lambda receiver: writers[receiver].message,
+            result.received_bytes,
+        )
+        if not result.truncated_from:
+            return []
+        arrived[rank] = writers[rank].message
+        return [
+            arrived[sender] if sender in arrived else result.slots.message_from(sender, size)
+            for sender, size in result.received_bytes.items()
+        ]
+
+    def _answer_again(
+        self,
+        plan: ReductionPlan,
+        results: Sequence[_Result],
+        affected: Iterable[int],
+        messages: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Exchange, with their lengths, the answers of owners that lacked a message, and those that did not
+        fit; return the answers of all ranks, empty for the others.
+        """
+        first, second, rank = results[0].sent.phase, results[1].sent.phase, self._group.rank
+        sent, answer = results[1].sent, results[1].slots.received[:0]
+        writer = sent.writers[rank]
+        if rank in results[1].invalid_from:
+            for destination in first.destinations(plan):
+                destination.add_again([messages[sender] for sender in destination.senders])
+            writer.clear()
+            sent.written = second.write(plan, [writer])
+        if rank in affected:
+            answer = writer.message
+            results[1].sent_bytes = dict.fromkeys(results[1].sent_bytes, answer.numel())
+        answers = self._group.exchange.all_gather(
+            answer, plan.fingerprint, bounds=second.largest_messages(plan)
+        )
+        results[1].received_bytes |= {owner: answers[owner].numel() for owner in affected}
+        return answers
+
+
+class _Result:
+    """The figures of one phase, as the host reads them.
+
+    Attributes:
+        headers: First words of the slot from each sender.
+        errors: What is wrong with the message of each sender (0: nothing).
+        sent_bytes, received_bytes: Bytes of the messages by receiver, and by sender.
+        truncated_from: Senders whose message did not fit.
+        invalid_from: Senders whose message stands for nothing, since they lacked another.
+    """
+
+    def __init__(self, sent: SentPhase, slots: Slots, words: Sequence[int], errors: Sequence[int]) -> None:
+        self.sent, self.slots, self.errors = sent, slots, errors
+        self.headers = [list(words[WORDS * r : WORDS * (r + 1)]) for r in range(len(errors))]
+        self.sent_bytes = {
+            r: sum(stats.nbytes for _, stats in writer.parts) for r, writer in enumerate(sent.writers)
+        }
+        self.received_bytes = {r: row[0] for r, row in enumerate(self.headers)}
+        self.truncated_from = {r for r, size in self.received_bytes.items() if size > slots.room_from(r)}
+        self.invalid_from = {r for r, row in enumerate(self.headers) if row[2]}

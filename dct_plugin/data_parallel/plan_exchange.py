@@ -1,0 +1,178 @@
+"""The exchange of a plan's messages, chunk by chunk, the same on every device.
+
+A plan is cut between tensors. The message of the first chunk leaves before the last chunk is made, and sums
+begin with the first message that arrives. Where the host knows the lengths of messages, they travel with
+their lengths. Where lengths stay on a device, messages travel in slots of agreed capacity, and
+:class:`.pending_exchanges.PendingExchanges` checks them later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..codecs.message import MessageWriter, read_messages
+from ..metrics import Record
+from ..transport.slots import AgreedCapacities, Slots
+from .plan import ReductionPlan
+from .stream_group import StreamGroup, WrittenTensor
+from .topology import Phase
+
+
+@dataclass
+class SentPhase:
+    """The messages of one phase of a chunk.
+
+    Attributes:
+        writers: One for each receiver; the same one where all ranks get the same message.
+        written: The tensors in the messages of this rank.
+        messages: The messages by receiver, if the host knows their lengths.
+        received: Bytes of the messages by sender, likewise.
+        slots: Those of messages whose lengths are on a device; else None.
+        errors: int64 [ranks]: what kernels found wrong with the message of each sender in a slot.
+    """
+
+    phase: Phase
+    writers: Sequence[MessageWriter]
+    written: list[WrittenTensor]
+    messages: Sequence[Tensor] = ()
+    received: dict[int, int] = field(default_factory=dict)
+    slots: Slots | None = None
+    errors: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@dataclass
+class ExchangedChunk:
+    """A chunk of a plan, its memory, and the phases that were sent so far."""
+
+    plan: ReductionPlan
+    writers: list[MessageWriter]
+    """One for each rank, and one for the answer to all of them."""
+    sent: list[SentPhase] = field(default_factory=list)
+    lacks: Tensor | None = None
+    """int64 []: whether a message of the last phase did not fit its slot; None if all lengths are known."""
+
+
+class PlanExchange:
+    """The exchange of the chunks of a plan.
+
+    Every rank posts the chunks in the same order and collects them in the same order, but may do so at
+    different times. A failure is passed on to the ranks that wait for any of them.
+
+    Args:
+        group: Streams and process group.
+        phases: Phases of the exchange: one, or two of which the second answers the first.
+        plan: The plan.
+        chunks: Its parts.
+        whole: Record of the exchange.
+        capacities: By chunk, those of the slots of each phase; None where the host knows the lengths of
+            messages, or reads them now.
+
+    Attributes:
+        chunks: The chunks that were posted.
+    """
+
+    def __init__(
+        self,
+        group: StreamGroup,
+        phases: Sequence[Phase],
+        plan: ReductionPlan,
+        chunks: Sequence[ReductionPlan],
+        whole: Record,
+        capacities: Sequence[Sequence[AgreedCapacities]] | None,
+    ) -> None:
+        self._group, self._phases, self._whole, self._exchange = group, phases, whole, group.exchange
+        self.plan, self.in_slots = plan, capacities is not None
+        self.chunks: list[ExchangedChunk] = []
+        self._to_post = list(chunks)
+        self._unsent = deque(of[phase] for phase in range(len(phases)) for of in capacities or ())
+        """Capacities of the slots that are still to be sent, in order."""
+
+    def post(self) -> None:
+        """Send the messages of the first phase."""
+        phase = self._phases[0]
+        with self._preparing(len(self._to_post)):
+            for plan in self._to_post:
+                chunk = ExchangedChunk(plan, self._group.take_writers())
+                self._send(phase, chunk, chunk.writers[: 1 if phase.to_all else self._group.world_size])
+                self.chunks.append(chunk)
+
+    def finish(self) -> None:
+        """Receive the messages and add them up, and answer them if there are two phases."""
+        if len(self._phases) == 2:
+            with self._exchange.collecting():  # all: a rank that failed on the way does not answer any
+                received = [self._receive(chunk) for chunk in self.chunks]
+            with self._preparing(len(received)):
+                for chunk, messages in zip(self.chunks, received, strict=True):
+                    self._add(chunk, messages)
+                    self._send(self._phases[1], chunk, chunk.writers[-1:])
+        with self._exchange.collecting():
+            for chunk in self.chunks:
+                self._add(chunk, self._receive(chunk))
+
+    def _send(self, phase: Phase, chunk: ExchangedChunk, writers: Sequence[MessageWriter]) -> None:
+        """Write and send the messages of a phase: one for each rank, or one for all."""
+        group, plan = self._group, chunk.plan
+        sent = SentPhase(phase, writers, phase.write(plan, writers))
+        if phase.to_all:
+            sent.writers = list(writers) * group.world_size
+        if not self.in_slots:
+            messages = read_messages(writers)
+            sent.messages = messages * (group.world_size if phase.to_all else 1)
+            with self._whole.timed("exchange"):
+                self._exchange.post(sent.messages, plan.fingerprint)
+            group.account(sent.written, self._whole)
+        else:
+            capacities = self._unsent[0]
+            sent.slots = slots = capacities.slots(group.device)
+            for receiver in [group.rank] if phase.to_all else range(group.world_size):
+                own = receiver == group.rank
+                slot = slots.slot_from(receiver) if own else slots.slot_to(receiver)
+                lacks = chunk.lacks if own else None
+                group.backend.write_slot(sent.writers[receiver], slot, plan.fingerprint, lacks)
+            self._unsent.popleft()
+            with self._whole.timed("exchange"):
+                slots.send(self._exchange)
+        chunk.sent.append(sent)
+
+    def _receive(self, chunk: ExchangedChunk) -> list[Tensor]:
+        """Return the messages of the last phase from all ranks; none where they are in slots."""
+        sent = chunk.sent[-1]
+        if self.in_slots:
+            return []
+        bounds = sent.phase.largest_messages(chunk.plan)
+        with self._whole.timed("exchange"):
+            received = self._exchange.collect(sent.messages[self._group.rank], bounds=bounds)
+        sent.received = {rank: message.numel() for rank, message in enumerate(received)}
+        return received
+
+    def _add(self, chunk: ExchangedChunk, messages: Sequence[Tensor]) -> None:
+        """Add up the messages of the last phase."""
+        sent = chunk.sent[-1]
+        with self._whole.timed("decode"):
+            destinations = sent.phase.destinations(chunk.plan)
+            if sent.slots is None:
+                for destination in destinations:
+                    destination.add_messages([messages[sender] for sender in destination.senders])
+                return
+            found = [destination.add_slots(sent.slots) for destination in destinations]
+        sent.errors = torch.cat([errors for errors, _ in found]).to(torch.int64)
+        chunk.lacks = torch.cat([missing for _, missing in found]).amax()
+
+    @contextmanager
+    def _preparing(self, count: int) -> Iterator[None]:
+        """Surround the work that sends so many messages to each rank. If it fails, the other ranks, which may
+        be waiting for them already, are told.
+        """
+        try:
+            with self._exchange.preparing(posts=0 if self.in_slots else count):
+                yield
+        except BaseException:
+            for capacities in self._unsent:
+                capacities.fail(self._group.device)
+            raise

@@ -1,0 +1,174 @@
+"""Messages in slots: buffers of a capacity that sender and receiver agree on, with the length in the header.
+
+The kernels of a device write a message whose length the host does not know. So that the host need not wait
+for it, the message travels in a slot (:mod:`dct_plugin.codecs.slots`). Sender and receiver compute the same
+capacity from the lengths of the last messages between the two. A message that does not fit is sent again,
+whole. The first messages are exchanged with their lengths, which also proves that all ranks exchange the same
+tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..codecs.copies import to_device
+from ..codecs.slots import FAILED, PREFIX, WORDS, slot_bytes
+from .exchange import Exchange
+
+#: Number of messages whose lengths decide the next capacity.
+_REMEMBERED = 4
+#: Slots of unequal capacity travel at the largest one, in one all-gather, up to so many times their bytes.
+_MOST_PADDING = 1.03
+
+
+class Slots:
+    """The slots of one exchange: one to and one from each other rank, and this rank's own.
+
+    Args:
+        rank: Position of this rank.
+        leaving, arriving: Bytes of the slot to and from each rank; the own one is among those that arrive.
+        device: Device of the slots.
+        shared: Every rank gets the same message, that of the own slot.
+
+    Attributes:
+        received: uint8: the slots from all ranks. The own one is the last, unless all capacities are equal.
+        bounds: For each rank, the first byte of its slot in ``received``, and the byte behind it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        leaving: Sequence[int],
+        arriving: Sequence[int],
+        device: torch.device,
+        *,
+        shared: bool,
+    ) -> None:
+        self._rank, self._shared = rank, shared
+        largest, total = max(arriving), sum(arriving)
+        self._equal = shared and largest * len(arriving) <= _MOST_PADDING * total
+        if self._equal:
+            arriving = [largest] * len(arriving)
+        ranks = range(len(arriving))
+        order = ranks if self._equal else [*(r for r in ranks if r != rank), rank]
+        ends = itertools.accumulate((arriving[r] for r in order), initial=0)
+        places = dict(zip(order, itertools.pairwise(ends), strict=True))
+        self.bounds = [places[r] for r in ranks]
+        self.received = torch.empty(sum(arriving), dtype=torch.uint8, device=device)
+        if shared:
+            leaving = [0 if self._equal else arriving[rank]] * len(arriving)
+        self._sizes_to = [0 if r == rank else leaving[r] for r in ranks]
+        self._sizes_from = [0 if r == rank else arriving[r] for r in ranks]
+        self._sent = torch.empty(sum(self._sizes_to), dtype=torch.uint8, device=device)
+        self._slots_to = self._sent.split(self._sizes_to)
+
+    def slot_to(self, receiver: int) -> Tensor:
+        """Return the slot for the message to ``receiver``; if all ranks get the same, the own slot."""
+        return self.slot_from(self._rank) if self._shared else self._slots_to[receiver]
+
+    def slot_from(self, sender: int) -> Tensor:
+        """Return the slot that arrives from ``sender``."""
+        return self.received[slice(*self.bounds[sender])]
+
+    def message_from(self, sender: int, nbytes: int) -> Tensor:
+        """Return the first ``nbytes`` of the message that arrived from ``sender``."""
+        return self.slot_from(sender)[PREFIX : PREFIX + nbytes]
+
+    def room_to(self, receiver: int) -> int:
+        """Return the bytes that the slot to ``receiver`` has for its message."""
+        return max(self.slot_to(receiver).numel() - PREFIX, 0)
+
+    def room_from(self, sender: int) -> int:
+        """Return the bytes that the slot from ``sender`` has for its message."""
+        return max(self.slot_from(sender).numel() - PREFIX, 0)
+
+    def headers(self) -> Tensor:
+        """Return the first words of all slots, int64 [ranks, WORDS]."""
+        words = self.received.view(torch.int64)
+        firsts = [words[begin // 8 :][:WORDS] for begin, _ in self.bounds]
+        return torch.cat([words[:0], *firsts]).view(-1, WORDS)
+
+    def send(self, exchange: Exchange) -> None:
+        """Exchange the slots."""
+        if self._equal:
+            exchange.gather_into(self.received)
+            return
+        if self._shared:
+            for slot in self._slots_to:
+                if slot.numel():
+                    slot.copy_(self.slot_from(self._rank))
+        received = self.received[: sum(self._sizes_from)]
+        exchange.scatter_into(received, self._sizes_from, self._sent, self._sizes_to)
+
+
+class AgreedCapacities:
+    """The capacities of the slots between this rank and all others, for messages of one kind.
+
+    Args:
+        exchange: The transport.
+        fingerprint: Description of the operation, the same on every rank.
+        shared: Every rank gets the same message.
+    """
+
+    def __init__(self, exchange: Exchange, fingerprint: int, *, shared: bool) -> None:
+        self.exchange, self.fingerprint, self.shared = exchange, fingerprint, shared
+        ranks = range(exchange.world_size)
+        self._sent, self._received = ([deque[int](maxlen=_REMEMBERED) for _ in ranks] for _ in range(2))
+
+    def slots(self, device: torch.device) -> Slots:
+        """Return empty slots for messages to and from all ranks."""
+        rank = self.exchange.rank
+        leaving = [0 if self.shared or r == rank else slot_bytes(each) for r, each in enumerate(self._sent)]
+        arriving = [slot_bytes(each) for each in self._received]
+        return Slots(rank, leaving, arriving, device, shared=self.shared)
+
+    def fail(self, device: torch.device) -> None:
+        """Send slots that say that this rank failed. Never raises."""
+        try:
+            slots = self.slots(device)
+            head = torch.zeros(WORDS, dtype=torch.int64)
+            head[0] = FAILED
+            for receiver in range(self.exchange.world_size):
+                if (slot := slots.slot_to(receiver)).numel():
+                    slot.view(torch.int64)[:WORDS] = to_device(head, slot.device)
+            slots.send(self.exchange)
+        except Exception:  # the transport is gone as well: the others will see that
+            return
+
+    def resend(
+        self,
+        slots: Slots,
+        sent: Mapping[int, int],
+        message_to: Callable[[int], Tensor],
+        received: Mapping[int, int],
+    ) -> dict[int, Tensor]:
+        """Exchange the messages that did not fit; return those that arrive, by sender.
+
+        Args:
+            slots: The slots of the exchange.
+            sent, received: Bytes of the messages by receiver, and by sender.
+            message_to: Returns the whole message to a receiver.
+        """
+        rank, ranks = self.exchange.rank, range(self.exchange.world_size)
+        cut = {r for r, size in sent.items() if r != rank and size > slots.room_to(r)}
+        late = {s for s, size in received.items() if s != rank and size > slots.room_from(s)}
+        if not cut and not late:
+            return {}
+        nothing = slots.received[:0]
+        arrived = self.exchange.transfer(
+            [message_to(r).to(nothing.device) if r in cut else nothing for r in ranks],
+            [received[r] if r in late else 0 for r in ranks],
+        )
+        return {sender: arrived[sender] for sender in late}
+
+    def remember(self, sent: Mapping[int, int], received: Mapping[int, int]) -> None:
+        """Remember the bytes of messages by receiver, and by sender, for the next capacities."""
+        for receiver, nbytes in sent.items():
+            self._sent[receiver].append(nbytes)
+        for sender, nbytes in received.items():
+            self._received[sender].append(nbytes)
