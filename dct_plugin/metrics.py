@@ -52,7 +52,6 @@ class Record:
         tau: Threshold (mean over the tensors); 0 or infinite ones do not enter the mean.
         refreshes: Thresholds that were measured anew.
         select_ms, encode_ms, exchange_ms, decode_ms: Milliseconds.
-        hidden_ms: How many of them passed beside the backward pass, which did not wait for them.
         waited_ms: How many of ``exchange_ms`` passed until the slowest rank's message was ready.
         intra_node: Bytes sent inside the node, which are not in ``sent_bytes``.
         tensors: Tensors in the message.
@@ -70,7 +69,6 @@ class Record:
     encode_ms: float = 0.0
     exchange_ms: float = 0.0
     decode_ms: float = 0.0
-    hidden_ms: float = 0.0
     waited_ms: float = 0.0
     intra_node: float = 0.0
     tensors: int = 1
@@ -112,7 +110,6 @@ class _Sums(Record):
         self.encode_ms += record.encode_ms
         self.exchange_ms += record.exchange_ms
         self.decode_ms += record.decode_ms
-        self.hidden_ms += record.hidden_ms
         self.waited_ms += record.waited_ms
         self.intra_node += record.intra_node
         target = record.target_density * record.numel
@@ -177,7 +174,7 @@ _files: dict[str | None, int] = {}
 _DENSE_STEPS = 1000
 
 #: Milliseconds that sums and records have.
-_TIMES = ("select_ms", "encode_ms", "exchange_ms", "decode_ms", "hidden_ms", "waited_ms")
+_TIMES = ("select_ms", "encode_ms", "exchange_ms", "decode_ms", "waited_ms")
 
 
 class Metrics:

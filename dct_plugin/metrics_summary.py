@@ -36,7 +36,6 @@ class ClassSummary:
     encode_ms: float
     exchange_ms: float
     decode_ms: float
-    hidden_ms: float
     waited_ms: float
     intra_node: int
 
@@ -169,9 +168,8 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
         parts.append(f"density {total.density:#.3g} (target {total.density_target:#.3g})")
     if total.intra_node:
         parts.append(f"{_bytes(total.intra_node)} inside its node")
-    select, encode, exchange, decode, hidden, waited = (
-        total.steady_ms[f"{part}_ms"]
-        for part in ("select", "encode", "exchange", "decode", "hidden", "waited")
+    select, encode, exchange, decode, waited = (
+        total.steady_ms[f"{part}_ms"] for part in ("select", "encode", "exchange", "decode", "waited")
     )
     times = f"exchange {exchange:.1f}"
     if waited >= 0.05:
@@ -181,8 +179,6 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
         f"plugin {select + encode + exchange + decode:.1f} {of_step}ms per step: select {select:.1f}, "
         f"encode {encode:.1f}, {times}, decode {decode:.1f}"
     )
-    if hidden:
-        parts[-1] += f", {hidden:.1f} of them beside the backward pass"
     if not counts_host:
         parts.append("not counted: what the framework sends by itself")
     return "; ".join(parts)

@@ -20,7 +20,7 @@ from .suite import WORKLOADS, Cell
 
 IDEAL = "ideal"
 #: Parts of the step beside those that the metrics time.
-COMPUTE, HIDDEN, WAITED, REST = "compute", "hidden", "waited", "rest"
+COMPUTE, WAITED, REST = "compute", "waited", "rest"
 
 
 class Group(NamedTuple):
@@ -80,14 +80,13 @@ def split(cell: Cell, figures: Figures) -> dict[str, float]:
     """Milliseconds of a step by what they go to.
 
     ``compute`` is the ideal step, where it was measured; ``rest`` is what the step takes beyond that and the
-    plugin's own times. Of those, ``hidden`` passed beside the computation and are in no step; ``waited`` is
-    the part of ``exchange`` in which other ranks were not ready.
+    plugin's own times. ``waited`` is the part of ``exchange`` in which other ranks were not ready.
     """
     parts = {name.removesuffix("_ms"): value for name, value in figures.split.items()}
     ideal = next((other.median for other in cell.figures if other.name == IDEAL), None)
     if ideal is None:
         return parts
-    exposed = sum(parts.values()) - 2 * parts.get(HIDDEN, 0.0) - parts.get(WAITED, 0.0)
+    exposed = sum(parts.values()) - parts.get(WAITED, 0.0)
     return {COMPUTE: ideal, **parts, REST: figures.median - ideal - exposed}
 
 

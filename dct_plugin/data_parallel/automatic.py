@@ -161,11 +161,11 @@ class AutomaticSparsity(AddOn):
             dense_steps = rules.settling_steps + rules.dense_steps
             steps = max(group.schedule.warmup_steps - group.step, dense_steps)
         yield steps
-        reduction, exposed = reductions.per_step(steps)
+        reduction = reductions.per_step(steps)
         dense = reduction if self.current.is_dense else None
         now, link, why = self._median(), probe_link(group), "measured"
         while True:
-            model = self._model(now, dense, exposed, link)
+            model = self._model(now, dense, link)
             if AutomaticSparsity.observer is not None:
                 AutomaticSparsity.observer(model)
                 return
@@ -256,20 +256,18 @@ class AutomaticSparsity(AddOn):
         last, self._seconds = self._seconds[-self.rules.trial_steps :], []
         return largest(self._group, [statistics.median(last)])[0]
 
-    def _model(self, now: float, dense: float | None, exposed: float, link: Link) -> CostModel:
+    def _model(self, now: float, dense: float | None, link: Link) -> CostModel:
         """Measure the codings, and return the cost model of the training; a collective.
 
         Args:
             now: Seconds of a step with the current setting.
             dense: Seconds of the dense reductions of a step; None: computed from the link.
-            exposed: Share of a reduction that the backward pass does not hide.
             link: The speed of the link.
         """
         group = self._group
         large, small, entry_bytes = gradient_sizes(group, self._sizes)
         model = CostModel(
             0.0,
-            exposed,
             dense,
             time_codings(group, [each for each in self._settings if not each.is_dense]),
             link,

@@ -1,9 +1,8 @@
 """The predicted time of a training step with each setting, from measured times of codings, link and step:
 
-    step = rest + exposed_share * reductions * (coding + decoding + rounds * latency + bytes / rate)
+    step = rest + reductions * (coding + decoding + rounds * latency + bytes / rate)
 
-``rest`` is the dense step without the exposed part of its reductions. ``exposed_share`` is the share of the
-dense reductions that the backward pass did not hide.
+``rest`` is the dense step without its reductions.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class CostModel(NamedTuple):
     """Measured figures of a training, the same on all ranks, that predict the time of a step.
 
     Attributes:
-        rest: Seconds of a step without the exposed part of its reduction.
-        exposed_share: Share of a reduction that the backward pass does not hide.
+        rest: Seconds of a step without its reductions.
         dense_reduction: Seconds of the dense reductions of a step; None: computed from ``link``.
         codings: Times and sizes for every setting but the dense one.
         link: Speed of the link.
@@ -74,7 +72,6 @@ class CostModel(NamedTuple):
     """
 
     rest: float
-    exposed_share: float
     dense_reduction: float | None
     codings: dict[Setting, Coding]
     link: Link
@@ -149,14 +146,14 @@ class CostModel(NamedTuple):
         exchange = self._exchange_seconds(setting)
         if setting.is_dense:
             exchange = exchange if self.dense_reduction is None else self.dense_reduction
-            return Prediction(setting, self.rest, 0.0, self.exposed_share * exchange)
+            return Prediction(setting, self.rest, 0.0, exchange)
         coding, server_density = self._coding(setting), self._server_density(setting)
         # How often a rank encodes and decodes the entries of a model.
         encoded, decoded = 1.0 + (server_density > 0) / self.ranks, 1.0 + server_density
         if self._is_direct(setting):
             encoded, decoded = 1.0, self.ranks
         seconds = self.reductions * (coding.encode * encoded + coding.decode * decoded) * self.large_entries
-        return Prediction(setting, self.rest, self.exposed_share * seconds, self.exposed_share * exchange)
+        return Prediction(setting, self.rest, seconds, exchange)
 
     def _coding(self, setting: Setting) -> Coding:
         return self.codings[setting._replace(exchange=None)]

@@ -29,25 +29,17 @@ class ReductionTimer:
 
     def __init__(self, group: StreamGroup) -> None:
         self._group = group
-        self._began = self._totals()
+        self._began = self._total()
 
-    def per_step(self, steps: int) -> tuple[float, float]:
-        """Return the seconds of a step's reductions, and the share of them that the backward pass did not
-        hide; a collective. The wait for slower ranks, which every setting has, is left out.
+    def per_step(self, steps: int) -> float:
+        """Return the seconds of a step's reductions on the slowest rank; a collective. The wait for slower
+        ranks, which every setting has, is left out.
         """
-        pairs = zip(self._totals(), self._began, strict=True)
-        total, waited, hidden = ((now - began) / steps for now, began in pairs)
-        exposed = 1.0 - hidden / total if total else 1.0
-        seconds, exposed = largest(self._group, [max(total - waited, 0.0), exposed])
-        return seconds, min(max(exposed, 0.05), 1.0)
+        return largest(self._group, [max((self._total() - self._began) / steps, 0.0)])[0]
 
-    def _totals(self) -> tuple[float, float, float]:
-        """Return the seconds of all reductions, those of waiting in them, and those that were hidden."""
-        group, hidden = self._group, 0.0
-        if group.metrics is not None:
-            summary = group.metrics.summary()
-            hidden = 1e-3 * summary.hidden_ms * summary.steps
-        return group.reduce_seconds, 1e-3 * group.exchange.waited_ms, hidden
+    def _total(self) -> float:
+        """Return the seconds of all reductions so far, without those of waiting in them."""
+        return self._group.reduce_seconds - 1e-3 * self._group.exchange.waited_ms
 
 
 def largest(group: StreamGroup, figures: Sequence[float]) -> list[float]:

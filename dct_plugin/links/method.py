@@ -46,7 +46,7 @@ def totals_of(metrics: Sequence[Metrics]) -> dict[str, float]:
     totals: dict[str, float] = {}
     for source in metrics:
         summary = source.summary()
-        for part in ("select", "encode", "exchange", "decode", "hidden", "waited"):
+        for part in ("select", "encode", "exchange", "decode", "waited"):
             name = f"{part}_ms"
             totals[name] = totals.get(name, 0.0) + getattr(summary, name) * summary.steps
         for name in ("dense_bytes", "sent_bytes"):

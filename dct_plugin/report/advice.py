@@ -112,7 +112,7 @@ def _tensor(run: Run) -> Advice | None:
 
 
 def _network(run: Run) -> Advice | None:
-    exchange, step = run.part("exchange_ms") - run.part("hidden_ms"), run.step_ms
+    exchange, step = run.part("exchange_ms"), run.step_ms
     if step is None or exchange <= 0.4 * step or run.share(*run.thresholded) < 0.5:
         return None
     return Advice(

@@ -24,7 +24,6 @@ PART_NAMES = {
     "exchange_ms": "exchange, network",
     "waited_ms": "exchange, wait for slow ranks",
     "decode_ms": "decode",
-    "hidden_ms": "beside the backward pass",
 }
 #: Number of classes that the chart shows, and of decisions.
 _DRAWN, _MARKED = 7, 100
@@ -194,7 +193,7 @@ def _times(run: Run) -> Section:
     columns.append(("dense steps at the start", lambda window: window.of_step("dense_step_ms"), ".4f"))
 
     def draw(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]]) -> None:
-        parts = {name: found[name] for name in PART_NAMES.values() if name != PART_NAMES["hidden_ms"]}
+        parts = {name: found[name] for name in PART_NAMES.values()}
         bottom = [0.0] * len(steps)
         width = [after - before for before, after in zip([0, *steps], steps, strict=False)]
         for (name, values), color in zip(parts.items(), charts.SERIES, strict=False):

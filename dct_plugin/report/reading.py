@@ -46,7 +46,6 @@ class Row(BaseModel):
     encode_ms: _Amount = 0.0
     exchange_ms: _Amount = 0.0
     decode_ms: _Amount = 0.0
-    hidden_ms: _Amount = 0.0
     waited_ms: _Amount = 0.0
     rank: _Count = 0
     world_size: _Ranks = 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..metrics import TENSOR
 from .reading import EventLine, RankRun, Row
 
-PARTS = ("select_ms", "encode_ms", "exchange_ms", "waited_ms", "decode_ms", "hidden_ms")
+PARTS = ("select_ms", "encode_ms", "exchange_ms", "waited_ms", "decode_ms")
 
 
 @dataclass(frozen=True)

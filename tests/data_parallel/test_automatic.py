@@ -144,7 +144,7 @@ def _model(rate: float, **changes: Any) -> CostModel:
         GENTLE: Coding(4e-9, 1e-9, 0.3),
         STRONG: Coding(3e-9, 1e-10, 0.03),
     }
-    model = CostModel(0.1, 1.0, None, codings, Link(1e-4, 8 / rate), 10_000_000, 4_000, 2, True)
+    model = CostModel(0.1, None, codings, Link(1e-4, 8 / rate), 10_000_000, 4_000, 2, True)
     return model._replace(**changes)
 
 
@@ -161,9 +161,7 @@ def test_a_prediction_is_the_sum_of_its_parts_and_a_measured_reduction_counts() 
     assert made.coding == pytest.approx(1e7 * (3e-9 + 2 * 1e-10))
     assert made.exchange == pytest.approx(1e-4 + 8e-9 * (0.03 * 1e7 + 4_000))
     assert made.total == pytest.approx(0.1 + made.coding + made.exchange)
-    assert _model(1e9, dense_reduction=0.5, exposed_share=0.5).predict(DENSE).total == pytest.approx(0.35)
-    half = _model(1e9, exposed_share=0.5).predict(STRONG)
-    assert (half.coding, half.exchange) == pytest.approx((made.coding / 2, made.exchange / 2))
+    assert _model(1e9, dense_reduction=0.5).predict(DENSE).total == pytest.approx(0.6)
     two_phase = _model(1e9, is_direct=False, ranks=8).predict(STRONG)
     assert two_phase.exchange == pytest.approx(2e-4 + 8e-9 * (0.03 * 1e7 + 4_000) / 4)
     over = STRONG._replace(exchange="two_phase")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.deferred_backend import DeferredBackend
 from support.processes import launch, run
 
-from dct_plugin import Compressor
+from dct_plugin import Compressor, kernels
 from dct_plugin.codecs.message import MessageWriter
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer, Shard, plan
@@ -26,6 +28,22 @@ from dct_plugin.metrics import Metrics
 pytestmark = pytest.mark.slow
 
 SIZES = {"embedding": 60_000, "layer": 40_001, "head": 5_000, "bias": 64, "empty": 0}
+
+
+kernels.register_backend("deferred", DeferredBackend)
+
+
+class Ranks(NamedTuple):
+    """Starts ranks with certain kernels; see :mod:`support.processes`."""
+
+    run: Callable[..., list[Any]]
+    launch: Callable[..., list[Any]]
+
+
+@pytest.fixture(params=["cpu", "deferred"], ids=["lengths on the host", "lengths on a device"])
+def on(request: pytest.FixtureRequest) -> Ranks:
+    """The C kernels, and kernels whose lengths and figures stay on a device until they are asked for."""
+    return Ranks(partial(run, DCT_KERNELS=request.param), partial(launch, DCT_KERNELS=request.param))
 
 
 def tensors(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -72,8 +90,8 @@ def _sum_of_everything(rank: int, world_size: int, exchange: str, dtype: torch.d
 
 @pytest.mark.parametrize("exchange", ["direct", "two_phase"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_nothing_is_lost_and_ranks_agree(world_size: int, exchange: str) -> None:
-    results = run(world_size, _sum_of_everything, exchange, torch.float32)
+def test_nothing_is_lost_and_ranks_agree(on: Ranks, world_size: int, exchange: str) -> None:
+    results = on.run(world_size, _sum_of_everything, exchange, torch.float32)
     for result in results:
         assert max(result["error"].values()) < 1e-4
         for name in SIZES:
@@ -92,8 +110,8 @@ def _answers(rank: int, world_size: int) -> tuple[float, float]:
     return classes["gradient"].density, classes["gradient_answer"].density
 
 
-def test_owners_answer_at_a_density_of_their_own() -> None:
-    for up, down in run(2, _answers):
+def test_owners_answer_at_a_density_of_their_own(on: Ranks) -> None:
+    for up, down in on.run(2, _answers):
         assert (up, down) == (pytest.approx(0.01, rel=0.2), pytest.approx(0.015, rel=0.2))
 
 
@@ -118,13 +136,13 @@ def _dense(rank: int, world_size: int, exchange: str, dtype: torch.dtype) -> boo
 @pytest.mark.parametrize("exchange", ["direct", "two_phase"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sparsity_zero_is_the_dense_all_reduce_bitwise_on_two_ranks(
-    exchange: str, dtype: torch.dtype
+    on: Ranks, exchange: str, dtype: torch.dtype
 ) -> None:
-    assert all(run(2, _dense, exchange, dtype))
+    assert all(on.run(2, _dense, exchange, dtype))
 
 
-def test_sparsity_zero_is_the_dense_all_reduce_on_four_ranks() -> None:
-    assert all(run(4, _dense, "auto", torch.float32))
+def test_sparsity_zero_is_the_dense_all_reduce_on_four_ranks(on: Ranks) -> None:
+    assert all(on.run(4, _dense, "auto", torch.float32))
 
 
 def _small(rank: int, world_size: int, dtype: torch.dtype) -> tuple[dict[str, Any], float, float]:
@@ -195,8 +213,8 @@ def _reduce_scatter(rank: int, world_size: int) -> bool:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_reduce_scatter_gives_owners_their_sums(world_size: int) -> None:
-    assert all(run(world_size, _reduce_scatter))
+def test_reduce_scatter_gives_owners_their_sums(on: Ranks, world_size: int) -> None:
+    assert all(on.run(world_size, _reduce_scatter))
 
 
 def _poisoned(rank: int, world_size: int, exchange: str, kept_in: str) -> dict[str, Any]:
@@ -221,8 +239,8 @@ def _poisoned(rank: int, world_size: int, exchange: str, kept_in: str) -> dict[s
 @pytest.mark.parametrize(
     ("exchange", "kept_in"), [("direct", "fp32"), ("two_phase", "fp32"), ("two_phase", "int8")]
 )
-def test_overflow_reaches_every_rank_and_leaves_residuals(exchange: str, kept_in: str) -> None:
-    for result in run(2, _poisoned, exchange, kept_in):
+def test_overflow_reaches_every_rank_and_leaves_residuals(on: Ranks, exchange: str, kept_in: str) -> None:
+    for result in on.run(2, _poisoned, exchange, kept_in):
         assert result == {"overflow": True, "same": True, "finite": True, "halved": True}
 
 
@@ -254,7 +272,15 @@ def test_a_plan_is_cut_between_tensors_and_leaves_no_scraps() -> None:
 
 def _in_pieces(rank: int, world_size: int, kept: int, kind: str) -> tuple[list[torch.Tensor], int]:
     engine = reducer(sparsity=0.9, exchange="direct" if kind == "direct" else "two_phase")
-    found = []
+    found: list[torch.Tensor] = []
+    begin, chunks = engine.exchanges.begin, []
+
+    def counted(*arguments: Any) -> Any:
+        exchange = begin(*arguments)
+        chunks.extend(exchange._to_post)
+        return exchange
+
+    engine.exchanges.begin = counted  # type: ignore[method-assign]
     with _chunks_of(kept):
         for step in range(3):
             mine = tensors(rank, step)
@@ -270,12 +296,12 @@ def _in_pieces(rank: int, world_size: int, kept: int, kind: str) -> tuple[list[t
                 found += mine.values()
             engine.end_step()
     found += [s.residual.current for s in engine.streams.values() if s.residual is not None]
-    return found, engine.exchange._announced.posts
+    return found, len(chunks)
 
 
 @pytest.mark.parametrize("kind", ["direct", "two_phase", "reduce_scatter"])
-def test_messages_in_pieces_change_no_bit(kind: str) -> None:
-    whole, pieces = run(3, _in_pieces, 10**9, kind), run(3, _in_pieces, 3000, kind)
+def test_messages_in_pieces_change_no_bit(on: Ranks, kind: str) -> None:
+    whole, pieces = on.run(3, _in_pieces, 10**9, kind), on.run(3, _in_pieces, 3000, kind)
     for (first, few), (second, many) in zip(whole, pieces, strict=True):
         assert many >= 2 * few
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -299,8 +325,8 @@ def _fails_on_the_way(rank: int, world_size: int, exchange: str) -> tuple[str, b
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_phase"])
-def test_a_rank_that_fails_on_the_way_is_named_and_all_can_go_on(exchange: str) -> None:
-    outcomes = run(3, _fails_on_the_way, exchange)
+def test_a_rank_that_fails_on_the_way_is_named_and_all_can_go_on(on: Ranks, exchange: str) -> None:
+    outcomes = on.run(3, _fails_on_the_way, exchange)
     assert "40001" in outcomes[1][0]
     assert all("rank(s) [1] failed while preparing" in outcomes[rank][0] for rank in (0, 2))
     assert all(right for _, right in outcomes)
@@ -321,8 +347,8 @@ def _warm_up(rank: int, world_size: int) -> list[float]:
     return shares
 
 
-def test_warm_up_is_dense() -> None:
-    for shares in run(2, _warm_up):
+def test_warm_up_is_dense(on: Ranks) -> None:
+    for shares in on.run(2, _warm_up):
         assert shares[0] > 0.99
         assert shares[1] > 0.99
         assert shares[2] < 0.05
@@ -362,8 +388,8 @@ def _one_fails(rank: int, world_size: int, exchange: str) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_phase"])
-def test_a_failing_rank_stops_the_others_with_its_name(exchange: str) -> None:
-    outcomes = launch(3, _one_fails, exchange)
+def test_a_failing_rank_stops_the_others_with_its_name(on: Ranks, exchange: str) -> None:
+    outcomes = on.launch(3, _one_fails, exchange)
     assert [kind for kind, _ in outcomes] == ["error"] * 3
     assert "40001" in outcomes[1][1]
     for rank in (0, 2):
@@ -376,8 +402,8 @@ def _other_order(rank: int, world_size: int) -> None:
     reducer(sparsity=0.9).all_reduce(entries[::-1] if rank == 2 else entries)
 
 
-def test_ranks_out_of_step_are_told_apart() -> None:
-    for rank, (kind, text) in enumerate(launch(3, _other_order)):
+def test_ranks_out_of_step_are_told_apart(on: Ranks) -> None:
+    for rank, (kind, text) in enumerate(on.launch(3, _other_order)):
         assert kind == "error"
         assert "DesyncError" in text
         assert "[2]" in text if rank != 2 else "[0, 1]" in text
@@ -453,5 +479,5 @@ def _load_between_reduction_and_step(rank: int, world_size: int) -> list[float]:
     return paid
 
 
-def test_a_state_loaded_between_reduction_and_step_is_not_touched_by_it() -> None:
-    assert run(1, _load_between_reduction_and_step) == [[1.0, 0.0, 1.0, 1.0]]
+def test_a_state_loaded_between_reduction_and_step_is_not_touched_by_it(on: Ranks) -> None:
+    assert on.run(1, _load_between_reduction_and_step) == [[1.0, 0.0, 1.0, 1.0]]

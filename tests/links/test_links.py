@@ -152,7 +152,7 @@ def cells() -> list[Cell]:
         cell.figures = [
             figures("ideal", 100.0),
             figures("fp32", 100.0 + 300 * factor),
-            figures("DCT 0.99 bf16", 120.0, select=5.0, exchange=8.0, hidden=4.0),
+            figures("DCT 0.99 bf16", 120.0, select=5.0, exchange=8.0),
         ]
         made.append(cell)
     made.append(Cell("ddp", "10.65M parameters", 4, "1gbit", "fp32", skipped="no root"))
@@ -164,13 +164,11 @@ def test_tables_and_plot(tmp_path: Path) -> None:
     assert steps.rows[2][2:] == ["120 ±0", "0.30x", "120 ±0", "0.04x"]
     narrow = next(iter(tables(cells(), ratios=False)))
     assert narrow.rows[1][2:] == ["400 ±0", "3100 ±0"]
-    # What is hidden beside the computation is no part of the step.
     assert split(cells()[0], cells()[0].figures[2]) == {
         "compute": 100.0,
         "select": 5.0,
         "exchange": 8.0,
-        "hidden": 4.0,
-        "rest": 11.0,
+        "rest": 7.0,
     }
     assert [row[:3] for row in parts.rows] == [
         ["DCT 0.99 bf16", "1 Gbit/s", "120.0"],
