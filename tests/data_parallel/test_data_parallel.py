@@ -325,8 +325,8 @@ def _fails_on_the_way(rank: int, world_size: int, exchange: str) -> tuple[str, b
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_phase"])
-def test_a_rank_that_fails_on_the_way_is_named_and_all_can_go_on(on: Ranks, exchange: str) -> None:
-    outcomes = on.run(3, _fails_on_the_way, exchange)
+def test_a_rank_that_fails_on_the_way_is_named_and_all_can_go_on(exchange: str) -> None:
+    outcomes = run(3, _fails_on_the_way, exchange)
     assert "40001" in outcomes[1][0]
     assert all("rank(s) [1] failed while preparing" in outcomes[rank][0] for rank in (0, 2))
     assert all(right for _, right in outcomes)
