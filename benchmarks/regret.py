@@ -3,15 +3,13 @@
 Every rank gets a network namespace of its own (Linux, root or user namespaces). On each link the automatic
 mode decides, keeps its decision, and then all methods take turns. Figures of a cell (job, ranks, link) are
 kept in a file; a cell that it has is not measured again. With ``--drop`` one job sees three links in turn.
-With ``--rules`` what the mode does not try takes turns instead: overlap and topology. With ``--nodes`` the
-ranks are spread over nodes, only links between these are limited, and fixed settings run with and without
-``nodes``.
+With ``--nodes`` the ranks are spread over nodes, only links between these are limited, and fixed settings run
+with and without ``nodes``.
 
     python benchmarks/regret.py
     python benchmarks/regret.py --workload megatron --ranks 2 --rates 1gbit
     python benchmarks/regret.py --nodes 2 --ranks 4 --workload ddp
     python benchmarks/regret.py --drop --metrics drop.jsonl && dct report drop.jsonl
-    python benchmarks/regret.py --rules --rates 10gbit 1gbit
 """
 
 from __future__ import annotations
@@ -24,22 +22,18 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import megatron_gpt
-import torch.distributed as dist
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.automatic import AutomaticSparsity
 from dct_plugin.data_parallel.decision_rules import DecisionRules
-from dct_plugin.data_parallel.reducer import GradientReducer
 from dct_plugin.integrations.ddp import DCTState
-from dct_plugin.integrations.ddp import state as ddp_state
-from dct_plugin.integrations.host import overlap
 from dct_plugin.links.interleave import interleaved, warmed
 from dct_plugin.links.method import Method
 from dct_plugin.links.namespaces import Links
@@ -52,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.links import ddp, zero
 from benchmarks.links.perceptron import batch, perceptron, width_of
 
-AUTOMATIC, RULES = "automatic", "by the rules"
+AUTOMATIC = "automatic"
 BEGAN = time.monotonic()
 SECTION: dict[str, Any] = {"data_parallel": {"quality": "bytes", "sparsity": 0.99, "feedback": "local"}}
 #: Millions of parameters of the perceptron.
@@ -118,44 +112,6 @@ class DDP(ddp.DDP):
         return Method(
             name, shared.step, [state.metrics], around=partial(shared.through, state), warmup=warmup
         )
-
-
-def _threaded(reducer: GradientReducer, **_: Any) -> overlap.Overlap:
-    reducer.exchange.peers.group = overlap.group_of_own(reducer.exchange.peers.group)
-    return overlap.ThreadOverlap(reducer, "dct gradients")
-
-
-class Rules(ddp.DDP):
-    """torch DDP at 0.99 in bf16: overlap and topology by their rules, and each of the others."""
-
-    OVERLAPS: ClassVar[dict[str, Callable[..., overlap.Overlap]]] = {
-        "overlap in a thread": _threaded,
-        "overlap within the pass": lambda reducer, **_: overlap.InlineOverlap(reducer),
-        "no overlap": lambda reducer, **_: overlap.Overlap(reducer),
-    }
-    EXCHANGES = ("direct", "two_phase")
-
-    def open(self, variant: str) -> list[Method]:
-        shared = ddp.Trained(perceptron(self._width), batch(self._width), 25)
-        others = [
-            *((name, made, "auto") for name, made in self.OVERLAPS.items()),
-            *((name, overlap.overlap_of, name) for name in self.EXCHANGES if dist.get_world_size() > 2),
-        ]
-        return [self._method(shared, *each) for each in [(RULES, overlap.overlap_of, "auto"), *others]]
-
-    def _method(
-        self, shared: ddp.Trained, name: str, made: Callable[..., overlap.Overlap], exchange: str
-    ) -> Method:
-        section = {"sparsity": 0.99, "feedback": "local", "exchange": exchange}
-        state = DCTState(DCTConfig.parse({"data_parallel": section}))
-
-        @contextmanager
-        def through() -> Iterator[None]:
-            ddp_state.overlap_of = made  # read when the first step begins
-            with shared.through(state):
-                yield
-
-        return Method(name, shared.step, [state.metrics], around=through, warmup=10)
 
 
 class Zero(zero.Zero):
@@ -343,29 +299,6 @@ def _measured(
             yield Row(where, {each.name: each.median for each in figures})
 
 
-def rules(arguments: argparse.Namespace, folder: Path) -> None:
-    """Print the milliseconds of a step with each overlap and topology, and their ratio to the rules'."""
-    options = {"parameters": arguments.parameters}
-    for ranks in arguments.ranks:
-        with (
-            Links(ranks, NETWORKS) as links,
-            Team("regret:Rules", ranks, links, options=options, folder=folder, name=f"rules-{ranks}") as team,
-        ):
-            methods = team.open("torch DDP")
-            warmed(team.block, methods)
-            print(f"| torch DDP, {ranks} ranks | {' | '.join(methods)} |")
-            print("|---" + "|--:" * len(methods) + "|")
-            for rate in arguments.rates:
-                links.limit(None if rate == "unlimited" else rate)
-                ms = {
-                    each.name: each.median
-                    for each in interleaved(team.block, list(methods), arguments.seconds)
-                }
-                cells = [f"{each:.1f} ({each / ms[RULES]:.2f})" for each in ms.values()]
-                print(f"| {rate_name(rate)} | {' | '.join(cells)} |", flush=True)
-            team.close()
-
-
 def drop(arguments: argparse.Namespace, folder: Path) -> None:
     """Print the steps of one job while the link between its ranks changes."""
     metrics = None if arguments.metrics is None else str(arguments.metrics.resolve())
@@ -400,7 +333,6 @@ def main() -> None:
     )
     parser.add_argument("--nodes", type=int, default=0, help="nodes that the ranks are spread over")
     parser.add_argument("--drop", action="store_true", help="one job, whose link changes")
-    parser.add_argument("--rules", action="store_true", help="overlap and topology in place of the mode")
     parser.add_argument("--out", type=Path, default=Path("out/regret.jsonl"), help="figures of the cells")
     parser.add_argument("--metrics", type=Path, help="with --drop: metrics file, for dct report")
     arguments = parser.parse_args()
@@ -408,15 +340,13 @@ def main() -> None:
         ranks % arguments.nodes or ranks == arguments.nodes for ranks in arguments.ranks
     ):
         parser.error(f"--nodes {arguments.nodes}: --ranks must be multiples of it, at least two per node")
-    if arguments.nodes and (arguments.drop or arguments.rules):
-        parser.error("--nodes goes neither with --drop nor with --rules")
+    if arguments.nodes and arguments.drop:
+        parser.error("--nodes does not go with --drop")
     here = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*here, os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
         if arguments.drop:
             return drop(arguments, Path(folder))
-        if arguments.rules:
-            return rules(arguments, Path(folder))
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         rows = regret(arguments, Path(folder))
         print(*_decisions(Path(folder)), sep="\n", file=sys.stderr)

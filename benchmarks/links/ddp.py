@@ -110,10 +110,8 @@ class Trained:
     @contextmanager
     def through(self, state: DCTState) -> Iterator[None]:
         """Inside, steps go through the plugin."""
-        unwatch = state.watch(self.ddp)
         with self.using(partial(dct_hook, state)):
             yield
-        unwatch()
 
     @contextmanager
     def apart(self, hook: Hook) -> Iterator[None]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import itertools
 import re
 from pathlib import Path
 
 import pytest
 from support import ROOT
+
+from dct_plugin.kernels.cpu import CpuBackend
+from dct_plugin.transport.collective import CollectiveTransport
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 WAYS = dict(re.findall(r"^## (The way of [^\n]*)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
@@ -65,6 +69,28 @@ def test_every_file_of_a_way_imports_one_that_comes_before_or_after(way: str) ->
 def test_a_gradient_passes_at_most_seven_files() -> None:
     way = next(text for title, text in WAYS.items() if "gradient" in title)
     assert len(re.findall(r"^\d+\. `[\w/]+\.py`", way, re.M)) <= 7
+
+
+def test_the_table_of_what_differs_by_device_is_the_code() -> None:
+    page = (ROOT / "docs" / "gpu-internals.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w ]+: [^|]*) \| ([^|]*) \| ([^|]*) \|$", page, re.M)
+    table = {key.strip(): (host.strip(), device.strip()) for key, host, device in rows}
+    assert CpuBackend.lengths_on_host
+    entries = table["kernel backend: messages of a bucket"][0].replace(",", "")
+    assert f"{CpuBackend.message_entries} entries" in entries
+    for name in re.findall(r"`(\w+)`", table["transport: bytes move by"][1]):
+        assert f"dist.{name}(" in inspect.getsource(CollectiveTransport)
+    triton = (ROOT / "dct_plugin" / "kernels" / "triton" / "backend.py").read_text(encoding="utf-8")
+    assert "lengths_on_host = False\n" in triton
+    assert "message_entries = math.inf" in triton
+
+
+def test_no_module_of_the_reduction_asks_for_the_device() -> None:
+    """But for figures that the host counts, and the memory of ranks on one machine."""
+    for path in sorted((ROOT / "dct_plugin" / "data_parallel").glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        asked = re.findall(r"device\.type|is_cuda", text)
+        assert len(asked) <= 1, path.name
 
 
 def test_the_page_is_short() -> None:
