@@ -32,8 +32,8 @@ from dct_plugin.config.model_parallel import (
     TensorConfig,
 )
 from dct_plugin.config.options import allowed, as_json, documentation, models
-from dct_plugin.config.recommended import RECOMMENDATIONS, Recommendation
 from dct_plugin.config.section import Section, Variant
+from dct_plugin.policy.evidence import RECOMMENDATIONS, Recommendation
 
 _MARK = "<!-- generated from the {source}: {place} -->"
 _HEAD = "| Option | Default | Allowed | What it does | When to change it |\n|---|---|---|---|---|"

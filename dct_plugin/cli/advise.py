@@ -22,9 +22,6 @@ from rich.table import Table
 
 from .. import processes
 from ..config import DataParallelConfig, ParametersConfig
-from ..config.automatic import Setting, exchange_by_rule, judged, safe_sparsity
-from ..config.known_losses import Training, known_losses
-from ..config.recommended import Wanted, suggestion
 from ..console import print_warning
 from ..data_parallel.cost_model import Coding, CostModel, Link
 from ..data_parallel.decision_rules import DecisionRules
@@ -34,6 +31,10 @@ from ..integrations.megatron.options import CONFIG_VARIABLE
 from ..links.rates import bits_per_second, check_rates, rate_name
 from ..links.team import tail
 from ..metrics import format_bytes
+from ..policy import resolve
+from ..policy.evidence import Training, Wanted, known_losses, suggestion
+from ..policy.rules import exchange_by_rule, safe_sparsity
+from ..policy.settings import Setting
 
 #: Lines of a failed job's output that are shown.
 _LINES = 30
@@ -141,9 +142,9 @@ class Figures(NamedTuple):
     def _settled(self, candidate: Candidate) -> DataParallelConfig:
         setting = candidate.setting
         written = DataParallelConfig.of({**candidate.section, "value_dtype": setting.value_dtype or "fp32"})
-        obstacle = "ZeRO-3" if self.training.stage == 3 else ""
+        unavailable = "ZeRO-3" if self.training.stage == 3 else ""
         # With some optimizers `feedback: "auto"` lowers the sparsity, too.
-        settled = judged(written, self.training, obstacle=obstacle).settings
+        settled = resolve(written, self.training, step_ahead_unavailable=unavailable).settings
         return settled.model_copy(update={"sparsity": setting.sparsity})
 
 

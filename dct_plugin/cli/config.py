@@ -136,9 +136,9 @@ def suggest(
     momentum: Annotated[float, typer.Option(min=0, help="The optimizer's momentum.")] = 0.0,
 ) -> None:
     """Print recommended settings as JSON; their measured bytes and quality are on stderr."""
-    from ..config.optimizers import family_of
-    from ..config.recommended import Wanted, suggestion
     from ..links.rates import bits_per_second, check_rates
+    from ..policy.evidence import Wanted, suggestion
+    from ..policy.optimizers import family_of
 
     rate = bits_per_second(check_rates([link], option="--link")[0])
     wanted = Wanted(family_of([optimizer], momentum=momentum), rate, ranks, stage)

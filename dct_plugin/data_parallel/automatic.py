@@ -25,9 +25,9 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config.automatic import LOSSLESS, Setting, settings_within
 from ..host_traffic import own_traffic
 from ..metrics import format_bytes
+from ..policy.settings import LOSSLESS, Setting, settings_within
 from .add_on import AddOn, ReducerContext
 from .cost_model import CostModel, Link
 from .decision_rules import DecisionRules, gentlest_of_fastest, settings_to_try

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..codecs.message import MessageWriter
-from ..config.automatic import Setting
+from ..policy.settings import Setting
 from ..stream import Compressor
 from . import lossless
 from .cost_model import Coding, Link

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config.automatic import BY_COMPRESSORS
 from ..errors import ConfigError
 from ..feedback import ScratchBuffers, unpacked
 from ..kernels import Backend
 from ..kernels.displacement import Displacement, denominator
 from ..kernels.reference import ReferenceBackend
+from ..policy.evidence import BY_COMPRESSORS
 from .add_on import AddOn, ReducerContext
 from .displaced_weights import DisplacedWeights
 from .module_hooks import register_hooks

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..config.optimizers import OptimizerFamily, family_of, unknown_step
+from ..policy.optimizers import OptimizerFamily, family_of, unknown_step
 
 
 @dataclass(frozen=True)

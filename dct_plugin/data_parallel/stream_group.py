@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..codecs.message import MessageWriter
 from ..config import DataParallelConfig, KernelConfig
-from ..config.automatic import for_compressors
 from ..errors import PayloadError
 from ..feedback import ScratchBuffers
 from ..metrics import TENSOR, Metrics, Record
+from ..policy.rules import for_compressors
 from ..stream import Compressor, Encoded, as_flat, backend_of
 from ..transport import Exchange
 from ..transport.agreement import ranks_in_words

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..config.automatic import alternative_exchange, exchange_by_rule
 from ..feedback import unpacked
+from ..policy.rules import alternative_exchange, exchange_by_rule
 from .direct import Direct
 from .hierarchical import Hierarchical
 from .node_ranks import NodeRanks

@@ -27,7 +27,6 @@ from dct_plugin.metrics import Metrics
 from dct_plugin.transport.nodes import Nodes, layout_of
 
 from ..host import attached, lost_peers, reducer_files, startup
-from ..host.automatic import settled
 from ..host.nodes import nodes_of
 from ..host.nonfinite import PoisonedSteps
 from ..host.optimizer_steps import OptimizerSteps
@@ -35,6 +34,7 @@ from ..host.optimizers import check_parameters, optimizers_of
 from ..host.overlap import Overlap, overlap_of
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
+from ..host.settings import resolve_settings
 from ..host.steps import StepHooks
 from .bucket import Bucket
 from .complex_parameters import RealView, as_real
@@ -454,18 +454,18 @@ def _nodes_of(state: DCTState) -> Nodes | None:
     return nodes_of(state.config.data_parallel, state.process_group, limit=state.time_limit, hint=_HINT)
 
 
-def _settle(state: DCTState, obstacle: str = "") -> None:
-    """Let the feedback follow the optimizer, once; ``obstacle``: why step-ahead cannot be had."""
+def _settle(state: DCTState, step_ahead_unavailable: str = "") -> None:
+    """Let the feedback follow the optimizer, once; the second argument says why step-ahead cannot be had."""
     if not state._is_settled:
         ranks = dist.get_world_size(state.process_group)
         state._is_settled = True
-        state.config, state._note = settled(
+        state.config, state._note = resolve_settings(
             state.config,
             state._optimizers,
             ranks=ranks,
             steps=state._total_steps,
-            obstacle=obstacle,
-            untold="dct_plugin.attach(model, optimizer, section) takes what suits the optimizer",
+            step_ahead_unavailable=step_ahead_unavailable,
+            optimizer_unknown_hint="dct_plugin.attach(model, optimizer, section) takes what suits it",
         )
 
 

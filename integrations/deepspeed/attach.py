@@ -12,12 +12,12 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.transport.agreement import HINT
 
 from ..host import startup
-from ..host.automatic import settled, steps_of
+from ..host.settings import resolve_settings, steps_of
 from .attachment import Attachment
 from .checkpointing import tell_what_is_dropped
 from .parser import keys_read
 from .paths import ACTIVATION_PATHS, activation_paths_of, gradient_path_of
-from .rules import advice, applied, obstacle, require, unread_keys
+from .rules import advice, applied, require, step_ahead_unavailable, unread_keys
 from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
 from .support import check_version, has_optimizer, job_of
 
@@ -82,13 +82,13 @@ def _prepared(engine: Any, config: DCTConfig) -> tuple[Attachment | None, str]:
     path, note = gradient_path_of(engine, config), ""
     job = job_of(engine, path)
     if path is not None and not job.exchanges_momentum:
-        config, note = settled(
+        config, note = resolve_settings(
             config,
             engine.optimizer,
             ranks=dist.get_world_size(engine.seq_data_parallel_group),
             stage=job.stage,
             steps=steps_of(engine.lr_scheduler),
-            obstacle=obstacle(job, config),
+            step_ahead_unavailable=step_ahead_unavailable(job, config),
         )
     require(job, config, rank=engine.global_rank)
     config = applied(job, config)

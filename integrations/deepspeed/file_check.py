@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.config.automatic import judged
-from dct_plugin.config.known_losses import Training
-from dct_plugin.config.optimizers import OptimizerFamily, unknown_step
 from dct_plugin.config.options import options
 from dct_plugin.config.validation_errors import DEEPSPEED_KEYS
 from dct_plugin.errors import ConfigError
+from dct_plugin.policy import Training, resolve
+from dct_plugin.policy.optimizers import OptimizerFamily, unknown_step
 
 from ..host.versions import installed, parse
 from .job import Job
 from .parser import Answer
-from .rules import advice, applied, obstacle, refusals, unread_keys, without_slot
+from .rules import advice, applied, refusals, step_ahead_unavailable, unread_keys, without_slot
 from .section import KEYS, READ_BY_PLUGIN, SECTION, backend_name, misplaced_section
 
 #: Keys that a warning names; of more it says how many there are.
@@ -118,7 +117,12 @@ def _settled(job: Job, config: DCTConfig, report: FileReport) -> DCTConfig:
     if training.family is OptimizerFamily.UNTOLD:
         report.notes.append("the script makes the optimizer, which the feedback depends on")
         return config
-    made = judged(config.data_parallel, training, steps=job.steps, obstacle=obstacle(job, config))
+    made = resolve(
+        config.data_parallel,
+        training,
+        steps=job.steps,
+        step_ahead_unavailable=step_ahead_unavailable(job, config),
+    )
     if made.line:
         (report.warnings if made.warns else report.notes).append(made.line)
     if made.settings.feedback.looks_ahead and training.family is OptimizerFamily.OTHER:

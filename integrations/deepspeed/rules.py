@@ -59,7 +59,7 @@ def applied(job: Job, config: DCTConfig) -> DCTConfig:
     return config.model_copy(update={"data_parallel": changed})
 
 
-def obstacle(job: Job, config: DCTConfig) -> str:
+def step_ahead_unavailable(job: Job, config: DCTConfig) -> str:
     """Return why a job cannot have step-ahead feedback; empty if it can."""
     if job.stage == 3 and (job.ranks_per_copy <= 1 or config.data_parallel.parameters is None):
         return (

@@ -24,13 +24,13 @@ from dct_plugin.metrics import Metrics
 from dct_plugin.transport import lost_ranks
 
 from ..host import attached, lost_peers, startup
-from ..host.automatic import settled
 from ..host.measured_job import SECTION, VARIABLE
 from ..host.nonfinite import PoisonedSteps
 from ..host.optimizer_steps import OptimizerSteps
 from ..host.optimizers import check_parameters, optimizers_of
 from ..host.replicas import Replicas
 from ..host.reporting import Reporting
+from ..host.settings import resolve_settings
 from ..host.steps import StepHooks
 from . import saved_residuals
 from .parameter_groups import (
@@ -107,12 +107,12 @@ class ReplicaCompression:
         groups = replicated_groups(model)
         self._unsharded = unsharded_parameters(model)
         replicas = groups[0][0].mesh_info.replicate_process_group.size()
-        self.config, self._note = settled(
+        self.config, self._note = resolve_settings(
             written,
             self._optimizers,
             ranks=replicas,
             steps=total_steps,
-            untold="compress_replicas(model, section, optimizer=optimizer) takes what suits it",
+            optimizer_unknown_hint="compress_replicas(..., optimizer=optimizer) takes what suits it",
         )
         _check_settings(self.config, has_optimizer=bool(self._optimizers))
         check_parameters(

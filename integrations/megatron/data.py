@@ -27,10 +27,10 @@ from dct_plugin.config import DataParallelConfig
 from dct_plugin.errors import DCTError
 from dct_plugin.host_traffic import count_group, counted_by
 
-from ..host.automatic import settled
 from ..host.nonfinite import PoisonedSteps
 from ..host.patches import Function
 from ..host.replicas import Replicas
+from ..host.settings import resolve_settings
 from . import step_ahead
 from .buckets import NAME, Models, fill_buffers, finish_gathers, gradients_in, is_expert, ranks_of
 from .reductions import Reductions
@@ -92,13 +92,13 @@ class DataParallelHook(Hook):
             return
         self._is_settled = True
         self._count_embeddings()
-        self.session.config, line = settled(
+        self.session.config, line = resolve_settings(
             self.session.config,
             self._optimizers.least_known,
             ranks=max((ranks_of(group).size() for group in self.models.groups()), default=1),
             steps=getattr(self.session.megatron_args, "train_iters", None),
-            obstacle=next(self._obstacles_to_step_ahead(), ""),
-            untold="make the optimizer after the hooks were installed",
+            step_ahead_unavailable=next(self._obstacles_to_step_ahead(), ""),
+            optimizer_unknown_hint="make the optimizer after the hooks were installed",
         )
         self.config = self.session.config.data_parallel
         if line and dist.get_rank() == 0:

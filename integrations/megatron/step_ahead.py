@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from dct_plugin.config.optimizers import OptimizerFamily, family_of
 from dct_plugin.data_parallel.step_units import StepUnit, units_of, unwrapped
 from dct_plugin.errors import ConfigError
+from dct_plugin.policy.optimizers import OptimizerFamily, family_of
 
 from ..host.patches import Function, Patches
 

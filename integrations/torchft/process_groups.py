@@ -28,7 +28,7 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import counted_by
 from dct_plugin.metrics import Metrics
 
-from ..host.automatic import settled
+from ..host.settings import resolve_settings
 from .averaged_weights import NO_AVERAGE, AveragedWeights
 from .quorum import QuorumPeers, Statement
 from .residuals import Counts, ReplicaResiduals
@@ -68,12 +68,12 @@ class _ThresholdedGroup(ProcessGroupWrapper):
             raise ConfigError(f"averages = {averages!r}: must be one of 'gradients', 'weights'")
         if isinstance(self, torchft.ProcessGroupNCCL) and not dist.is_nccl_available():
             raise ConfigError("ProcessGroupNCCL: this torch has no NCCL; take ProcessGroupGloo")
-        self.config, note = settled(
+        self.config, note = resolve_settings(
             DCTConfig.given(section),
             optimizer,
             ranks=2,
-            obstacle="torchft hands over tensors without their parameters",
-            untold=f"{type(self).__name__}(section, optimizer=optimizer) takes what suits it",
+            step_ahead_unavailable="torchft hands over tensors without their parameters",
+            optimizer_unknown_hint=f"{type(self).__name__}(section, optimizer=optimizer) takes what suits it",
         )
         _check_settings(self.config)
         if note:

@@ -12,19 +12,19 @@ from typer.testing import CliRunner
 
 from dct_plugin import cli
 from dct_plugin.cli.advise import Candidate, Figures, _best, _measured, _pasted, launch_line
-from dct_plugin.config.automatic import Setting
-from dct_plugin.config.known_losses import Training
 from dct_plugin.data_parallel.cost_model import Coding, CostModel, Link
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.integrations import autoload
 from dct_plugin.integrations.host import measured_job
+from dct_plugin.policy import Training
+from dct_plugin.policy.settings import Setting
 
 DENSE, STRONG = Setting(), Setting(0.99, "bf16")
 
 
 def _figures(**training: object) -> Figures:
     codings = {STRONG: Coding(3e-9, 1e-9, 0.03)}
-    model = CostModel(0.1, 0.5, 0.2, codings, Link(1e-4, 8e-9), 10_000_000, 4_000, 2, True)
+    model = CostModel(0.1, 0.2, codings, Link(1e-4, 8e-9), 10_000_000, 4_000, 2, True)
     return Figures(model, Training(**{"optimizer": ["AdamW"], "ranks": 2, **training}))  # type: ignore[arg-type]
 
 

@@ -12,11 +12,18 @@ from typer.testing import CliRunner
 
 from dct_plugin import cli
 from dct_plugin.config import DCTConfig
-from dct_plugin.config.automatic import chosen
-from dct_plugin.config.known_losses import Training, known_losses
-from dct_plugin.config.optimizers import OptimizerFamily
-from dct_plugin.config.recommended import LINKS, RECOMMENDATIONS, Recommendation, Wanted, suggestion
 from dct_plugin.integrations.deepspeed.file_check import check
+from dct_plugin.policy import resolve
+from dct_plugin.policy.evidence import (
+    LINKS,
+    RECOMMENDATIONS,
+    Recommendation,
+    Training,
+    Wanted,
+    known_losses,
+    suggestion,
+)
+from dct_plugin.policy.optimizers import OptimizerFamily
 
 runner = CliRunner()
 NAMES = {
@@ -54,7 +61,7 @@ def test_a_row_is_valid_and_not_known_to_lose(row: Recommendation) -> None:
         config = DCTConfig.parse(row.section)
         assert training.family is row.family
         if row.data_parallel is not None:
-            assert list(known_losses(chosen(config.data_parallel, training).settings, training)) == []
+            assert list(known_losses(resolve(config.data_parallel, training).settings, training)) == []
         optimizer = {"type": NAMES[row.family], "params": {"momentum": momentum_of(row.family)}}
         report = check({"optimizer": optimizer, "zero_optimization": {"stage": stage}, "dct": row.section})
         assert report.faults == []

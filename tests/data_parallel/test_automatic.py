@@ -14,14 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin import DCTState
 from dct_plugin.config import DataParallelConfig, DCTConfig, KernelConfig, MetricsConfig
-from dct_plugin.config.automatic import (
-    Setting,
-    alternative_exchange,
-    for_compressors,
-    judged,
-    settings_within,
-)
-from dct_plugin.config.known_losses import Training
 from dct_plugin.data_parallel import GradientReducer, Shard, lossless
 from dct_plugin.data_parallel.automatic import AutomaticSparsity
 from dct_plugin.data_parallel.cost_model import Coding, CostModel, Link
@@ -32,6 +24,9 @@ from dct_plugin.data_parallel.two_phase import TwoPhase
 from dct_plugin.errors import ConfigError, PayloadError
 from dct_plugin.feedback import unpacked
 from dct_plugin.metrics import Metrics
+from dct_plugin.policy import Training, resolve
+from dct_plugin.policy.rules import alternative_exchange, for_compressors
+from dct_plugin.policy.settings import Setting, settings_within
 
 DENSE, GENTLE, STRONG = Setting(), Setting(0.9, "bf16"), Setting(0.99, "bf16")
 LOSSLESS_CODE = Setting(0.0, "lossless")
@@ -71,7 +66,7 @@ def test_what_is_not_written_follows_the_number_of_compressors(
     found = for_compressors(_config(**written, feedback=feedback), count)
     assert (found.sparsity, found.value_dtype) == (sparsity, values)
     assert found.min_numel == written.get("min_numel", 4096)
-    adam = judged(_config(**written), Training(["AdamW"], ranks=count)).settings
+    adam = resolve(_config(**written), Training(["AdamW"], ranks=count)).settings
     assert feedback == "local" or for_compressors(adam, count).sparsity == min(sparsity, adam.sparsity)
 
 
@@ -121,19 +116,21 @@ def test_settings_are_within_the_class_the_sparsity_and_the_value_type() -> None
 )
 def test_safe_takes_only_what_lost_nothing(optimizer: list[str], ranks: int, stage: int, most: float) -> None:
     training = Training(optimizer, ranks=ranks, stage=stage)
-    assert judged(_config(sparsity="auto"), training).settings.sparsity == most
-    assert judged(_config(quality="bytes"), training).settings.sparsity >= 0.9
+    assert resolve(_config(sparsity="auto"), training).settings.sparsity == most
+    assert resolve(_config(quality="bytes"), training).settings.sparsity >= 0.9
 
 
 def test_a_training_without_a_safe_sparsity_is_told_so() -> None:
-    made = judged(_config(sparsity="auto"), Training(["Lion"], ranks=2))
+    made = resolve(_config(sparsity="auto"), Training(["Lion"], ranks=2))
     assert "no sparsity is known to lose nothing with Lion on 2 ranks" in made.line
     assert (made.settings.feedback.label(), made.settings.dense_steps) == ("local", 0)
 
 
 def test_safe_sends_every_entry_where_step_ahead_cannot_be_had() -> None:
     training = Training(["AdamW"], ranks=2, stage=3)
-    assert judged(_config(sparsity="auto"), training, obstacle="ZeRO-3").settings.sparsity == 0.0
+    assert (
+        resolve(_config(sparsity="auto"), training, step_ahead_unavailable="ZeRO-3").settings.sparsity == 0.0
+    )
 
 
 # -- predictions ---
@@ -235,7 +232,7 @@ def test_a_damaged_lossless_message_is_refused() -> None:
 
 @pytest.mark.parametrize("optimizer", [["AdamW"], ["Lion"], []])
 def test_exact_needs_no_feedback_and_no_start(optimizer: list[str]) -> None:
-    made = judged(_config(quality="exact"), Training(optimizer, ranks=16))
+    made = resolve(_config(quality="exact"), Training(optimizer, ranks=16))
     assert (made.settings.feedback.label(), made.settings.dense_steps, made.line) == ("local", 0, "")
 
 

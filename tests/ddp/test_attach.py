@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
 from dct_plugin import ConfigError, DCTState, dct_hook
-from dct_plugin.integrations.host.automatic import steps_of
+from dct_plugin.integrations.host.settings import steps_of
 
 SPARSE = {"sparsity": 0.99, "min_numel": 1000}
 

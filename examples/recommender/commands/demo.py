@@ -286,7 +286,7 @@ def deepspeed_config(preset: Preset, given: Options) -> dict[str, Any]:
     """
     from dct_plugin.config import DCTConfig
     from dct_plugin.config.dct import read_json
-    from dct_plugin.config.optimizers import family_of
+    from dct_plugin.policy.optimizers import family_of
 
     file = given.config
     content: dict[str, Any] = {} if file is None else read_json(file)

@@ -5,21 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.config.automatic import judged
-from dct_plugin.config.known_losses import Training
-from dct_plugin.config.optimizers import OptimizerFamily
 from dct_plugin.data_parallel.step_units import StepUnit, unwrapped
+from dct_plugin.policy import Training, resolve
+from dct_plugin.policy.optimizers import OptimizerFamily
 
 
-def settled(
+def resolve_settings(
     config: DCTConfig,
     optimizer: Any,
     *,
     ranks: int,
     stage: int = 0,
     steps: int | None = None,
-    obstacle: str = "",
-    untold: str = "",
+    step_ahead_unavailable: str = "",
+    optimizer_unknown_hint: str = "",
 ) -> tuple[DCTConfig, str]:
     """Return the configuration with the feedback that suits the optimizer, and a line for rank 0 to log.
 
@@ -32,8 +31,8 @@ def settled(
         ranks: Data-parallel ranks.
         stage: ZeRO stage.
         steps: Optimizer steps of the run, None if not known.
-        obstacle: Why this host cannot have step-ahead; empty if it can.
-        untold: What to do so that the optimizer is told.
+        step_ahead_unavailable: Why this host cannot have step-ahead; empty if it can.
+        optimizer_unknown_hint: What to do so that the optimizer is told.
     """
     if not config.enabled or ranks == 1:
         return config, ""
@@ -42,7 +41,13 @@ def settled(
     training = max(
         trainings, key=lambda each: (each.family is OptimizerFamily.OTHER, each.family.loses_by_delay)
     )
-    made = judged(config.data_parallel, training, steps=steps, obstacle=obstacle, untold=untold)
+    made = resolve(
+        config.data_parallel,
+        training,
+        steps=steps,
+        step_ahead_unavailable=step_ahead_unavailable,
+        optimizer_unknown_hint=optimizer_unknown_hint,
+    )
     return config.model_copy(update={"data_parallel": made.settings}), made.line
 
 

@@ -1,0 +1,266 @@
+"""The measurements behind the settings: ``evidence.json``, a row for each, with its page and model.
+
+What was not measured has no row. A test holds the figures against the pages that the rows name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any, NamedTuple
+
+from ..config import DataParallelConfig
+from .optimizers import OptimizerFamily, family_of
+
+#: The links of the recommendations, in bits per second.
+LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
+#: Rates that are at most this factor from one of them are taken for it.
+_LIKE = 10**0.5
+#: Families whose rows are the nearest where a family has none for a ZeRO stage, or none at all.
+_RELATIVES = {OptimizerFamily.RMSPROP: (OptimizerFamily.ADAM,)}
+
+
+@dataclass(frozen=True)
+class Training:
+    """The facts of a training, besides the section, that decide what thresholds cost.
+
+    Attributes:
+        optimizer: Names of the optimizer's class and its base classes, or its type in DeepSpeed's JSON;
+            empty if it is not known.
+        momentum: The optimizer's ``momentum``.
+        stage: ZeRO stage; 0 without ZeRO.
+        ranks: Data-parallel ranks, 0 if not known.
+    """
+
+    optimizer: Sequence[str] = ()
+    momentum: float = 0.0
+    stage: int = 0
+    ranks: int = 0
+    family: OptimizerFamily = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "family", family_of(self.optimizer, momentum=self.momentum))
+
+
+class Measured(NamedTuple):
+    """A measured figure, and the section of the results that has it."""
+
+    what: str
+    source: str
+    """Page and section: ``quality.md#zero-3``."""
+
+
+class Recommendation(NamedTuple):
+    """Settings to take for an optimizer, link, number of ranks and ZeRO stage."""
+
+    family: OptimizerFamily
+    links: Sequence[str]
+    ranks: Sequence[int]
+    """The least and the greatest number of ranks; measured with the greatest."""
+    stages: Sequence[int]
+    data_parallel: Mapping[str, Any] | None
+    """The section ``dct.data_parallel``; None: nothing that was measured keeps the quality."""
+    fewer_bytes: Measured
+    quality: Measured
+    step: Measured | None
+    """Times of a step; None: not measured."""
+    model: str
+    """The model of ``quality``."""
+    if_worse: str
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The section as it is pasted."""
+        return {} if self.data_parallel is None else {"data_parallel": dict(self.data_parallel)}
+
+    @property
+    def where(self) -> str:
+        """The training that the row was measured in, in words."""
+        stages = " and ".join(f"ZeRO-{stage}" for stage in self.stages) if any(self.stages) else "no ZeRO"
+        links = " to ".join(dict.fromkeys((self.links[0], self.links[-1])))
+        return f"{self.family.value} on {self.ranks[1]} ranks at {links}, {stages}"
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """Yield the measurements of the settings, each with its label."""
+        fewer = ("fewer bytes than fp32", self.fewer_bytes)
+        for label, measured in (fewer, ("quality", self.quality), ("step", self.step)):
+            model = f", {size_of(self.model)}" if label == "quality" else ""
+            yield (
+                label,
+                "not measured" if measured is None else f"{measured.what} (docs/{measured.source}{model})",
+            )
+        yield "if worse", self.if_worse
+
+    def suits(self, training: Wanted) -> bool:
+        """Return whether the row was measured for a training."""
+        return (
+            self.family is training.family
+            and self._link_ratio(training) <= _LIKE
+            and self.ranks[0] <= training.ranks <= self.ranks[1]
+            and training.stage in self.stages
+        )
+
+    def distance(self, training: Wanted) -> tuple[bool, bool, float, float]:
+        """Return how far the row is from a training; stage and family count most."""
+        return (
+            training.stage not in self.stages,
+            self.family is not training.family,
+            abs(math.log(self.ranks[1] / training.ranks)),
+            self._link_ratio(training),
+        )
+
+    def fits(self, stage: int) -> bool:
+        """Return whether a ZeRO stage can have the settings: step-ahead and updates depend on it."""
+        settings = self.data_parallel or {}
+        if stage in self.stages:
+            return True
+        ahead = self.family.loses_by_delay and settings.get("feedback") != "local"
+        return self.data_parallel is not None and "parameters" not in settings and not (stage == 3 and ahead)
+
+    def _link_ratio(self, training: Wanted) -> float:
+        """Return how many times faster or slower a link is than the nearest one of this row."""
+        return min(max(training.rate / LINKS[link], LINKS[link] / training.rate) for link in self.links)
+
+
+class Wanted(NamedTuple):
+    """A training that settings are wanted for."""
+
+    family: OptimizerFamily
+    rate: float
+    """Bits per second of the link between the ranks."""
+    ranks: int
+    stage: int
+
+
+class KnownLoss(NamedTuple):
+    """A setting that is known to lose; it applies where all of its conditions do."""
+
+    loss: str
+    """The measured loss, and the training that lost it."""
+    change: str
+    """The line of the section to change."""
+    source: str
+    """The section of docs/quality.md."""
+    families: Sequence[OptimizerFamily]
+    model: str
+    feedback: Sequence[str] = ("local", "auto")
+    """Kinds of feedback; ``auto`` is local where the optimizer is not known."""
+    sparsity: float = 0.0
+    """The least sparsity."""
+    stage: int | None = None
+    """The ZeRO stage; None: any."""
+    ranks: int = 0
+    """The least number of ranks."""
+    without_start: bool = False
+    """Only without dense steps and ramp."""
+    updates: float | None = None
+    """Only with thresholded updates of the weights (``parameters``), of at least this sparsity."""
+
+    def applies(self, settings: DataParallelConfig, training: Training) -> bool:
+        """Return whether a training has this setting."""
+        return (
+            training.family in self.families
+            and settings.feedback.label() in self.feedback
+            and settings.sparsity >= self.sparsity
+            and self.stage in (None, training.stage)
+            and training.ranks >= self.ranks
+            and not (self.without_start and settings.dense_steps + settings.ramp_steps)
+            and (self.updates is None or self._has_updates(settings))
+        )
+
+    def _has_updates(self, settings: DataParallelConfig) -> bool:
+        return settings.parameters is not None and settings.parameters.sparsity >= (self.updates or 0.0)
+
+
+class ByCompressors(NamedTuple):
+    """The default settings with step-ahead for a number of compressors, which each row was measured with."""
+
+    most: float
+    """The greatest number of compressors."""
+    sparsity: float
+    value_dtype: str
+    server_density: float
+    """Density of owners' answers, as a multiple of the density of what they receive."""
+    model: str
+    source: str
+
+
+class SafeSparsity(NamedTuple):
+    """The highest sparsity at which step-ahead lost nothing measurable between so many ranks."""
+
+    ranks: int
+    sparsity: float
+    model: str
+    source: str
+    families: Sequence[OptimizerFamily] = tuple(OptimizerFamily)
+
+
+_DATA = json.loads((resources.files(__package__) / "evidence.json").read_text(encoding="utf-8"))
+
+
+def _families(names: Sequence[str] | str) -> tuple[OptimizerFamily, ...]:
+    return tuple(OptimizerFamily) if names == "all" else tuple(map(OptimizerFamily, names))
+
+
+def _measured(row: Mapping[str, str] | None) -> Measured | None:
+    return None if row is None else Measured(**row)
+
+
+#: The first row that suits is the one to take.
+RECOMMENDATIONS = tuple(
+    Recommendation(
+        **{
+            **row,
+            "family": OptimizerFamily(row["family"]),
+            **{name: tuple(row[name]) for name in ("links", "ranks", "stages")},
+            **{name: _measured(row[name]) for name in ("fewer_bytes", "quality", "step")},
+        }
+    )
+    for row in _DATA["recommendations"]
+)
+#: The first one that applies to a training is the one to tell.
+KNOWN_LOSSES = tuple(
+    KnownLoss(**{**row, "families": _families(row["families"])}) for row in _DATA["known_losses"]
+)
+#: Loss grows with the number of compressors at one density, and fewer bits pay for a higher one.
+BY_COMPRESSORS = tuple(
+    ByCompressors(**{**row, "most": math.inf if row["most"] is None else row["most"]})
+    for row in _DATA["by_compressors"]
+)
+SAFE_WITH_STEP_AHEAD = tuple(
+    SafeSparsity(**{**row, "families": _families(row.get("families", "all"))})
+    for row in _DATA["safe_with_step_ahead"]
+)
+
+
+def size_of(model: str) -> str:
+    """Return a model of the evidence with its size, in words: ``GPT of 0.35M parameters``."""
+    return f"{model} of {_DATA['models'][model]['parameters'] / 1e6:.2f}M parameters"
+
+
+def measured_with(family: OptimizerFamily) -> str:
+    """Return the model that the first recommendation for a family, or one like it, was measured with."""
+    families = (family, *_RELATIVES.get(family, ()))
+    return size_of(next(row.model for row in RECOMMENDATIONS if row.family in families))
+
+
+def suggestion(training: Wanted) -> tuple[Recommendation | None, bool]:
+    """Return the row for a training and whether it was measured there; else the nearest row.
+
+    A nearest row has settings that the ZeRO stage can have. It is None if no optimizer like it was measured.
+    """
+    for row in RECOMMENDATIONS:
+        if row.suits(training):
+            return row, True
+    relatives = _RELATIVES.get(training.family, (training.family,))
+    near = [row for row in RECOMMENDATIONS if row.family in relatives and row.fits(training.stage)]
+    return min(near, key=lambda row: row.distance(training), default=None), False
+
+
+def known_losses(settings: DataParallelConfig, training: Training) -> Iterator[KnownLoss]:
+    """Yield what the settings are known to lose in a training, the one to tell first."""
+    if settings.enabled:
+        yield from (each for each in KNOWN_LOSSES if each.applies(settings, training))

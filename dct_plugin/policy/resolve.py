@@ -1,0 +1,173 @@
+"""What a section becomes for a training: feedback, start and sparsity, each with its reason."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..config import AutoFeedback, DataParallelConfig, LocalFeedback
+from ..config.feedback import StepAheadFeedback
+from .evidence import Training, known_losses, measured_with, size_of
+from .optimizers import OptimizerFamily
+from .rules import changed, safe_sparsity
+from .settings import bits_of
+
+#: Dense steps with step-ahead and without, steps after them in which the density falls, and the largest share
+#: of a run for each.
+DENSE, RAMP, SHARES = (40, 60), 180, (0.1, 0.6)
+#: With step-ahead the density falls with this power of the step, unless the run is too short for it.
+FALL = 1.5
+#: Sparsity of local error feedback where it is known to lose at 0.99, or nothing is known.
+GENTLE = 0.9
+
+_UNTOLD = (
+    "the optimizer was not told: local error feedback, which with Adam is known to lose (0.2 nats at 0.99 "
+    "after 1,200 steps, 0.9 after 300)"
+)
+
+
+class _Choice(NamedTuple):
+    """The feedback that ``auto`` became."""
+
+    settings: DataParallelConfig
+    reason: str
+    """Why, and with which start, for the log; empty where there is nothing to say."""
+    is_second_best: bool = False
+    """True if step-ahead would be better and is not available."""
+
+
+def _chosen(
+    settings: DataParallelConfig,
+    training: Training,
+    *,
+    steps: int | None = None,
+    step_ahead_unavailable: str = "",
+) -> _Choice:
+    """Return the settings with the feedback that suits the optimizer in place of ``auto``.
+
+    Explicit settings stay as they are, and so do those of a training whose optimizer the plugin was not told.
+
+    Args:
+        settings: The settings as they were written.
+        training: The optimizer, and where it runs.
+        steps: Optimizer steps of the whole run; None if that is not known.
+        step_ahead_unavailable: Why step-ahead is not available here; empty if it is.
+    """
+    family = training.family
+    if not isinstance(settings.feedback, AutoFeedback) or family is OptimizerFamily.UNTOLD:
+        return _Choice(settings, "")
+    nothing_waits = settings.sparsity == 0 and settings.parameters is None
+    if not settings.enabled or nothing_waits or family in (OptimizerFamily.ADAGRAD, OptimizerFamily.SGD):
+        return _Choice(changed(settings, feedback=LocalFeedback()), "")
+    is_ahead = family.loses_by_delay and not step_ahead_unavailable
+    sparsity = settings.sparsity if is_ahead else min(settings.sparsity, GENTLE)
+    start, words = _start(settings, sparsity, steps, is_ahead=is_ahead)
+    name = training.optimizer[0]
+    if is_ahead:
+        made = changed(settings, feedback=StepAheadFeedback(), **start)
+        return _Choice(made, f"step-ahead for {name}, {words}; measured with a {measured_with(family)}")
+    made = changed(settings, feedback=LocalFeedback(), sparsity=sparsity, **start)
+    why = step_ahead_unavailable or f"the step of {name} is not known"
+    at = f" instead of {settings.sparsity:g}" if sparsity < settings.sparsity else ""
+    keep = ' (which "feedback": "local" keeps)' if at else ""
+    return _Choice(
+        made, f"{why}: local error feedback at sparsity {sparsity:g}{at}{keep}, {words}", is_second_best=True
+    )
+
+
+def _start(
+    settings: DataParallelConfig, sparsity: float, steps: int | None, *, is_ahead: bool
+) -> tuple[dict[str, object], str]:
+    """Return the settings of the start of a run of so many steps (None: not known), and a description."""
+    dense, ramp = DENSE[0] if is_ahead else DENSE[1], RAMP
+    if steps is not None:
+        dense, ramp = min(dense, int(steps * SHARES[0])), min(ramp, int(steps * SHARES[1]))
+    start: dict[str, object] = {}
+    is_free = is_ahead and settings.warmup_steps is None and settings.sparsity_warmup_steps is None
+    fall = round(DENSE[0] * ((1.0 - sparsity) ** (-1.0 / FALL) - 1.0))
+    if is_free and (steps is None or steps >= DENSE[0] + fall):
+        ramp = max(ramp, fall)
+        start["expert"] = {**settings.expert.model_dump(exclude_unset=True), "ramp": "power"}
+    elif is_free and steps is not None:
+        ramp = int(steps * SHARES[1])
+    dense = dense if settings.warmup_steps is None else settings.warmup_steps
+    ramp = ramp if settings.sparsity_warmup_steps is None else settings.sparsity_warmup_steps
+    start |= {"warmup_steps": dense, "sparsity_warmup_steps": ramp}
+    length = f" (of {steps} steps)"
+    if steps is None:
+        made = changed(settings, sparsity=sparsity, **start)
+        short, long = (_times_fewer(made, of) for of in (300, 600))
+        length = (
+            "; the length of the run is not known (data_parallel.total_steps): its first 300 steps send "
+            f"{short:.0f}x fewer bytes than fp32, its first 600 {long:.0f}x"
+        )
+    return start, f"after {dense} dense steps and a ramp of {ramp}{length}"
+
+
+def _times_fewer(settings: DataParallelConfig, steps: int) -> float:
+    """Return how many times fewer bytes than fp32 the first steps send, with positions as bits or bytes."""
+    bits, densities = bits_of(settings), map(settings.schedule.density, range(steps))
+    return 32 * steps / sum(32 if each == 1.0 else bits * each + min(1.0, 8 * each) for each in densities)
+
+
+class Resolved(NamedTuple):
+    """The settings of a training as they are applied, and what is to be said about them."""
+
+    settings: DataParallelConfig
+    line: str
+    """Says which feedback was chosen, or that the settings are known to lose; empty where neither is so."""
+    warns: bool
+    """True where the line is a warning."""
+
+
+def resolve(
+    written: DataParallelConfig,
+    training: Training,
+    *,
+    steps: int | None = None,
+    step_ahead_unavailable: str = "",
+    optimizer_unknown_hint: str = "",
+) -> Resolved:
+    """Choose the feedback, and say what it became or what the settings are known to lose.
+
+    Args:
+        written: The settings as they were written.
+        training, steps, step_ahead_unavailable: See :func:`_chosen`.
+        optimizer_unknown_hint: What to do so that the plugin knows the optimizer, in words.
+    """
+    if written.quality == "exact":
+        feedback = LocalFeedback() if isinstance(written.feedback, AutoFeedback) else written.feedback
+        return Resolved(changed(written, feedback=feedback, sparsity=0.0), "", False)
+    steps = written.total_steps or steps
+    settings, line, is_second_best = _chosen(
+        written, training, steps=steps, step_ahead_unavailable=step_ahead_unavailable
+    )
+    if settings.quality == "safe":
+        most = safe_sparsity(settings, training)
+        if most == 0 and settings.sparsity:
+            return Resolved(*_without_sparsity(written, training), False)
+        settings = changed(settings, sparsity=min(settings.sparsity, most))
+    found = next(known_losses(settings, training), None)
+    if found is not None and is_second_best:
+        line += f" (known to lose {found.loss})"
+    elif found is not None and not line:
+        name = training.optimizer[0] if training.optimizer else "the optimizer"
+        line = (
+            f"{name} with feedback = '{written.feedback.label()}' at sparsity "
+            f"{written.sparsity:g} is known to lose {found.loss}; better: {found.change} "
+            f"(docs/quality.md#{found.source}, {size_of(found.model)})"
+        )
+    elif training.family is OptimizerFamily.UNTOLD and isinstance(written.feedback, AutoFeedback):
+        line = f"{_UNTOLD}; {optimizer_unknown_hint}"
+    return Resolved(settings, line, bool(line) and (found is not None or is_second_best))
+
+
+def _without_sparsity(written: DataParallelConfig, training: Training) -> tuple[DataParallelConfig, str]:
+    """Return the settings of a training for which no sparsity is known to be safe, and a line about it."""
+    feedback = LocalFeedback() if isinstance(written.feedback, AutoFeedback) else written.feedback
+    name = training.optimizer[0] if training.optimizer else "an optimizer that the plugin was not told"
+    where = f"{training.ranks} ranks" + (f" under ZeRO-{training.stage}" if training.stage else "")
+    line = (
+        f"quality 'safe': no sparsity is known to lose nothing with {name} on {where}; all entries are sent, "
+        "dense or in bf16"
+    )
+    return changed(written, feedback=feedback, sparsity=0.0), line
