@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -339,7 +338,6 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
         result["hash"] = digest(engine.module)
         result["sums"] = [float(weight.double().abs().sum()) for weight in weights(engine.module)]
         result["skipped"] = engine.skipped_steps
-        result["threads"] = [thread.name for thread in threading.enumerate()]
         result["attached"] = "dct" in engine.__dict__
         if result["attached"]:
             reducer, total = engine.dct.reducer, engine.dct.metrics.summary()

@@ -93,7 +93,6 @@ class Outcome:
     classes: dict[str, dict[str, float]]
     history: list[tuple[bool, float, dict[str, Any]]] = field(default_factory=list)
     """Of every step: whether the optimizer took it, the loss scale after it, the plugin's state."""
-    threads: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
 
 
