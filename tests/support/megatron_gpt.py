@@ -7,7 +7,6 @@ import hashlib
 import inspect
 import logging
 import math
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -349,7 +348,7 @@ def _run(
     last = ps.is_pipeline_last_stage(ignore_virtual=True)
     return Outcome(
         losses if last else [], evaluations if last else [], hashlib.sha256(parameters).hexdigest(), skipped,
-        [item.name for item in active], classes, history, [t.name for t in threading.enumerate()],
+        [item.name for item in active], classes, history,
     )  # fmt: skip
 
 
