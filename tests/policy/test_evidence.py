@@ -15,12 +15,16 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.integrations.deepspeed.file_check import check
 from dct_plugin.policy import resolve
 from dct_plugin.policy.evidence import (
+    BY_COMPRESSORS,
+    KNOWN_LOSSES,
     LINKS,
     RECOMMENDATIONS,
+    SAFE_WITH_STEP_AHEAD,
     Recommendation,
     Training,
     Wanted,
     known_losses,
+    size_of,
     suggestion,
 )
 from dct_plugin.policy.optimizers import OptimizerFamily
@@ -66,6 +70,15 @@ def test_a_row_is_valid_and_not_known_to_lose(row: Recommendation) -> None:
         report = check({"optimizer": optimizer, "zero_optimization": {"stage": stage}, "dct": row.section})
         assert report.faults == []
         assert (report.warnings == []) == (row.data_parallel is not None)
+
+
+def test_every_row_has_a_model_and_a_section_of_a_page() -> None:
+    for row in [*RECOMMENDATIONS, *KNOWN_LOSSES, *BY_COMPRESSORS, *SAFE_WITH_STEP_AHEAD]:
+        assert "M parameters" in size_of(row.model)
+    for loss in KNOWN_LOSSES:
+        assert section_of("quality.md", loss.source)
+    for rule in [*BY_COMPRESSORS, *SAFE_WITH_STEP_AHEAD]:
+        assert section_of(*rule.source.split("#"))
 
 
 @rows
