@@ -100,17 +100,6 @@ def _report() -> Any:
 
 
 @_command(
-    "Benchmarks that are run from a checkout: bench links, step times on links of limited rate.",
-    _DEMO,
-    "demo",
-)
-def _bench() -> Any:
-    from .bench import app
-
-    return app
-
-
-@_command(
     "Make a Megatron launch script start its training with the plugin, or undo this.",
     ("tree_sitter", "tree_sitter_bash"),
 )
