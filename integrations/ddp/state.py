@@ -396,7 +396,6 @@ class DCTState:
             lambda: self.state_dict()["reducer"],
             group=self.process_group,
             configuration=self.config.fingerprint(),
-            progress=self.steps.progress,
         )
 
     def save_alone(self, folder: str | os.PathLike[str]) -> None:
@@ -426,7 +425,6 @@ class DCTState:
             self._topic,
             group=self.process_group,
             configuration=self.config.fingerprint(),
-            progress=self.steps.progress,
         )
 
     def load(self, folder: str | os.PathLike[str]) -> bool:
@@ -438,7 +436,6 @@ class DCTState:
             group=self.process_group,
             sizes=self.parameters.sizes,
             layout=layout_of(_nodes_of(self)),
-            progress=self.steps.progress,
         )
         self.load_state_dict({"reducer": state})
         return state is not None

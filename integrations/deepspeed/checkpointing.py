@@ -120,7 +120,6 @@ class CheckpointFiles(EnginePart):
             sizes=self._sizes,
             expected=expected,
             layout=self._path.reducer.layout,
-            progress=self._state.context.steps.progress,
         )
         self._state.load_state_dict(state or reducer_files.FRESH)
         return state is not None
@@ -147,7 +146,6 @@ class CheckpointFiles(EnginePart):
             parts=self._in_parts,
             unit=self._path.unit,
             configuration=self._configuration,
-            progress=self._state.context.steps.progress,
         )
         given.update(client_state={**client_state, CLIENT_KEY: identity})
         given.pop("self")

@@ -121,6 +121,15 @@ def load(
     return None
 
 
+def report_spread(source: Folder, found: Loaded, ranks: int) -> None:
+    """Log that a checkpoint of another number of ranks was loaded, whose residuals are spread over these."""
+    if found.ranks not in (0, ranks):
+        logger.warning(
+            "dct: %s: the residuals of %d ranks at step %d are spread over %d ranks",
+            source, found.ranks, found.state["step"], ranks,
+        )  # fmt: skip
+
+
 def _warn_of_lack(source: Folder, lacking: dict[int, str], ranks: int) -> None:
     first: dict[str, int] = {}  # the first rank of each reason
     for rank, reason in lacking.items():

@@ -15,7 +15,6 @@ from dct_plugin import checkpoint
 from dct_plugin.checkpoint import Loaded
 
 from . import rank_files
-from .progress import Progress, report_lost
 from .rank_files import Folder, NoState, State
 
 logger = logging.getLogger("dct_plugin")
@@ -32,7 +31,6 @@ def save(
     parts: bool = False,
     unit: float = 1.0,
     configuration: str = "",
-    progress: Progress | None = None,
 ) -> str:
     """Write every rank's state; a collective.
 
@@ -45,7 +43,6 @@ def save(
         unit: Factor that the host had multiplied into the gradients, see
             :func:`dct_plugin.checkpoint.content_of`.
         configuration: Fingerprint of the ``dct`` section.
-        progress: Notes the steps that follow, in this folder.
 
     Returns:
         The identity of the save, to be kept in the host's own state.
@@ -55,10 +52,7 @@ def save(
     """
     rank = dist.get_rank(group)
     content = _content(state, group, unit, configuration)
-    identity = rank_files.save(checkpoint.file_of(folder, rank), content, group=None if parts else group)
-    if rank == 0 and progress is not None:
-        progress.follow(folder)
-    return identity
+    return rank_files.save(checkpoint.file_of(folder, rank), content, group=None if parts else group)
 
 
 def save_alone(
@@ -68,14 +62,13 @@ def save_alone(
     *,
     group: dist.ProcessGroup | None = None,
     configuration: str = "",
-    progress: Progress | None = None,
 ) -> None:
     """Write this rank's state without waiting for another rank.
 
     Ranks that save the same step of the same job give their files one identity, which :func:`load` compares.
 
     Args:
-        folder, group, configuration, progress: As for :func:`save`.
+        folder, group, configuration: As for :func:`save`.
         state: ``GradientReducer.state_dict()``.
         topic: Name of the job, the same on all ranks and used once in the life of the store.
     """
@@ -83,8 +76,6 @@ def save_alone(
     identity = rank_files.identity_of(f"{topic}/{state['step']}")
     content = _content(lambda: state, group, 1.0, configuration)
     checkpoint.write(checkpoint.file_of(folder, rank), content(identity))
-    if rank == 0 and progress is not None:
-        progress.follow(folder)
 
 
 def _content(
@@ -110,12 +101,11 @@ def load(
     sizes: Mapping[str, int] | None = None,
     expected: str | None = None,
     layout: Sequence[Sequence[int]] = (),
-    progress: Progress | None = None,
 ) -> State | None:
     """Read what :func:`save` wrote; a collective, whose results and errors are :func:`.rank_files.load`'s.
 
     Args:
-        folder, group, parts, unit, progress: As for :func:`save`.
+        folder, group, parts, unit: As for :func:`save`.
         sizes: Entries of the model's parameters by the names of their streams; None if they are not known.
         expected: What :func:`save` returned, from the host's own state.
         layout: See :func:`dct_plugin.checkpoint.load`.
@@ -137,9 +127,7 @@ def load(
     if found is None:
         return None
     if rank == 0:
-        report_lost(folder, found, world_size)
-        if progress is not None:
-            progress.follow(folder, found.state["step"])
+        rank_files.report_spread(folder, found, world_size)
     if sizes is None:
         return found.state
     state, strange = checkpoint.known_to(sizes, found.state)

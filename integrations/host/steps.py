@@ -8,7 +8,6 @@ from typing import Protocol
 
 from dct_plugin.metrics import Metrics
 
-from .progress import Progress
 from .replicas import Replicas
 
 logger = logging.getLogger("dct_plugin")
@@ -36,7 +35,6 @@ class StepHooks:
         step: Optimizer steps so far, skipped ones included; a host sets it when it restores a checkpoint.
         open: Whether gradients were reduced since the last step.
         replicas: Compare the ranks' parameters after a step, where the host says which they are.
-        progress: Notes the steps after a checkpoint, for a run that resumes from it.
     """
 
     def __init__(
@@ -47,7 +45,6 @@ class StepHooks:
         self.step = 0
         self.open = False
         self.replicas: list[Replicas] = []
-        self.progress = Progress()
         self._warns = rank == 0
         self._unchecked: int | None = None
         """A step whose comparison of parameters waits for the other ranks."""
@@ -72,7 +69,6 @@ class StepHooks:
             )
         self.open = False
         self.step += 1
-        self.progress.note(self.step)
         for member in self.members:
             member.end_step(skipped=skipped, loss_scale=loss_scale)
         if self.metrics is not None:

@@ -31,7 +31,6 @@ from dct_plugin.transport.nodes import layout_of
 from ..host import rank_files
 from ..host.nodes import nodes_of
 from ..host.patches import Function
-from ..host.progress import report_lost
 from ..host.rank_files import NoState
 from .session import Hook, Session
 
@@ -108,8 +107,6 @@ def save(session: Session, folder: str | os.PathLike[str]) -> None:
         }
 
     rank_files.save(own.file(folder), content)
-    if dist.get_rank() == 0:
-        session.progress.follow(folder)
 
 
 def load(session: Session, folder: str | os.PathLike[str]) -> bool:
@@ -127,8 +124,7 @@ def load(session: Session, folder: str | os.PathLike[str]) -> bool:
     session.load_state_dict(None if found is None else found.state)
     if found is not None and dist.get_rank() == 0:
         print(f"dct: residuals and thresholds of step {session.step} loaded from {folder}", flush=True)
-        report_lost(folder, found, own.replicas)
-        session.progress.follow(folder, session.step)
+        rank_files.report_spread(folder, found, own.replicas)
     return found is not None
 
 

@@ -22,7 +22,6 @@ from dct_plugin.metrics import Event, Metrics
 
 from ..host.patches import Patches
 from ..host.post_import import when_imported
-from ..host.progress import Progress
 from ..host.reporting import Reporting
 
 logger = logging.getLogger("dct_plugin")
@@ -93,7 +92,6 @@ class Session:
         pass_through: Whether what has sparsity 0 is left to Megatron.
         training: Whether the current iteration has a backward pass.
         step: Completed training iterations.
-        progress: Notes the iterations after a checkpoint, for a run that resumes from it.
         patches: What was replaced in megatron-core.
     """
 
@@ -102,7 +100,6 @@ class Session:
         self.pass_through = pass_through
         self.training = True
         self.step = 0
-        self.progress = Progress()
         self.patches = Patches()
         self.hooks: list[Hook] = []
         self.active: list[Active] = []
@@ -174,7 +171,6 @@ class Session:
             return
         self._open = False
         self.step += 1
-        self.progress.note(self.step)
         for hook in self.hooks:
             hook.end_step()
         if not self._sites_told:

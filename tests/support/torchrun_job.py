@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 
-from dct_plugin.integrations.host.progress import steps_after
 from dct_plugin.links.team import free_port
 from support.deepspeed_launch import environment
 
@@ -59,15 +58,12 @@ class Job:
         return len(list((self.folder / f"step{self.latest()}").glob("dct_rank_*.pt")))
 
     def wait_for(self, step: int, ranks: int) -> None:
-        """Wait for a checkpoint of ``step`` or later by so many ranks, and two more steps."""
+        """Wait for a checkpoint of ``step`` or later by so many ranks."""
         until = time.monotonic() + PATIENCE
-        while not (self.latest() >= step and self.ranks_of_latest() == ranks and self._steps_after() > 1):
+        while not (self.latest() >= step and self.ranks_of_latest() == ranks):
             assert time.monotonic() < until, self.log.read_text()
             assert all(node.poll() is None for node in self.nodes), self.log.read_text()
             time.sleep(0.02)
-
-    def _steps_after(self) -> int:
-        return steps_after(self.folder / f"step{self.latest()}", self.latest()) or 0
 
     def kill_rank(self, node: int, number: int) -> None:
         """Kill a rank of a node with SIGKILL."""
@@ -104,11 +100,6 @@ def ends(log: str) -> list[tuple[int, int, float, str]]:
     return [(int(ranks), int(first), float(loss), weights) for ranks, first, loss, weights in lines]
 
 
-def steps_lost(log: str) -> list[int]:
-    """Return the steps that were lost with each restart after a checkpoint."""
-    return [int(count) for count in re.findall(r"lost: at least (\d+) later steps of the earlier run", log)]
-
-
 def soak(kills: int, seconds: float, generator: random.Random) -> dict[str, Any]:
     """Kill ranks of a job of three for so many times or seconds; return figures."""
     until, done, began = time.monotonic() + seconds, 0, time.monotonic()
@@ -126,11 +117,10 @@ def soak(kills: int, seconds: float, generator: random.Random) -> dict[str, Any]
             log = job.finish()
         finally:
             job.close()
-    found, lost = ends(log), steps_lost(log)
+    found = ends(log)
     assert len(found) == 3, log
     assert len({weights for *_, weights in found}) == 1, log
     return {
         "host": "torchrun", "kills": done, "steps": steps, "equal": True,
-        "steps_lost_per_kill": sum(lost) / done, "most_steps_lost": max(lost, default=0),
         "loss": statistics.fmean(loss for _, _, loss, _ in found), "seconds": time.monotonic() - began,
     }  # fmt: skip
