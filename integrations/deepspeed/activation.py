@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..host.patches import Function, Patches
-from .features import FEATURES, Feature
-from .section import KEYS, SECTION, asks, configuration_of, find_section, misplaced_section
+from .section import KEYS, SECTION, asks, asks_for_slot, configuration_of, find_section, misplaced_section
 
 _hooked: set[type] = set()
 
@@ -38,14 +37,15 @@ def _init(cls: type, original: Function, engine: Any, *args: Any, **keywords: An
         return
     _take_off_earlier(*args, *keywords.values())
     given = getattr(keywords.get("config_class"), "_param_dict", None)
-    asked = [feature for feature in FEATURES if feature.asks(given)]
-    with _prepared(given, asked):
+    with _prepared(given):
         try:
             original(engine, *args, **keywords)
         except Exception as error:
-            explanations = (feature.load().explain(given) for feature in asked if feature.load is not None)
-            if explanation := next(filter(None, explanations), None):
-                raise explanation from error
+            if asks_for_slot(given):
+                from . import onebit
+
+                if explanation := onebit.explain(given):
+                    raise explanation from error
             raise
     engine_ready(engine)
 
@@ -60,16 +60,17 @@ def _take_off_earlier(*arguments: Any) -> None:
 
 
 @contextlib.contextmanager
-def _prepared(configuration: Any, asked: list[Feature]) -> Iterator[None]:
+def _prepared(configuration: Any) -> Iterator[None]:
     """Prepare DeepSpeed, inside the block, for an engine whose JSON asks for the plugin."""
     with contextlib.ExitStack() as prepared:
         if asks(configuration):
             from ..host import build_lock
 
             prepared.enter_context(build_lock.builder_watched())
-        for feature in asked:
-            if feature.load is not None:
-                prepared.enter_context(feature.load().prepared())
+        if asks_for_slot(configuration):
+            from . import onebit
+
+            prepared.enter_context(onebit.prepared())
         yield
 
 

@@ -6,7 +6,7 @@ part that a rank sums up for all. Here what is exchanged is thresholded instead 
 the plugin's codecs and exchange; the residuals of its streams lie in the optimizer's two buffers. DeepSpeed
 has these optimizers up to 0.19.6.
 
-Deleting this file and its row in :mod:`.features` removes the feature.
+Deleting this file and its use in :mod:`.activation` removes the feature.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from dct_plugin import __version__, cli
 from dct_plugin.cli import doctor as doctor_module
 from dct_plugin.cli.doctor import Finding, _supported
-from dct_plugin.errors import ConfigError
 from dct_plugin.integrations.host.versions import TESTED, how_tested
 
 runner = CliRunner()
@@ -175,13 +174,9 @@ def test_doctor_finds_what_is_here() -> None:
     assert found["dct-plugin"].detail.startswith(__version__)
     assert found["torch"].detail.startswith(torch.__version__)
     assert found["torch"].status == "ok"
-    assert "gloo" in found["torch.distributed"].detail
     assert found["activation"].status == "ok"
     assert found["kernels"].status in ("ok", "warn")
-    # The suite's DeepSpeed is newer than the last one with 1-bit optimizers.
-    assert "ZeRO stage 0, 1, 2, ZeRO stage 3" in found["deepspeed allows"].detail
-    assert "does not have: 1-bit Adam" in found["deepspeed allows"].detail
-    assert {"transformers", "accelerate", "triton", "compiler"} <= found.keys()
+    assert {"deepspeed", "transformers", "accelerate", "triton"} <= found.keys()
     for finding in found.values():
         assert finding.status == "ok" or finding.advice
 
@@ -226,7 +221,7 @@ def test_versions_are_held_against_the_metadata(
     installed: str, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor_module, "installed", lambda name: installed)
-    finding = doctor_module._package(doctor_module.PACKAGES[1])
+    finding = doctor_module._package("deepspeed", "advice")
     assert finding.status == status
     assert "supported: >=0.19,<0.20" in finding.detail
 
@@ -246,15 +241,3 @@ def test_doctor_says_which_versions_were_tested() -> None:
         row = re.search(rf"^\| {name} \|.*$", page, re.M)
         assert row is not None, name
         assert all(version in row[0] for version in versions), name
-
-
-@pytest.mark.slow
-def test_bench_links_needs_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("deepspeed")
-    from dct_plugin.cli import bench
-
-    found = runner.invoke(bench.app, ["links", "--workload", "nope"])
-    assert found.exit_code == 2  # that of the benchmark itself
-    monkeypatch.setattr(bench, "_CHECKOUT", tmp_path)
-    with pytest.raises(ConfigError, match=r"has no benchmarks, .* clone the repository"):
-        runner.invoke(bench.app, ["links"], catch_exceptions=False)

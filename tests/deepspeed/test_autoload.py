@@ -426,7 +426,6 @@ def test_what_a_job_is_left_with(tmp_path: Path) -> None:
         *STUB,
         "dct_plugin.integrations.deepspeed",
         "dct_plugin.integrations.deepspeed.activation",
-        "dct_plugin.integrations.deepspeed.features",
         "dct_plugin.integrations.deepspeed.section",
         "dct_plugin.integrations.host",
         "dct_plugin.integrations.host.deepspeed_keys",
