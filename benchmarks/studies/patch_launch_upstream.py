@@ -93,7 +93,9 @@ def there_and_back(file: Path, copy: Path) -> Outcome:
         wrong = dct(copy, "--in-place") != 2 or copy.read_bytes() != original
         if found.notes:
             group = (
-                "left alone, for the remedy" if "section" in str(found.notes) else "launches something else"
+                "left alone, for the remedy"
+                if "not Megatron's" in str(found.notes)
+                else "launches something else"
             )
             return Outcome(group, "; ".join(found.notes), 0, wrong)
         code_only = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))

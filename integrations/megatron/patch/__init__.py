@@ -5,19 +5,7 @@ launches, ``command`` changes the text and is the command line.
 """
 
 from .command import BACKUP, LARGEST, patch, revert
-from .launches import MODULE, TRAINING, Launch, Launches, find_launches
+from .launches import MODULE, find_launches
 from .shell import DEEPEST, LaunchError
 
-__all__ = [
-    "BACKUP",
-    "DEEPEST",
-    "LARGEST",
-    "MODULE",
-    "TRAINING",
-    "Launch",
-    "LaunchError",
-    "Launches",
-    "find_launches",
-    "patch",
-    "revert",
-]
+__all__ = ["BACKUP", "DEEPEST", "LARGEST", "MODULE", "LaunchError", "find_launches", "patch", "revert"]
