@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import typer
@@ -15,7 +14,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from .._version import __version__
-from ..errors import ConfigError, VersionError
 from ..integrations.host.versions import how_tested, installed
 
 DISTRIBUTION = "dct-plugin"
@@ -42,16 +40,9 @@ class Finding(NamedTuple):
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-    megatron: Annotated[
-        Path | None,
-        typer.Option(help="Megatron-LM checkout to check in place of the installed megatron-core."),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="Configuration: list its Megatron hooks, and why some are not active.")
-    ] = None,
 ) -> None:
     """Check what is installed, which kernels run and how the plugin is activated; exits with 1 on failure."""
-    findings = list(diagnose(megatron, config))
+    findings = list(diagnose())
     if as_json:
         typer.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:
@@ -64,16 +55,11 @@ def doctor(
         raise typer.Exit(1)
 
 
-def diagnose(megatron: Path | None = None, config: Path | None = None) -> Iterator[Finding]:
-    """Run every check; one that breaks is itself a finding.
-
-    Args:
-        megatron: a Megatron-LM checkout instead of the installed megatron-core.
-        config: the configuration whose Megatron hooks are listed.
-    """
+def diagnose() -> Iterator[Finding]:
+    """Run every check; one that breaks is itself a finding."""
     for check in CHECKS:
         try:
-            yield from _megatron(megatron, config) if check is _megatron else check()
+            yield from check()
         except Exception as error:
             name = check.__name__.strip("_").replace("_", " ")
             advice = "report this with the output of pip list"
@@ -157,39 +143,5 @@ def _activation() -> Iterable[Finding]:
         yield Finding("ok", "activation", "a dct section in DeepSpeed's JSON is enough")
 
 
-def _megatron(checkout: Path | None = None, config: Path | None = None) -> Iterable[Finding]:
-    """Compare what the Megatron hooks would replace with the sources; import nothing of Megatron."""
-    from ..integrations.megatron import versions
-
-    try:
-        found = versions.find_installation(checkout)
-    except VersionError as error:
-        yield Finding("fail", "megatron", str(error), "give the folder of a Megatron-LM checkout")
-        return
-    if found is not None:
-        supported = found.version in versions.SUPPORTED
-        wrong = [probe for probe in versions.inspect_files(found) if probe.problem] if supported else []
-        detail = f"{found.version}, {found.folder}" + "".join(
-            f"; expected {probe.target}, found {probe.found}: {probe.problem}" for probe in wrong
-        )
-        if supported and not wrong:
-            yield Finding("ok", "megatron", detail)
-        else:
-            advice = f"use an unmodified release from {versions.SUPPORTED}"
-            yield Finding("fail" if checkout else "warn", "megatron", detail, advice)
-    if config is not None:
-        from ..config import DCTConfig
-        from ..integrations.megatron import launch
-
-        try:
-            states = launch.hook_states(DCTConfig.from_file(config))
-        except ConfigError as error:
-            yield Finding("fail", "configuration", str(error), f"correct {config}")
-            return
-        for hook, reason in states.items():
-            detail = f"not active: {reason}" if reason else "active"
-            yield Finding("ok", f"{config.name}: {hook}", detail)
-
-
-CHECKS: list[Callable[[], Iterable[Finding]]] = [_packages, _kernels, _activation, _megatron]
+CHECKS: list[Callable[[], Iterable[Finding]]] = [_packages, _kernels, _activation]
 """The checks that :func:`diagnose` runs, in order."""

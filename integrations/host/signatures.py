@@ -6,7 +6,7 @@ A host that moved one of them is refused with a message, instead of training on 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -41,14 +41,6 @@ class Probe(NamedTuple):
     problem: str = ""
 
 
-def compare(target: Target, parameters: Sequence[str]) -> Probe:
-    """Compare the parameters that were found in a module or its source with a target."""
-    problem = ""
-    if tuple(parameters[: len(target.parameters)]) != target.parameters:
-        problem = f"does not start with ({', '.join(target.parameters)})"
-    return Probe(target, f"({', '.join(parameters)})", problem)
-
-
 def probe(target: Target) -> Probe:
     """Compare a target with its module, which is imported if need be."""
     try:
@@ -64,7 +56,9 @@ def probe(target: Target) -> Probe:
         parameters = list(inspect.signature(_decorated(function)).parameters)
     except (TypeError, ValueError) as error:
         return Probe(target, "no signature", str(error))
-    return compare(target, parameters)
+    fits = tuple(parameters[: len(target.parameters)]) == target.parameters
+    problem = "" if fits else f"does not start with ({', '.join(target.parameters)})"
+    return Probe(target, f"({', '.join(parameters)})", problem)
 
 
 def _decorated(function: Any) -> Any:

@@ -1,24 +1,13 @@
-"""The versions of megatron-core that are supported, and what the hooks replace in them.
-
-Two ways to look at an installation: :func:`inspect_files` reads the sources without importing them (``dct
-doctor``), :func:`require_supported` looks at the imported modules, before anything is patched.
-"""
+"""The versions of megatron-core that are supported, and what the hooks replace in them."""
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import os
-import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
-
-from dct_plugin.errors import VersionError
+from typing import Any
 
 from ..host import signatures
-from ..host.signatures import Probe, Target
+from ..host.signatures import Target
 from ..host.versions import VersionRange, parse, unsupported
 
 SUPPORTED = VersionRange("0.16.0", "0.20.0")
@@ -80,39 +69,6 @@ TARGETS = tuple(
 )
 
 
-class Installation(NamedTuple):
-    """A megatron-core as it lies on disk: version and the folder of ``megatron/core``."""
-
-    version: str
-    folder: Path
-
-
-def find_installation(checkout: str | os.PathLike[str] | None = None) -> Installation | None:
-    """Return the megatron-core that ``import`` would take, or the one of a checkout; import nothing.
-
-    Raises:
-        VersionError: ``checkout`` holds no megatron-core, or its version cannot be read.
-    """
-    if checkout is not None:
-        folder = Path(checkout) / "megatron" / "core"
-        if not (folder / "__init__.py").is_file():
-            raise VersionError(f"{checkout}: no Megatron checkout (there is no megatron/core/__init__.py)")
-        return Installation(_version_of(folder), folder)
-    # find_spec("megatron.core") would import the package "megatron", which can be anything: look without.
-    module = sys.modules.get("megatron")
-    spec = importlib.util.find_spec("megatron") if module is None else module.__spec__
-    for path in (spec.submodule_search_locations or []) if spec is not None else []:
-        folder = Path(path) / "core"
-        if (folder / "__init__.py").is_file():
-            return Installation(_version_of(folder), folder)
-    return None
-
-
-def inspect_files(installation: Installation) -> list[Probe]:
-    """Compare the sources of an installation with what the hooks expect, without importing it."""
-    return [_probe_file(installation.folder, target) for target in TARGETS]
-
-
 def require_supported(core: Any, hooks: Sequence[str] | None = None) -> None:
     """Stop unless the imported ``megatron.core`` is one that the hooks are made for.
 
@@ -143,48 +99,3 @@ def _advice(version: str, folder: str) -> str:
     if "site-packages" in folder:
         return f"pip install 'megatron-core>={SUPPORTED.first},<{SUPPORTED.end}'"
     return "check out a supported release of Megatron-LM, e.g. git checkout core_v0.16.1"
-
-
-def _probe_file(folder: Path, target: Target) -> Probe:
-    file = folder.joinpath(*target.module.split(".")[2:]).with_suffix(".py")
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except OSError:
-        return Probe(target, "no such module", f"there is no {file}")
-    except (SyntaxError, ValueError) as error:
-        return Probe(target, "not readable", f"{file}: {error}")
-    body: Sequence[ast.stmt] = tree.body
-    found: ast.AST | None = None
-    for part in target.name.split("."):
-        found = _definition(body, part)
-        body = getattr(found, "body", [])
-    if not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
-        return Probe(target, "missing", f"{file} does not define {target.name}")
-    arguments = found.args
-    parameters = [
-        argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-    ]
-    return signatures.compare(target, parameters)
-
-
-def _definition(body: Sequence[ast.stmt], name: str) -> ast.AST | None:
-    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return next((item for item in body if isinstance(item, kinds) and item.name == name), None)
-
-
-def _version_of(folder: Path) -> str:
-    """Return the version from ``package_info.py``, by its ``MAJOR``, ``MINOR`` ... or its ``__version__``."""
-    file = folder / "package_info.py"
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise VersionError(f"{file}: cannot be read: {error.strerror or error}") from error
-    # __version__ is computed from these in most releases, and a literal in the others.
-    parts = [re.search(rf"^{name}\s*=\s*(\d+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]
-    numbers = [part[1] for part in parts if part]
-    if len(numbers) == 3:
-        suffix = re.search(r"^PRE_RELEASE\s*=\s*['\"]([^'\"]*)", text, re.MULTILINE)
-        return ".".join(numbers) + (suffix[1] if suffix else "")
-    if match := re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE):
-        return match[1]
-    raise VersionError(f"{file}: holds no version")

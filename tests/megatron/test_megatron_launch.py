@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,18 +15,19 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from support import processes
-from typer.testing import CliRunner
 
-from dct_plugin import cli
 from dct_plugin.config import DCTConfig, ParametersConfig, options
 from dct_plugin.config.methods import ThresholdMethod
-from dct_plugin.errors import ConfigError, DCTError, DesyncError, VersionError
+from dct_plugin.errors import ConfigError, DCTError, DesyncError
+from dct_plugin.integrations.host import signatures
 from dct_plugin.integrations.megatron import versions
 from dct_plugin.integrations.megatron.launch import agree, hook_states
 from dct_plugin.integrations.megatron.options import help_text, launcher_rank, parse
 from dct_plugin.links.team import free_port
 
-INSTALLED = versions.find_installation()
+_PACKAGE = importlib.util.find_spec("megatron")
+_FOLDERS = [Path(path, "core") for path in (_PACKAGE and _PACKAGE.submodule_search_locations) or ()]
+INSTALLED = next((folder for folder in _FOLDERS if (folder / "__init__.py").is_file()), None)
 needs_megatron = pytest.mark.skipif(INSTALLED is None, reason="megatron-core is not installed")
 FORWARD = '{"method": "threshold", "sparsity": 0.9}'
 PIPELINE = f"--dct-pipeline-forward={FORWARD}"
@@ -335,12 +337,12 @@ def copy_of_core(place: Path) -> Path:
     assert INSTALLED is not None
     core = place / "megatron" / "core"
     core.mkdir(parents=True)
-    for item in INSTALLED.folder.iterdir():
+    for item in INSTALLED.iterdir():
         (core / item.name).symlink_to(item)
     folder = core / "pipeline_parallel"
     folder.unlink()
     folder.mkdir()
-    for item in (INSTALLED.folder / "pipeline_parallel").iterdir():
+    for item in (INSTALLED / "pipeline_parallel").iterdir():
         (folder / item.name).symlink_to(item)
     return core
 
@@ -353,12 +355,6 @@ def test_a_changed_signature_stops_the_run_only_if_it_is_needed(tmp_path: Path) 
     text = file.read_text()
     file.unlink()
     file.write_text(text.replace("tensor_send_next", "send_next"))
-    found = versions.find_installation(tmp_path)
-    assert found is not None
-    problems = [probe for probe in versions.inspect_files(found) if probe.problem]
-    assert {probe.target.part for probe in problems} == {
-        "hook pipeline"
-    }  # three functions take that parameter
     write(tmp_path / "x.py", "import megatron.core; print('went on from', megatron.core.__file__)")
     result = run(PIPELINE, "x.py", cwd=tmp_path)
     assert result.returncode == 1
@@ -373,52 +369,7 @@ def test_a_changed_signature_stops_the_run_only_if_it_is_needed(tmp_path: Path) 
 
 @needs_megatron
 def test_the_installed_megatron_is_what_the_hooks_expect() -> None:
-    assert INSTALLED is not None
-    assert [probe for probe in versions.inspect_files(INSTALLED) if probe.problem] == []
-
-
-def doctor(*arguments: object) -> tuple[int, dict[str, dict[str, str]]]:
-    result = CliRunner().invoke(cli.app, ["doctor", "--json", *map(str, arguments)])
-    return result.exit_code, {row["subject"]: row for row in json.loads(result.stdout)}
-
-
-@needs_megatron
-@pytest.mark.slow
-def test_doctor_says_what_would_be_patched_and_why_not(tmp_path: Path) -> None:
-    core = copy_of_core(tmp_path)
-    config = write(
-        tmp_path / "dct.json",
-        '{"model_parallel": {"pipeline": {"forward": {"method": "threshold", "sparsity": 0.9}}}}',
-    )
-    code, found = doctor("--megatron", tmp_path, "--config", config)
-    assert code == 0
-    assert found["megatron"]["detail"].endswith(str(core))
-    assert found["dct.json: pipeline"]["detail"] == "active"
-    assert found["dct.json: tensor"]["detail"] == 'not active: dct.model_parallel.tensor.forward = "none"'
-    file = core / "pipeline_parallel" / "p2p_communication.py"
-    text = file.read_text()
-    file.unlink()
-    file.write_text(text.replace("def _p2p_ops(", "def _other_ops("))
-    code, found = doctor("--megatron", tmp_path)
-    assert code == 1
-    assert "p2p_communication._p2p_ops(tensor_send_prev, " in found["megatron"]["detail"]
-    assert "mappings" not in found["megatron"]["detail"]
-
-
-@pytest.mark.slow
-def test_doctor_and_other_releases(tmp_path: Path) -> None:
-    write(tmp_path / "megatron" / "core" / "__init__.py", "")
-    write(tmp_path / "megatron" / "core" / "package_info.py", "MAJOR = 0\nMINOR = 2\nPATCH = 0\n")
-    code, found = doctor("--megatron", tmp_path)
-    assert code == 1
-    assert found["megatron"]["status"] == "fail"
-    assert found["megatron"]["detail"].startswith("0.2.0, ")
-    assert doctor("--megatron", tmp_path / "absent")[0] == 1
-
-
-def test_no_checkout(tmp_path: Path) -> None:
-    with pytest.raises(VersionError, match="no Megatron checkout"):
-        versions.find_installation(tmp_path)
+    assert signatures.faults(map(signatures.probe, versions.TARGETS)) == ""
 
 
 # -- with megatron-core -------------------------------------------------------------------------------------
