@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import megatron_gpt
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.data_parallel.automatic import AutomaticSparsity
-from dct_plugin.data_parallel.decision_rules import DecisionRules
+from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
+from dct_plugin.data_parallel.autotune.decision_rules import DecisionRules
 from dct_plugin.integrations.ddp import DCTState
 from dct_plugin.links.interleave import interleaved, warmed
 from dct_plugin.links.method import Method

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dct_plugin.data_parallel.step_ahead import StepAhead, Unsent
+from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import units_of
 
 WIDTH = 1600

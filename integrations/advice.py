@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dct_plugin.data_parallel.automatic import AutomaticSparsity
-from dct_plugin.data_parallel.cost_model import CostModel
+from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
+from dct_plugin.data_parallel.autotune.cost_model import CostModel
 
 from .host.measured_job import FACTS, SECTION, VARIABLE
 from .host.patches import Function, Patches

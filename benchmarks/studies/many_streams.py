@@ -42,7 +42,7 @@ from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
-from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
+from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.metrics import Metrics, Summary
 from dct_plugin.recommender.commands.demo import LEARNING_RATES, MODEL, OPTIMIZER, PRESETS

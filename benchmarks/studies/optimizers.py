@@ -25,7 +25,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from torch import nn
 
 from dct_plugin import Compressor
-from dct_plugin.data_parallel.step_ahead import StepAhead, Unsent
+from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.recommender.data import epoch_batches, load
 from dct_plugin.recommender.intervals import paired

@@ -23,8 +23,8 @@ from rich.table import Table
 from .. import processes
 from ..config import DataParallelConfig, ParametersConfig
 from ..console import print_warning
-from ..data_parallel.cost_model import Coding, CostModel, Link
-from ..data_parallel.decision_rules import DecisionRules
+from ..data_parallel.autotune.cost_model import Coding, CostModel, Link
+from ..data_parallel.autotune.decision_rules import DecisionRules
 from ..errors import ConfigError, DCTError
 from ..integrations.host.measured_job import SECTION, VARIABLE
 from ..integrations.megatron.options import CONFIG_VARIABLE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .accordion import Accordion
 from .add_on import AddOn, ReducerContext
-from .automatic import AutomaticSparsity
-from .step_ahead import StepAheadAddOn
+from .autotune.add_on import AutomaticSparsity
+from .step_ahead.add_on import StepAheadAddOn
 
 ADD_ONS: tuple[type[AddOn], ...] = (Accordion, StepAheadAddOn, AutomaticSparsity)
 

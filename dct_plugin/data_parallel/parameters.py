@@ -129,7 +129,7 @@ class ParameterUpdates(StreamGroup):
                         for s, owner in between.exchanged(shards)
                     ]
                 plan = ReductionPlan(self.operation("parameters"), tensors)
-            exchange = self._exchanges.begin([self._phase], plan, whole)
+                exchange = self._exchanges.begin([self._phase], plan, whole)
             exchange.post()
             self._exchanges.complete(exchange)
         self._exchanges.finish()

@@ -218,7 +218,7 @@ class GradientReducer(StreamGroup):
             plan = ReductionPlan(
                 operation, tensors, scale * self.ranks_inside, compared, topology.sums_everywhere
             )
-        exchange = self.exchanges.begin(topology.phases, plan, whole)
+            exchange = self.exchanges.begin(topology.phases, plan, whole)
         for add_on in self.add_ons:
             add_on.before_reduce(plan, whole)
         exchange.post()

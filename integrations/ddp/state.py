@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
+from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import ParameterGroups, units_of_all
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import counted_by

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.data_parallel.step_ahead import StepAhead
+from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
 from dct_plugin.host_traffic import count_group
 from dct_plugin.metrics import Event, Metrics, Sink
 

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from dct_plugin.data_parallel.parameters import ParameterUpdates
-from dct_plugin.data_parallel.step_ahead import StepAheadAddOn
+from dct_plugin.data_parallel.step_ahead.add_on import StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of
 
 from ..host.patches import Function, Patches

@@ -17,7 +17,7 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.module_hooks import ModuleHook
-from dct_plugin.data_parallel.step_ahead import StepAheadAddOn
+from dct_plugin.data_parallel.step_ahead.add_on import StepAheadAddOn
 from dct_plugin.data_parallel.step_units import ParameterGroups, StepUnit, units_of_all
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics

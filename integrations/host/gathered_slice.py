@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class GatheredSlice(ABC):
-    """A slice with all that :class:`~dct_plugin.data_parallel.step_ahead.StepAhead` needs of a parameter.
+    """A slice with all that :class:`~dct_plugin.data_parallel.step_ahead.add_on.StepAhead` needs.
 
     To set :attr:`data` changes which memory the host gathers from. The weights stay where they are. A host's
     class adds ``device``, ``requires_grad`` and ``_version``.

@@ -17,7 +17,7 @@ from dct_plugin import checkpoint
 from dct_plugin.console import log_once
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import shards_in
-from dct_plugin.data_parallel.step_ahead import StepAhead, StepAheadAddOn
+from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn
 from dct_plugin.errors import ConfigError
 
 from ..host.nodes import nodes_of

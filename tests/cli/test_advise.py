@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from dct_plugin import cli
 from dct_plugin.cli.advise import Candidate, Figures, _best, _measured, _pasted, launch_line
-from dct_plugin.data_parallel.cost_model import Coding, CostModel, Link
+from dct_plugin.data_parallel.autotune.cost_model import Coding, CostModel, Link
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.integrations import autoload
 from dct_plugin.integrations.host import measured_job

@@ -15,10 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_plugin import DCTState
 from dct_plugin.config import DataParallelConfig, DCTConfig, KernelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard, lossless
-from dct_plugin.data_parallel.automatic import AutomaticSparsity
-from dct_plugin.data_parallel.cost_model import Coding, CostModel, Link
-from dct_plugin.data_parallel.decision_rules import DecisionRules, gentlest_of_fastest, settings_to_try
-from dct_plugin.data_parallel.measurements import largest
+from dct_plugin.data_parallel.autotune import add_on
+from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
+from dct_plugin.data_parallel.autotune.cost_model import Coding, CostModel, Link
+from dct_plugin.data_parallel.autotune.decision_rules import (
+    DecisionRules,
+    gentlest_of_fastest,
+    settings_to_try,
+)
+from dct_plugin.data_parallel.autotune.measurements import largest
 from dct_plugin.data_parallel.stream_group import StreamGroup
 from dct_plugin.data_parallel.two_phase import TwoPhase
 from dct_plugin.errors import ConfigError, PayloadError
@@ -294,7 +299,7 @@ def _reductions_of_a_step(rank: int, world_size: int) -> list[int]:
                 shards = [Shard(0, 0, 50), Shard(1, 50, 100)]
                 reducer.reduce_scatter([(name, torch.ones(100), shards)])
         reducer.end_step()
-        found.append(automatic._model(1.0, 0.1, 1.0, Link(1e-4, 1e-9)).reductions)
+        found.append(automatic._model(1.0, 0.1, Link(1e-4, 1e-9)).reductions)
     return found
 
 
@@ -339,8 +344,8 @@ def _trained(rank: int, world_size: int) -> dict[str, Any]:
     allowed = [DENSE, GENTLE, STRONG]
     with (
         patch.multiple(AutomaticSparsity, rules=rules, _median=median),
-        patch("dct_plugin.data_parallel.automatic.probe_link", probe),
-        patch("dct_plugin.data_parallel.automatic.settings_within", lambda config, **_: allowed),
+        patch(f"{add_on.__name__}.probe_link", probe),
+        patch(f"{add_on.__name__}.settings_within", lambda config, **_: allowed),
     ):
         metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
         events: list[dict[str, Any]] = []
@@ -441,8 +446,10 @@ def _changed_topology(rank: int, world_size: int) -> dict[str, Any]:
 
     with (
         patch.multiple(AutomaticSparsity, rules=rules, _median=median),
-        patch("dct_plugin.data_parallel.automatic.probe_link", lambda _: Link(1e-4, 1e-6)),
-        patch("dct_plugin.data_parallel.automatic.settings_within", lambda config, **_: [DENSE, STRONG]),
+        patch(f"{add_on.__name__}.probe_link", lambda _: Link(1e-4, 1e-6)),
+        patch(
+            "dct_plugin.data_parallel.autotune.add_on.settings_within", lambda config, **_: [DENSE, STRONG]
+        ),
     ):
         settings: dict[str, Any] = {"quality": "bytes", "feedback": "local"}
         reducer, step = GradientReducer(_config(**settings), transactional=True), 0
@@ -516,8 +523,10 @@ def _trained_ahead(rank: int, world_size: int) -> dict[str, Any]:
 
     with (
         patch.multiple(AutomaticSparsity, rules=rules, _median=median),
-        patch("dct_plugin.data_parallel.automatic.probe_link", lambda _: Link(1e-4, 1e-6)),
-        patch("dct_plugin.data_parallel.automatic.settings_within", lambda config, **_: [DENSE, STRONG]),
+        patch(f"{add_on.__name__}.probe_link", lambda _: Link(1e-4, 1e-6)),
+        patch(
+            "dct_plugin.data_parallel.autotune.add_on.settings_within", lambda config, **_: [DENSE, STRONG]
+        ),
     ):
         section = {"quality": "bytes", "warmup_steps": 3, "sparsity_warmup_steps": 3}
         state = DCTState({"data_parallel": section}, optimizer=optimizer).register(ddp)

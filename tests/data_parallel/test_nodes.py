@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_plugin import DCTState, checkpoint, processes
 from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
-from dct_plugin.data_parallel.step_ahead import StepAheadAddOn
+from dct_plugin.data_parallel.step_ahead.add_on import StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError, DesyncError
 from dct_plugin.integrations.host import nodes as nodes_module

@@ -12,7 +12,7 @@ from torch import nn
 from dct_plugin.config import DataParallelConfig, MetricsConfig, ParametersConfig
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import Shard, shards_in
-from dct_plugin.data_parallel.step_ahead import MAX_OWNER_FACTOR, StepAhead, Unsent
+from dct_plugin.data_parallel.step_ahead.add_on import MAX_OWNER_FACTOR, StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import StepUnit
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dct_plugin.data_parallel.step_ahead import StepAhead, Unsent
+from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import units_of
 
 

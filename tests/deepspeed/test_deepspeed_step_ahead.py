@@ -211,7 +211,10 @@ def test_feedback_follows_the_optimizer(two: Results) -> None:
     assert first["adam"]["hash"] == first["by hand"]["hash"]
     logs = {name: found["log"] for name, found in first.items()}
     assert "feedback step_ahead, config" in logs["adam"][0]
-    assert logs["adam"][1] == "dct: step-ahead for AdamW, after 4 dense steps and a ramp of 24 (of 40 steps)"
+    assert logs["adam"][1] == (
+        "dct: step-ahead for AdamW, after 4 dense steps and a ramp of 24 (of 40 steps); "
+        "measured with a GPT of 0.35M parameters"
+    )
     assert logs["momentum"][1] == (
         "dct: step-ahead for SGD, after 40 dense steps and a ramp of 822; the length of the run is not known "
         "(data_parallel.total_steps): its first 300 steps send 4x fewer bytes than fp32, its first 600 8x"

@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton")
 
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
-from dct_plugin.data_parallel.step_ahead import StepAhead, Unsent
+from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Backend, Job, Stats, get_backend, problem_with, self_check

@@ -9,8 +9,8 @@ import pytest
 from support import processes
 from support.megatron_gpt import Job, Outcome, train
 
-from dct_plugin.data_parallel.automatic import AutomaticSparsity
-from dct_plugin.data_parallel.decision_rules import DecisionRules
+from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
+from dct_plugin.data_parallel.autotune.decision_rules import DecisionRules
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)

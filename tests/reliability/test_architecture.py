@@ -5,7 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +95,31 @@ def test_no_module_of_the_reduction_asks_for_the_device() -> None:
         text = path.read_text(encoding="utf-8")
         asked = re.findall(r"device\.type|is_cuda", text)
         assert len(asked) <= 1, path.name
+
+
+@pytest.mark.slow
+def test_the_automatic_mode_can_be_deleted(tmp_path: Path) -> None:
+    """With ``dct advise``, which shares its cost model, and their rows in two tables."""
+    copy = tmp_path / "dct_plugin"
+    shutil.copytree(ROOT / "dct_plugin", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(copy / "data_parallel" / "autotune")
+    (copy / "cli" / "advise.py").unlink()
+    (copy / "integrations" / "advice.py").unlink()
+    table = copy / "data_parallel" / "add_ons.py"
+    rows = table.read_text(encoding="utf-8").replace(", AutomaticSparsity", "")
+    table.write_text(re.sub(r"^.*AutomaticSparsity.*\n", "", rows, flags=re.M), encoding="utf-8")
+    modules = [
+        ".".join(path.relative_to(tmp_path).with_suffix("").parts)
+        for folder in ("data_parallel", "policy", "integrations/ddp", "integrations/host", "report")
+        for path in (copy / folder).rglob("*.py")
+        if path.name != "__init__.py"
+    ]
+    code = f"import importlib; [importlib.import_module(each) for each in {modules}]"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_page_is_short() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..policy.settings import Setting
+from ...policy.settings import Setting
 from .cost_model import Prediction
 
 

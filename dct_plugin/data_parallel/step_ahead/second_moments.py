@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..feedback import ScratchBuffers
-from ..kernels import Backend
-from ..kernels.displacement import SecondMoment, Squares, rows_of
-from .node_ranks import Entries, NodeRanks
+from ...feedback import ScratchBuffers
+from ...kernels import Backend
+from ...kernels.displacement import SecondMoment, Squares, rows_of
+from ..node_ranks import Entries, NodeRanks
 
 #: Most optimizer steps by which an entry of a residual displaces a weight, if the optimizer divides by a
 #: second moment. With exact moments a residual of k gradients is at most k steps long (Adam), or sqrt(k)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..errors import DCTError
+from ...errors import DCTError
 
 #: Entries of each tensor that are compared to find writes which version counters miss (``.data``).
 SAMPLES = 64
@@ -33,7 +33,7 @@ def weights(model: torch.nn.Module) -> Iterator[None]:
     """Give access to the real weights of ``model`` within the block, for reading and writing.
 
     Needed with ``"feedback": "step_ahead"`` between a training forward pass and the optimizer's step; see
-    :mod:`dct_plugin.data_parallel.displaced_weights`.
+    :mod:`dct_plugin.data_parallel.step_ahead.displaced_weights`.
     """
     with ExitStack() as stack:
         for module in model.modules():

@@ -28,21 +28,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..feedback import ScratchBuffers, unpacked
-from ..kernels import Backend
-from ..kernels.displacement import Displacement, denominator
-from ..kernels.reference import ReferenceBackend
-from ..policy.evidence import BY_COMPRESSORS
-from .add_on import AddOn, ReducerContext
+from ...errors import ConfigError
+from ...feedback import ScratchBuffers, unpacked
+from ...kernels import Backend
+from ...kernels.displacement import Displacement, denominator
+from ...kernels.reference import ReferenceBackend
+from ...policy.evidence import BY_COMPRESSORS
+from ..add_on import AddOn, ReducerContext
+from ..module_hooks import register_hooks
+from ..node_ranks import Entries, NodeRanks, Part, common
+from ..plan import PlannedTensor, ReductionPlan, Shard
+from ..step_units import StepUnit
+from ..stream_group import Sparsity
 from .displaced_weights import DisplacedWeights
-from .module_hooks import register_hooks
-from .node_ranks import Entries, NodeRanks, Part, common
-from .plan import PlannedTensor, ReductionPlan, Shard
 from .residual_coefficients import ResidualCoefficients
 from .second_moments import Moments, MomentsPart, SecondMoments
-from .step_units import StepUnit
-from .stream_group import Sparsity
 from .tensor_densities import TensorDensities
 from .training_passes import TrainingPasses
 

@@ -25,15 +25,15 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
-from ..host_traffic import own_traffic
-from ..metrics import format_bytes
-from ..policy.settings import LOSSLESS, Setting, settings_within
-from .add_on import AddOn, ReducerContext
+from ...host_traffic import own_traffic
+from ...metrics import format_bytes
+from ...policy.settings import LOSSLESS, Setting, settings_within
+from ..add_on import AddOn, ReducerContext
+from ..stream_group import Sparsity, StreamGroup
+from ..topologies import Topologies
 from .cost_model import CostModel, Link
 from .decision_rules import DecisionRules, gentlest_of_fastest, settings_to_try
 from .measurements import PROBE_BYTES, ReductionTimer, gradient_sizes, largest, probe_link, time_codings
-from .stream_group import Sparsity, StreamGroup
-from .topologies import Topologies
 
 logger = logging.getLogger("dct_plugin")
 

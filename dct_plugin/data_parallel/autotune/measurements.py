@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..codecs.message import MessageWriter
-from ..policy.settings import Setting
-from ..stream import Compressor
-from . import lossless
+from ...codecs.message import MessageWriter
+from ...policy.settings import Setting
+from ...stream import Compressor
+from .. import lossless
+from ..stream_group import StreamGroup
 from .cost_model import Coding, Link
-from .stream_group import StreamGroup
 
 #: Entries on which a setting is timed, and bytes of a large message of the link's probe.
 ENTRIES, PROBE_BYTES = 1 << 17, 1 << 17

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..policy.settings import Setting
+from ...policy.settings import Setting
 
 
 class Coding(NamedTuple):
