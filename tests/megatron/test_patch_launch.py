@@ -543,7 +543,9 @@ def test_says_what_is_done(script: Path) -> None:
     script.write_text("torchrun train.py\ntorchrun tools/x.py\n")
     left = f"{script}: line 2: tools/x.py is not a training script"
     for options in ([], ["--check"], ["--in-place"]):
-        assert left in command(script, *options)[2]
+        said = command(script, *options)[2]
+        assert left in said
+        assert f"{script}: training launches: line 1\n" in said
     assert "nothing to change" in command(script)[2]
     assert "nothing is written" in command(script, "--config", "$A")[2]
     assert "nothing is written" in command(script, "--revert")[2]

@@ -125,6 +125,7 @@ def patch_launch(
                 after = original  # which may have had the plugin in some launches
         else:
             after, found = patch(before, config=config, scripts=scripts or (), partial=partial)
+            said.append(f"training launches: line {', '.join(str(each.line) for each in found.training)}")
             said += [*found.notes, *(f"left as it is: {error}" for error in found.errors)]
         if in_place and not check and before != after:
             if not undo and original is None:

@@ -78,7 +78,7 @@ class Launches(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What the words so far read as.
+    """A reading of the words so far.
 
     ``token`` is the launcher's word, and ``expects`` is "value" or "module" behind an option. ``place`` is
     where an insertion stands, ``script`` what is launched there, and ``plugin`` whether it is in place.

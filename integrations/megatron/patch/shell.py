@@ -97,7 +97,7 @@ class Command(NamedTuple):
 
     @property
     def is_harmless(self) -> bool:
-        """Whether it starts nothing, whatever its arguments are."""
+        """True if it starts nothing, whatever its arguments are."""
         return any(word.text in _HARMLESS for word in self.program[:1])
 
 
