@@ -102,6 +102,7 @@ def _report() -> Any:
 @_command(
     "Make a Megatron launch script start its training with the plugin, or undo this.",
     ("tree_sitter", "tree_sitter_bash"),
+    "megatron",
 )
 def _patch_launch() -> Any:
     from ..integrations.megatron.patch.command import app
@@ -135,27 +136,28 @@ def _missing(entry: LazyCommand, modules: list[str]) -> typer.Exit:
     return typer.Exit(1)
 
 
-def _load(entry: LazyCommand) -> Any:
-    """Return the command behind an entry, or exit and say what has to be installed."""
-    if missing := [module for module in entry.needs if importlib.util.find_spec(module) is None]:
+def _run(entry: LazyCommand, arguments: list[str]) -> None:
+    """Run the command behind an entry, or exit and say what has to be installed; its help needs nothing."""
+    missing = [module for module in entry.needs if importlib.util.find_spec(module) is None]
+    if missing and "--help" not in arguments:
         raise _missing(entry, missing)
     try:
         command = entry.load()
+        if not isinstance(command, typer.Typer):
+            function, command = command, typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+            command.command(entry.name, help=entry.help)(function)
+        typer.main.get_command(command).main(args=arguments, prog_name=f"dct {entry.name}")
     except ModuleNotFoundError as error:
         name = error.name or str(error)
         if name.partition(".")[0] == "dct_plugin":  # an incomplete installation is to be seen in full
             raise
         raise _missing(entry, [name]) from error
-    if not isinstance(command, typer.Typer):
-        function, command = command, typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-        command.command(entry.name, help=entry.help)(function)
-    return typer.main.get_command(command)
 
 
 def _register(entry: LazyCommand) -> None:
     @app.command(entry.name, cls=Forward, help=entry.help)
     def forward(context: typer.Context) -> None:
-        _load(entry).main(args=context.args, prog_name=f"dct {entry.name}")
+        _run(entry, context.args)
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from .section import Section
 from .validation_errors import DEEPSPEED_KEYS, validated
 
 SECTION = "dct"
+#: The ready configurations.
+_READY = Path(__file__).parents[1] / "configs"
 
 
 class MetricsConfig(Section):
@@ -175,22 +179,16 @@ def read_hjson(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bool]:
     Files with comments and trailing commas need the package hjson, which DeepSpeed installs.
 
     Args:
-        path: The file; ``-`` is the standard input.
+        path: The file, or the name of a ready configuration (``hybrid_dct``); ``-`` is the standard input.
 
     Raises:
-        ConfigError: The file cannot be read, or holds no object.
+        ConfigError: The file cannot be read, is larger than 1 MB, or holds no object.
     """
     where = os.fspath(path)
-    size = os.path.getsize(where) if os.path.isfile(where) else 0
-    if size > _LARGEST:
-        raise ConfigError(
-            f"{where}: has {size / 1e6:.1f} MB; a configuration has {_LARGEST / 1e6:g} MB at most"
-        )
     try:
-        text = sys.stdin.read() if where == "-" else Path(path).read_text(encoding="utf-8")
-        content, strict = _parsed(text)
-    except OSError as error:
-        raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
+        content, strict = _parsed(_beginning(where).decode("utf-8"))
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from error
     except RecursionError:
@@ -198,6 +196,24 @@ def read_hjson(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bool]:
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: must hold a JSON object, holds {show(content)}")
     return content, strict
+
+
+def _beginning(where: str) -> bytes:
+    """Return the content of a configuration of at most 1 MB."""
+    path, ready = Path(where), _READY / f"{where.removesuffix('.json')}.json"
+    if path.name == where and ready.is_file() and not path.is_file():
+        path = ready
+    try:
+        with nullcontext(sys.stdin.buffer) if where == "-" else path.open("rb") as file:
+            content: bytes = file.read(_LARGEST + 1)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        names = [each.stem for each in _READY.glob("*.json")]
+        close = difflib.get_close_matches(path.stem, names, n=1)
+        meant = f"; did you mean the ready configuration {close[0]}?" if close else ""
+        raise ConfigError(f"{where}: cannot be read: {getattr(error, 'strerror', error)}{meant}") from error
+    if len(content) > _LARGEST:
+        raise ConfigError(f"{where}: a configuration has {_LARGEST / 1e6:g} MB at most")
+    return content
 
 
 def _parsed(text: str) -> tuple[Any, bool]:

@@ -145,18 +145,18 @@ def test_lazy_command_gets_its_arguments_as_they_are(entry: cli.LazyCommand) -> 
 
 def test_lazy_command_without_its_extra(entry: cli.LazyCommand, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit):
-        cli._load(entry._replace(needs=("json", "no_such_module"), extra="demo"))
+        cli._run(entry._replace(needs=("json", "no_such_module"), extra="demo"), ["-n", "Ada", "x"])
     assert "dct greet needs no_such_module, not installed here: pip install 'dct-plugin[demo]'" in (
         capsys.readouterr().err
     )
     with pytest.raises(typer.Exit):
-        cli._load(entry._replace(load=lambda: importlib.import_module("no_such_module.sub")))
+        cli._run(entry._replace(load=lambda: importlib.import_module("no_such_module.sub")), [])
     assert "pip install no_such_module" in capsys.readouterr().err
 
 
 def test_lazy_command_of_an_incomplete_installation_is_not_hidden(entry: cli.LazyCommand) -> None:
     with pytest.raises(ModuleNotFoundError):
-        cli._load(entry._replace(load=lambda: importlib.import_module("dct_plugin.no_such_module")))
+        cli._run(entry._replace(load=lambda: importlib.import_module("dct_plugin.no_such_module")), [])
 
 
 def findings(*arguments: str, **environment: str) -> dict[str, Finding]:

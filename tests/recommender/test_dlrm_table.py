@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,8 @@ def test_ids_dates_and_decimal_commas(tmp_path: Path) -> None:
         "columns separated by ';', the first line has the names",
         "label click: 50 % of 400 rows are 1",
         "dense: price",
+        "date at: year-month-day",
+        "date day: year-month-day",
         "categorical id: left out, no test row has a value that is frequent in the training part",
         "categorical at weekday: 7 values, others in 0 % of the test rows",
         "categorical at hour: 3 values, others in 0 % of the test rows",
@@ -122,6 +125,68 @@ def test_ids_dates_and_decimal_commas(tmp_path: Path) -> None:
     assert asked.categorical_names == ("id", "site")
     assert asked.cardinalities[0] == 1
     assert "categorical id: 0 values, others in 100 % of the test rows" in asked.roles
+
+
+def test_dates_in_the_forms_of_other_countries(tmp_path: Path) -> None:
+    days = [datetime(2015, 1 + i % 12, 1 + i % 28, i % 24, 5) for i in range(400)]
+    forms = {
+        "us": ("%m/%d/%Y %I:%M:%S %p", "month-day-year"),
+        "eu": ("%d/%m/%Y %H:%M", "day-month-year"),
+        "de": ("%d.%m.%Y %H:%M", "day-month-year"),
+        "en": ("%d-%b-%Y %H:%M", "day-month name-year"),
+        "iso": ("%Y-%m-%dT%H:%M:%SZ", "year-month-day"),
+        "sql": ("%Y-%m-%d %H:%M:%S", "year-month-day"),
+    }
+    path = tmp_path / "log.csv"
+    rows = [
+        ",".join([*(day.strftime(form) for form, _ in forms.values()), f"{day:%m/%m/%Y},{i % 2}"])
+        for i, day in enumerate(days)
+    ]
+    path.write_text("\n".join([",".join([*forms, "either", "click"]), *rows]) + "\n")
+    clicks = load("table", path, columns=Columns("click"))
+    of_forms = [f"{name} {part}" for name in forms for part in ("weekday", "hour")]
+    assert clicks.categorical_names == (*of_forms, "either")
+    assert clicks.cardinalities == (*(8, 25) * len(forms), 13)
+    for column in range(4, 2 * len(forms)):
+        assert np.array_equal(clicks.categorical[:, column], clicks.categorical[:, column % 2 + 2])
+    assert [line for line in clicks.roles if line.startswith("date ")] == [
+        *(f"date {name}: {form}" for name, (_, form) in forms.items()),
+        "date either: day-month-year or month-day-year, so a category",
+    ]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-8-sig", "utf-8"])
+@pytest.mark.parametrize("separator", ["::", ","])
+def test_encodings_comments_and_no_header(tmp_path: Path, encoding: str, separator: str) -> None:
+    path = tmp_path / "log.csv"
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    rows = [separator.join([f"Ren\xe9e{i % 7}", f"{i % 5}", f"{i % 2}"]) for i in range(400)]
+    names = separator.join(["user", "item", "click"])
+    for before, columns, where in [
+        ([names], Columns("click"), "the first line has"),
+        (["# of May", "", names], Columns("click"), "the first line has"),
+        (["# of May", f"# {names}"], Columns("click"), "the comment above has"),
+        ([], Columns("3"), "no line has"),
+        (["# of May", "# and June"], Columns("3"), "no line has"),
+    ]:
+        path.write_bytes((mark + "\r\n".join([*before, *rows])).encode(encoding))
+        clicks = load("table", path, columns=columns)
+        assert clicks.cardinalities == (8, 6), before
+        assert clicks.label.tolist() == [i % 2 for i in range(400)]
+        assert clicks.categorical_names == (("1", "2") if columns.label == "3" else ("user", "item"))
+        assert clicks.roles[0] == f"columns separated by {separator!r}, {where} the names"
+
+
+def test_a_ragged_row_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    rows = ["# of May", "user,click", *(f"u{i % 7},{i % 2}" for i in range(300_000))]
+    for line, found in ((9, "u1"), (299_000, "u1,0,7")):
+        path.write_text("\n".join([*rows[: line - 1], found, *rows[line - 1 :]]))
+        fields = found.count(",") + 1
+        with pytest.raises(DataFormatError) as fault:
+            load("table", path, columns=Columns("click"))
+        wanted = f"{path}: line {line}: expected 2 fields as in the first line, found {fields}: {found}"
+        assert str(fault.value) == wanted
 
 
 @pytest.mark.parametrize(

@@ -66,5 +66,5 @@ def test_deep_nesting(tmp_path: Path, depth: int) -> None:
 def test_a_file_that_is_too_long_for_a_configuration_is_refused_at_once(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"dct": {}, "x": "' + 5_000_000 * "y" + '"}')
-    with pytest.raises(ConfigError, match=r"ds\.json: has 5\.0 MB; a configuration has 1 MB at most"):
+    with pytest.raises(ConfigError, match=r"ds\.json: a configuration has 1 MB at most"):
         DCTConfig.from_file(path)

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -54,7 +55,20 @@ _MISSING = ["", "?", "\\N", "NA", "N/A", "#N/A", "NaN", "nan", "NULL", "null", "
 _NUMBER = r"[+-]?([0-9]+[.,]?[0-9]*|[.,][0-9]+)([eE][+-]?[0-9]+)?"
 _FLAG = "([Tt]rue|TRUE|[Ff]alse|FALSE)"
 _WHOLE = r"[+-]?[0-9]+"
-_DATE = r"[0-9]{4}[-/][0-9]{2}[-/][0-9]{2}([ T][0-9]{2}:[0-9]{2}.*)?"
+#: What pyarrow says of a row with another number of fields.
+_RAGGED = r"CSV parse error: Row #(\d+): Expected (\d+) columns, got (\d+): "
+_DATE = (
+    r"(?P<day>[0-9]{4}[-/.][0-9]{1,2}[-/.][0-9]{1,2}|[0-9]{1,2}[-/.][0-9]{1,2}[-/.][0-9]{4}"
+    r"|[0-9]{1,2}[- ][A-Za-z]{3,9}[- ][0-9]{4})"
+    r"(?:[ T]+(?P<hour>[0-9]{1,2}):[0-9]{2}[^AaPp]*(?P<half>[AaPp])?.*)?"
+)
+#: Forms of the day, with a dash for every separator.
+_DAYS = {
+    "year-month-day": "%Y-%m-%d",
+    "day-month name-year": "%d-%b-%Y",
+    "day-month-year": "%d-%m-%Y",
+    "month-day-year": "%m-%d-%Y",
+}
 
 
 def load_table(path: str | Path, columns: Columns, *, max_rows: int | None = None) -> ClickDataset:
@@ -97,7 +111,12 @@ def load_table(path: str | Path, columns: Columns, *, max_rows: int | None = Non
     dense = [_scaled(_numbers(table, column, path), train) for column in dense_names]
     if not dense:
         dense, dense_names = [np.ones(len(label))], [CONSTANT]
-    coded = [each for column in names for each in _coded(table.column(column), column, opened.kinds[column])]
+    coded: list[tuple[str, Array]] = []
+    dates = []
+    for column in names:
+        how, parts = _coded(table.column(column), column, opened.kinds[column])
+        coded += parts
+        dates += [f"date {column}: {how}"] if how else []
     raw = np.stack([codes for _, codes in coded], axis=1)
     categorical, cardinalities = index_columns(raw, train)
     unseen = (categorical[train:] == 0).mean(axis=0)
@@ -107,6 +126,7 @@ def load_table(path: str | Path, columns: Columns, *, max_rows: int | None = Non
     roles = [
         f"label {columns.label}: {100 * label.mean():.0f} % of {len(label):,} rows are 1",
         f"dense: {', '.join(dense_names)}",
+        *dates,
     ]
     for at, (column, _) in enumerate(coded):
         if at in kept:
@@ -163,39 +183,52 @@ class _Text(NamedTuple):
     """The layout of a table that is text."""
 
     separator: str
-    has_header: bool
     names: list[str]
     encoding: str
     decimal_point: str
+    where: str
+    """Which line has the names."""
+    skipped: int
+    """Lines before the first row."""
 
     @classmethod
     def of(cls, sample: bytes, columns: Columns, label: str) -> _Text:
         """Guess what ``columns`` leaves open from the beginning of a file."""
         text, encoding = sample.decode("latin-1"), "latin-1"
+        marked = sample.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         with suppress(UnicodeDecodeError):
-            text, encoding = codecs.getincrementaldecoder("utf-8-sig")().decode(sample), "utf-8"
-        lines = [line for line in text.splitlines() if line.strip()]
+            read = codecs.getincrementaldecoder("utf-16" if marked else "utf-8-sig")()
+            text, encoding = read.decode(sample), "utf-16" if marked else "utf-8"
+        lines = re.split(r"\r\n?|\n", text)
+        # "sep=;" is a line for spreadsheets.
+        comments = list(takewhile(lambda line: not line.strip() or line.startswith(("#", "sep=")), lines))
+        lines = [line for line in lines[len(comments) :] if line.strip()]
         lines = lines[: min(200, len(lines) - (len(sample) == _SAMPLE))]  # the last one may be cut off
         if not lines:
             raise ValueError("expected rows, got none")
         separator = columns.separator or max(SEPARATORS, key=lambda each: _fits(lines, each))
         first, *rows = _fields(lines, separator)
         has_header = columns.header
+        (above,) = _fields([comments[-1].lstrip("# ")], separator) if comments else [[]]
+        above = above if len(above) == len(first) > 1 and (label in above or has_header) else []
         if has_header is None:
             values = any(re.fullmatch(_NUMBER, field) for field in first) or "" in first[1:]
             has_header = label in first or not values
         numbers = [str(at) for at in range(1, len(first) + 1)]
-        names = [name or at for name, at in zip(first, numbers, strict=True)] if has_header else numbers
+        header = above or (first if has_header else numbers)
+        names = [name or at for name, at in zip(header, numbers, strict=True)]
         for name, count in Counter(names).items():
             if count > 1:
                 raise ValueError(f"expected different names of columns, got {name!r} {count} times")
         fields = [field for row in rows for field in row if re.fullmatch(_NUMBER, field)]
         is_comma = any("," in field for field in fields) and not any("." in field for field in fields)
-        return cls(separator, has_header, names, encoding, "," if is_comma and separator != "," else ".")
+        where = "the first line" if header is first else "the comment above" if above else "no line"
+        skipped = len(comments) + (header is first)
+        point = "," if is_comma and separator != "," else "."
+        return cls(separator, names, encoding, point, where, skipped)
 
     def __str__(self) -> str:
-        names = "the first line has the names" if self.has_header else "no line has the names"
-        return f"columns separated by {self.separator!r}, {names}"
+        return f"columns separated by {self.separator!r}, {self.where} has the names"
 
 
 def _fields(lines: Sequence[str], separator: str) -> list[list[str]]:
@@ -260,15 +293,16 @@ class _Opened:
     def _batches_of_text(self, layout: _Text, names: list[str], numbers: set[str]) -> Any:
         from pyarrow import csv as arrow_csv
 
-        stream, separator = self.arrow.input_stream(str(self._path)), layout.separator
+        stream = self.arrow.input_stream(str(self._path))
+        separator, encoding = layout.separator, layout.encoding
+        if encoding == "utf-16":
+            stream, encoding = self.arrow.transcoding_input_stream(stream, encoding, "utf-8"), "utf-8"
         text = self.arrow.string()
         if len(separator) > 1:
             stream = self.arrow.TransformInputStream(stream, _Joined(separator.encode()))
         return arrow_csv.open_csv(
             stream,
-            arrow_csv.ReadOptions(
-                column_names=layout.names, skip_rows=int(layout.has_header), encoding=layout.encoding
-            ),
+            arrow_csv.ReadOptions(column_names=layout.names, skip_rows=layout.skipped, encoding=encoding),
             arrow_csv.ParseOptions(
                 delimiter=separator if len(separator) == 1 else _UNIT,
                 quote_char='"' if len(separator) == 1 else False,
@@ -291,7 +325,8 @@ class _Opened:
         except (self.arrow.ArrowException, OSError, ValueError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             # pyarrow puts what it was doing, with the path, before what is wrong.
-            raise DataFormatError(f"{self._path}: {first.rpartition('Invalid: ')[2][:300]}") from error
+            wrong = re.sub(_RAGGED, r"line \1: expected \2 fields as in the first line, found \3: ", first)
+            raise DataFormatError(f"{self._path}: {wrong.rpartition('Invalid: ')[2][:300]}") from error
 
 
 class _Joined:
@@ -353,24 +388,44 @@ def _scaled(values: Array, train: int) -> Array:
     return np.where(np.isfinite(scaled), scaled, 0.0)
 
 
-def _coded(column: Any, name: str, kind: Kind) -> list[tuple[str, Array]]:
-    """Return the names and the codes of a column; of a date, those of its weekday and its hour."""
+def _coded(column: Any, name: str, kind: Kind) -> tuple[str, list[tuple[str, Array]]]:
+    """Return how dates are read, and the names and codes of a column; a date has a weekday and an hour."""
     if kind != "date":
-        return [(name, _codes(column))]
+        return "", [(name, _codes(column))]
     import pyarrow
     from pyarrow import compute
 
-    hours = None
+    form, hours = "", None
     if pyarrow.types.is_string(column.type):
-        days = compute.replace_substring(compute.utf8_slice_codeunits(column, 0, 10), "/", "-")
-        text = compute.utf8_slice_codeunits(column, 11, 13)
+        parts = compute.extract_regex(column, f"^{_DATE}$")
+        days, *time = (compute.struct_field(parts, key) for key in ("day", "hour", "half"))
+        text = compute.binary_join_element_wise(time[0], compute.utf8_lower(time[1]), "")
         if compute.any(compute.not_equal(text, "")).as_py():
             hours = text
-        column = compute.strptime(days, format="%Y-%m-%d", unit="s", error_is_null=True)
+        form, found = _days(days)
+        if found is None:
+            return f"{form}, so a category", [(name, _codes(column))]
+        column = found
     elif pyarrow.types.is_timestamp(column.type):
         hours = compute.hour(column)
-    found = [(f"{name} weekday", _codes(compute.day_of_week(column)))]
-    return found if hours is None else [*found, (f"{name} hour", _codes(hours))]
+    coded = [(f"{name} weekday", _codes(compute.day_of_week(column)))]
+    return form, coded if hours is None else [*coded, (f"{name} hour", _codes(hours))]
+
+
+def _days(texts: Any) -> tuple[str, Any]:
+    """Return the form that most days have, and the days; None where day and month cannot be told apart."""
+    from pyarrow import compute
+
+    dashed = compute.replace_substring_regex(texts, "[/. ]", "-")
+    parsed = {
+        form: compute.strptime(dashed, format=pattern, unit="s", error_is_null=True)
+        for form, pattern in _DAYS.items()
+    }
+    if compute.any(compute.match_substring(texts, ".")).as_py():  # the month never comes first with dots
+        del parsed["month-day-year"]
+    least = min(days.null_count for days in parsed.values())
+    form, *others = (form for form, days in parsed.items() if days.null_count == least)
+    return (f"{form} or {others[0]}", None) if others else (form, parsed[form])
 
 
 def _codes(column: Any) -> Array:

@@ -114,7 +114,8 @@ def patch_launch(
         if config is not None and "$" not in config and not config.startswith("~"):
             from dct_plugin.config import DCTConfig
 
-            _read(Path(config))
+            if Path(config).exists():
+                _read(Path(config))
             DCTConfig.from_file(config)  # a wrong one is refused here, before the job
         backup = script.with_name(script.name + BACKUP)
         before, said = _read(script), list[str]()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
-
-import tree_sitter_bash
-from tree_sitter import Language, Node, Parser
+from typing import TYPE_CHECKING, NamedTuple
 
 from dct_plugin.errors import DCTError
+
+if TYPE_CHECKING:
+    from tree_sitter import Node, Parser
 
 #: How deep strings, substitutions and here-documents may nest.
 DEEPEST = 50
@@ -22,7 +23,6 @@ def word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_PARSER = Parser(Language(tree_sitter_bash.language()))
 _SKIPPED = re.compile(r"\\\r?\n|\d*[<>]&-")
 _REDIRECT = re.compile(r"(?:\d+|\{\w+\})?(?:&>>?|>>|<>|>\||[<>]&?)[ \t]*$")
 _UNQUOTE = re.compile(r"\\\r?\n|[\"'\r]|\\(.)", re.DOTALL)
@@ -49,6 +49,15 @@ _HARMLESS = word_set(
     "source spack stat tail tar tee test touch type unset unzip vi vim wc wget which zip"
 )
 _SHELLS = word_set("bash sh zsh ssh sbatch srun at")
+
+
+@functools.cache
+def _parser() -> Parser:
+    # Imported here: the help of the command needs no extra.
+    import tree_sitter_bash
+    from tree_sitter import Language, Parser
+
+    return Parser(Language(tree_sitter_bash.language()))
 
 
 class LaunchError(DCTError):
@@ -175,7 +184,7 @@ class Script:
 
 def _tokens(source: str) -> Iterator[tuple[Node, bool]]:
     """Yield words and errors, and whether an error is near."""
-    pending = [(_PARSER.parse(source.encode() + b"\n").root_node, False)]
+    pending = [(_parser().parse(source.encode() + b"\n").root_node, False)]
     while pending:
         node, broken = pending.pop()
         broken = broken or node.is_error or (node.type in _STATEMENTS and node.has_error)
