@@ -282,6 +282,13 @@ def test_only_regular_files_are_read(kind: str, linked: bool, tmp_path: Path) ->
         assert f"{path}: not a regular file" in err
 
 
+@pytest.mark.parametrize("path", ["", ".", "/"])
+def test_a_path_without_a_name_is_no_script(path: str) -> None:
+    code, out, err = command(Path(path))
+    assert (code, out) == (2, "")
+    assert "not a regular file" in err
+
+
 @pytest.mark.parametrize("kind", IRREGULAR)
 def test_only_regular_files_are_taken_as_backup(kind: str, script: Path) -> None:
     target = IRREGULAR[kind](script.with_name("out"))

@@ -71,7 +71,7 @@ def text_of(rows: list[list[str]], separator: str) -> bytes:
     return "".join(separator.join(row) + "\n" for row in rows).encode("latin-1")
 
 
-@pytest.mark.parametrize("separator", ["\t", "::", ";", "|", ",", " ", "#~#"])
+@pytest.mark.parametrize("separator", ["\t", "::", ";", "|", ",", " ", "#~#", "\xa7"])
 @pytest.mark.parametrize("has_header", [True, False])
 def test_separator_and_header_are_guessed_or_given(tmp_path: Path, separator: str, has_header: bool) -> None:
     rows = [
@@ -80,7 +80,7 @@ def test_separator_and_header_are_guessed_or_given(tmp_path: Path, separator: st
     path = tmp_path / "ratings.data"
     path.write_bytes(text_of([["user", "item", "rating"]] * has_header + rows, separator))
     columns = Columns("rating>=4" if has_header else "3>=4")
-    if separator == "#~#":
+    if separator in ("#~#", "\xa7"):
         with pytest.raises(DataFormatError, match="expected a column"):
             load("table", path, columns=columns)
         columns = columns._replace(separator=separator, header=has_header)
@@ -165,7 +165,8 @@ def test_encodings_comments_and_no_header(tmp_path: Path, encoding: str, separat
     for before, columns, where in [
         ([names], Columns("click"), "the first line has"),
         (["# of May", "", names], Columns("click"), "the first line has"),
-        (["# of May", f"# {names}"], Columns("click"), "the comment above has"),
+        ([f"# {names}", names], Columns("click"), "the first line has"),
+        ([f"# {names}", "# of May", ""], Columns("click"), "the comment above has"),
         ([], Columns("3"), "no line has"),
         (["# of May", "# and June"], Columns("3"), "no line has"),
     ]:

@@ -89,7 +89,7 @@ class _Options:
         int | None,
         typer.Option(min=1, help="Passes over the training part; if not given 2 for diabetes, else 1."),
     ] = None
-    seeds: Annotated[int, typer.Option(min=1, help="Train with seeds 0 to K-1.")] = 1
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Train with seeds 0 to K-1.")] = 1
     max_rows: Annotated[int | None, typer.Option(min=1, help="Read the first rows only.")] = None
     baseline: Annotated[bool, typer.Option(help="Also train without compression, to compare with.")] = True
     report: Annotated[

@@ -209,8 +209,10 @@ class _Text(NamedTuple):
         separator = columns.separator or max(SEPARATORS, key=lambda each: _fits(lines, each))
         first, *rows = _fields(lines, separator)
         has_header = columns.header
-        (above,) = _fields([comments[-1].lstrip("# ")], separator) if comments else [[]]
-        above = above if len(above) == len(first) > 1 and (label in above or has_header) else []
+        above: list[str] = []
+        if label not in first:
+            for row in _fields([line.lstrip("# ") for line in comments], separator):
+                above = row if len(row) == len(first) > 1 and (label in row or has_header) else above
         if has_header is None:
             values = any(re.fullmatch(_NUMBER, field) for field in first) or "" in first[1:]
             has_header = label in first or not values
@@ -298,14 +300,14 @@ class _Opened:
         if encoding == "utf-16":
             stream, encoding = self.arrow.transcoding_input_stream(stream, encoding, "utf-8"), "utf-8"
         text = self.arrow.string()
-        if len(separator) > 1:
-            stream = self.arrow.TransformInputStream(stream, _Joined(separator.encode()))
+        plain = separator.isascii() and len(separator) == 1
+        if not plain:
+            stream = self.arrow.TransformInputStream(stream, _Joined(separator.encode(encoding)))
         return arrow_csv.open_csv(
             stream,
             arrow_csv.ReadOptions(column_names=layout.names, skip_rows=layout.skipped, encoding=encoding),
             arrow_csv.ParseOptions(
-                delimiter=separator if len(separator) == 1 else _UNIT,
-                quote_char='"' if len(separator) == 1 else False,
+                delimiter=separator if plain else _UNIT, quote_char='"' if plain else False
             ),
             arrow_csv.ConvertOptions(
                 column_types={name: self._number(name) if name in numbers else text for name in names},
@@ -326,7 +328,8 @@ class _Opened:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             # pyarrow puts what it was doing, with the path, before what is wrong.
             wrong = re.sub(_RAGGED, r"line \1: expected \2 fields as in the first line, found \3: ", first)
-            raise DataFormatError(f"{self._path}: {wrong.rpartition('Invalid: ')[2][:300]}") from error
+            wrong = "".join(each if each.isprintable() else "?" for each in wrong.rpartition("Invalid: ")[2])
+            raise DataFormatError(f"{self._path}: {wrong[:300]}") from error
 
 
 class _Joined:

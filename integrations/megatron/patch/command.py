@@ -117,8 +117,8 @@ def patch_launch(
             if Path(config).exists():
                 _read(Path(config))
             DCTConfig.from_file(config)  # a wrong one is refused here, before the job
-        backup = script.with_name(script.name + BACKUP)
         before, said = _read(script), list[str]()
+        backup = script.with_name(script.name + BACKUP)
         original = _read(backup) if backup.exists() else None
         if undo:
             after = revert(before)
