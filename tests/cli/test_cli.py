@@ -79,6 +79,29 @@ def test_check_accepts_the_ready_made_files() -> None:
 
 
 @pytest.mark.slow
+def test_ready_files_have_names_and_the_standard_input_a_limit(tmp_path: Path) -> None:
+    result = runner.invoke(cli.app, ["config", "show", "hybrid_dct", "--json"])
+    assert json.loads(result.stdout)["embedding"]["error_bound"] == 0.01
+    result = runner.invoke(
+        cli.app, ["config", "check", "hybrid_dtc", str(tmp_path), "-"], input=" " * 1_000_001
+    )
+    assert result.exit_code == 1
+    assert "hybrid_dtc: cannot be read: No such file or directory; did you mean" in result.stderr
+    assert "did you mean the ready configuration hybrid_dct?" in result.stderr
+    assert f"{tmp_path}: cannot be read: Is a directory" in result.stderr
+    assert "-: a configuration has 1 MB at most" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["demo", "--seed", "-1"], ["demo", "--seed", "9" * 30], ["dlrm", "--seeds", "9" * 15]]
+)
+def test_numbers_that_cannot_be(arguments: list[str]) -> None:
+    pytest.importorskip("deepspeed")
+    result = runner.invoke(cli.app, arguments)
+    assert result.exit_code == 2, result.output
+
+
+@pytest.mark.slow
 def test_check_reports_every_fault_of_every_file(tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text(json.dumps({"dct": {"data_parallel": {"sparsity": 1, "mod[red]e": 2}}}))

@@ -72,7 +72,10 @@ class Options:
     zero_stage: Annotated[
         int | None, typer.Option(min=0, max=2, help="ZeRO stage: 0 (if not given), 1 or 2.")
     ] = None
-    seed: Annotated[int, typer.Option(help="Seed of the initial weights, the batches and the test part.")] = 0
+    seed: Annotated[
+        int,
+        typer.Option(min=0, max=2**31, help="Seed of the initial weights, the batches and the test part."),
+    ] = 0
     data: Annotated[
         Path | None, typer.Option(help="File to train on; without it Diabetes 130-US, which ships with this.")
     ] = None
