@@ -277,6 +277,7 @@ def _construct(config: Any, device: str) -> None:
         if name and not engine._is_supported_optimizer(name):
             raise ValueError(f".type = {show(name)}: DeepSpeed has no such optimizer{_meant(name, module)}")
         engine._do_sanity_check()
+        engine.get_data_types()
         _check_zero(engine, config)
         parameters = [torch.nn.Parameter(torch.zeros(1))]
         optimizer = torch.optim.Adam(parameters)
@@ -295,9 +296,14 @@ def _check_zero(engine: Any, config: Any) -> None:
         for key, wanted in ("prescale_gradients", False), ("gradient_predivide_factor", 1.0):
             if (value := getattr(config, key)) != wanted:
                 raise ValueError(f"{key} = {show(value)} needs zero_optimization.reduce_scatter = false")
-    masters = config.float16_config.fp16_master_weights_and_grads
-    if masters and not engine.zero_use_cpu_optimizer():
-        raise ValueError("fp16_master_weights_and_grads needs an optimizer that is offloaded to the CPU")
+    halves = config.bfloat16_config
+    masters = {
+        "fp16": config.float16_config.fp16_master_weights_and_grads,
+        "bf16": getattr(halves, "bf16_master_weights_and_grads", False)
+        and not getattr(halves, "bf16_optimizer_states", False),
+    }
+    if (kind := next(filter(masters.get, masters), None)) and not engine.zero_use_cpu_optimizer():
+        raise ValueError(f"{kind}_master_weights_and_grads needs an optimizer that is offloaded to the CPU")
     if stage in (1, 2) and not getattr(zero, "compute_grad_norm", True) and config.gradient_clipping:
         raise ValueError("zero_optimization.compute_grad_norm = false needs gradient_clipping = 0")
 

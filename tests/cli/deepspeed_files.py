@@ -45,6 +45,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         job(zero_optimization={"stage": 2}, fp16={"enabled": True, "fp16_master_weights_and_grads": True}),
         "fp16: fp16_master_weights_and_grads needs",
     ),
+    "bf16 master weights": (
+        job(zero_optimization={"stage": 2}, bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
+        "bf16: bf16_master_weights_and_grads needs",
+    ),
+    "type of sums": (job(data_types={"grad_accum_dtype": "fp8"}), "'fp8' is not a valid DtypeEnum"),
     "no batch size": (job(train_micro_batch_size_per_gpu=None), "train_micro_batch_size_per_gpu needs to be"),
     "batch in words": (job(train_micro_batch_size_per_gpu="MBSIZE"), 'train_micro_batch_size_per_gpu = "MBS'),
     "no accumulation": (job(gradient_accumulation_steps=0), "gradient_accumulation_steps = 0: "),
