@@ -278,6 +278,9 @@ def _construct(config: Any, device: str) -> None:
             raise ValueError(f".type = {show(name)}: DeepSpeed has no such optimizer{_meant(name, module)}")
         engine._do_sanity_check()
         engine.get_data_types()
+        size = (config._param_dict.get("tensor_parallel") or {}).get("autotp_size", 0)
+        if isinstance(size, str) and size != "auto":
+            raise ValueError(f".autotp_size = {show(size)}: must be an integer")
         _check_zero(engine, config)
         parameters = [torch.nn.Parameter(torch.zeros(1))]
         optimizer = torch.optim.Adam(parameters)
@@ -304,6 +307,8 @@ def _check_zero(engine: Any, config: Any) -> None:
     }
     if (kind := next(filter(masters.get, masters), None)) and not engine.zero_use_cpu_optimizer():
         raise ValueError(f"{kind}_master_weights_and_grads needs an optimizer that is offloaded to the CPU")
+    if stage in (1, 2) and zero.zenflow is not None and not engine.zero_use_cpu_optimizer():
+        raise ValueError("zero_optimization.zenflow needs an optimizer that is offloaded to the CPU")
     if stage in (1, 2) and not getattr(zero, "compute_grad_norm", True) and config.gradient_clipping:
         raise ValueError("zero_optimization.compute_grad_norm = false needs gradient_clipping = 0")
 

@@ -49,6 +49,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         job(zero_optimization={"stage": 2}, bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
         "bf16: bf16_master_weights_and_grads needs",
     ),
+    "ZenFlow without offloading": (zero(2, zenflow={"topk_ratio": 0.1}), "zenflow needs an optimizer"),
+    "tensor parallelism in quotes": (
+        job(tensor_parallel={"autotp_size": "2"}),
+        'tensor_parallel.autotp_size = "2": must be an integer',
+    ),
     "type of sums": (job(data_types={"grad_accum_dtype": "fp8"}), "'fp8' is not a valid DtypeEnum"),
     "no batch size": (job(train_micro_batch_size_per_gpu=None), "train_micro_batch_size_per_gpu needs to be"),
     "batch in words": (job(train_micro_batch_size_per_gpu="MBSIZE"), 'train_micro_batch_size_per_gpu = "MBS'),
