@@ -284,7 +284,7 @@ def test_without_the_parser_the_command_says_what_to_install(monkeypatch: pytest
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, _, err = command("train.sh")
     assert code == 1
-    assert "pip install tree_sitter tree_sitter_bash" in err
+    assert "pip install 'dct-plugin[megatron]'" in err
 
 
 def test_partial_patches_what_is_understood() -> None:

@@ -232,7 +232,7 @@ def test_commands_run_from_a_wheel(clean: Clean, tmp_path: Path) -> None:
         ("deepspeed", f"config check ds.json {' '.join(ready)}"),
         ("deepspeed", "config suggest --optimizer adamw --link 1gbit --ranks 4"),
         ("deepspeed", "config show hybrid_dct"),
-        ("deepspeed", "doctor --config hybrid_dct"),
+        ("deepspeed", "doctor"),
         ("megatron", "patch-launch train.sh --config hybrid_dct --in-place"),
         ("demo,tables", "dlrm --config hybrid_dct --max-rows 600 --no-baseline --report report.json"),
     ):
