@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ..codecs.message import MessageWriter, read_messages
 from ..metrics import Record
@@ -118,7 +119,8 @@ class PlanExchange:
     def _send(self, phase: Phase, chunk: ExchangedChunk, writers: Sequence[MessageWriter]) -> None:
         """Write and send the messages of a phase: one for each rank, or one for all."""
         group, plan = self._group, chunk.plan
-        sent = SentPhase(phase, writers, phase.write(plan, writers))
+        with record_function("dct.select"):
+            sent = SentPhase(phase, writers, phase.write(plan, writers))
         if phase.to_all:
             sent.writers = list(writers) * group.world_size
         if not self.in_slots:

@@ -412,6 +412,17 @@ def test_ranks_out_of_step_are_told_apart(on: Ranks) -> None:
 # -- metrics ---
 
 
+def _profiled(rank: int, world_size: int) -> set[str]:
+    engine = reducer(sparsity=0.9)
+    with torch.profiler.profile() as profile:
+        engine.all_reduce(list(tensors(rank, 0).items()))
+    return {event.key for event in profile.key_averages() if event.key.startswith("dct.")}
+
+
+def test_a_profiler_sees_the_parts_of_a_reduction(on: Ranks) -> None:
+    assert on.run(2, _profiled) == [{"dct.select", "dct.exchange", "dct.decode"}] * 2
+
+
 def _warm_up_then_metrics(rank: int, world_size: int, path: str) -> None:
     metrics_section = {"path": path, "every": 1, "tensors": True}
     section = {"data_parallel": {"warmup_steps": 1, "sparsity": 0.9}, "metrics": metrics_section}
