@@ -25,7 +25,7 @@ if { $(2); } > $$log 2>&1; then printf '%4d s\n' $$(($$(date +%s) - began)); rm 
 else printf 'failed\n'; cat $$log; rm -f $$log; exit 1; fi
 endef
 
-.PHONY: help gpu-wheels gpu-hour setup demo test test-fast test-slow test-hosts test-gpu test-oldest test-newest test-aarch64 lint docs bench bench-gpu links \
+.PHONY: help gpu-wheels gpu-hour setup demo test test-fast test-slow test-hosts test-gpu test-oldest test-newest test-onebit test-aarch64 lint docs bench bench-gpu links \
   soak fuzz audit wheels release-check clean
 .DEFAULT_GOAL := help
 
@@ -68,6 +68,16 @@ test-slow: $(TEST_READY) ## Run the tests that take minutes each, once a week
 # What wheels do not have is fetched at a tag, into a folder of .venv.
 test-hosts: $(TEST_READY) ## Run the own tests of torch, DeepSpeed, Accelerate, torchft with the plugin (needs github.com)
 	@$(BIN)/python tests/hosts/run.py --sources $(VENV)/hosts --out $(OUT)/hosts.json
+
+# The last DeepSpeed that has 1-bit Adam, in a folder of its own that only these tests import.
+ONEBIT := $(VENV)/onebit
+$(ONEBIT)/.ready: $(TEST_READY) locks/onebit.lock
+	$(call step,DeepSpeed with 1-bit optimizers,$(BIN)/python -m pip install --upgrade --require-hashes --no-deps --target $(ONEBIT) -r locks/onebit.lock)
+	$(call step,its communication op (compiled once),PYTHONPATH=$(ONEBIT) TORCH_EXTENSIONS_DIR=$(abspath $(ONEBIT))/torch_extensions $(BUILD_OP) || true)
+	@touch $@
+
+test-onebit: $(ONEBIT)/.ready ## Run the tests of the slot of 1-bit optimizers with an older DeepSpeed
+	@DCT_ONEBIT_DEEPSPEED=$(abspath $(ONEBIT)) $(BIN)/python -m pytest tests/deepspeed/test_onebit.py
 
 # The lowest version of everything that pyproject.toml names, in an environment of its own: 6 GB, as torch is
 # the build with CUDA there.

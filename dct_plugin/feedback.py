@@ -151,15 +151,18 @@ class Residual(_Transaction[Tensor]):
         numel: Entries of the stream.
         device: Device of the stream.
         transactional: Keep a second buffer; without it :meth:`rollback` is refused.
+        memory: fp32 ``[numel]``, of a host that keeps the residual itself; what it holds is the residual.
     """
 
-    def __init__(self, numel: int, device: torch.device, *, transactional: bool = False) -> None:
+    def __init__(
+        self, numel: int, device: torch.device, *, transactional: bool = False, memory: Tensor | None = None
+    ) -> None:
         self.numel = numel
-        self._committed = torch.zeros(numel, dtype=torch.float32, device=device)
+        self._committed = torch.zeros(numel, dtype=torch.float32, device=device) if memory is None else memory
         self._pending = torch.zeros_like(self._committed) if transactional else None
         # A GPU's kernel that writes beside what it reads need not look at the gradient before it adds, a
         # quarter of the traffic. It takes the memory of one tensor, which the caching allocator passes on.
-        self._beside = device.type == "cuda"
+        self._beside = device.type == "cuda" and memory is None
         self._written: Tensor | None = None
 
     @property

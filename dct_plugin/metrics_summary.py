@@ -39,6 +39,11 @@ class ClassSummary:
     waited_ms: float
     intra_node: int
 
+    @property
+    def total_ms(self) -> float:
+        """Milliseconds per step in select, encode, exchange and decode together."""
+        return self.select_ms + self.encode_ms + self.exchange_ms + self.decode_ms
+
 
 @dataclass(frozen=True)
 class Summary(ClassSummary):

@@ -303,6 +303,14 @@ class Compressor(Stream):
         else:
             self.threshold.step += 1
 
+    def keep_in(self, memory: Tensor) -> None:
+        """Keep the residual in ``memory`` of the host (fp32, as many entries as the tensor). Its content
+        becomes the residual, unless a state was loaded.
+        """
+        if self.residual is None or self.residual.current.data_ptr() != memory.data_ptr():
+            self.residual = Residual(memory.numel(), memory.device, memory=memory)
+            self._adopt_loaded()
+
     # -- optimizer steps ---
 
     def end_step(self, *, skipped: bool = False) -> None:

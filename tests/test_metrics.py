@@ -288,6 +288,7 @@ def test_summary_totals_classes_and_line() -> None:
     assert summary.density == pytest.approx(0.009)  # of what is thresholded, not of the small tensors
     assert summary.refreshes_per_tensor == 3
     assert summary.select_ms == pytest.approx(1.2)
+    assert summary.total_ms == pytest.approx(1.2 + 0.6 + 4.2 + 1.0)
     assert summary.classes["gradient"].ratio == pytest.approx(100)
     assert summary.classes["gradient_small"].density is None
     assert recorder.summary_line() == (

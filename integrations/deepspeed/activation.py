@@ -7,14 +7,15 @@ standard library is imported.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..host.patches import Function, Patches
-from .section import KEYS, SECTION, asks, configuration_of, find_section, misplaced_section
+from .section import KEYS, SECTION, asks, asks_for_slot, configuration_of, find_section, misplaced_section
 
 _hooked: set[type] = set()
 
@@ -35,13 +36,17 @@ def _init(cls: type, original: Function, engine: Any, *args: Any, **keywords: An
         original(engine, *args, **keywords)  # the constructor of a derived class goes on
         return
     _take_off_earlier(*args, *keywords.values())
-    if asks(getattr(keywords.get("config_class"), "_param_dict", None)):
-        from ..host import build_lock
-
-        with build_lock.builder_watched():
+    given = getattr(keywords.get("config_class"), "_param_dict", None)
+    with _prepared(given):
+        try:
             original(engine, *args, **keywords)
-    else:
-        original(engine, *args, **keywords)
+        except Exception as error:
+            if asks_for_slot(given):
+                from . import onebit
+
+                if explanation := onebit.explain(given):
+                    raise explanation from error
+            raise
     engine_ready(engine)
 
 
@@ -52,6 +57,21 @@ def _take_off_earlier(*arguments: Any) -> None:
         for argument in arguments:
             if hasattr(argument, "named_modules"):
                 attached.take_off(argument)
+
+
+@contextlib.contextmanager
+def _prepared(configuration: Any) -> Iterator[None]:
+    """Prepare DeepSpeed, inside the block, for an engine whose JSON asks for the plugin."""
+    with contextlib.ExitStack() as prepared:
+        if asks(configuration):
+            from ..host import build_lock
+
+            prepared.enter_context(build_lock.builder_watched())
+        if asks_for_slot(configuration):
+            from . import onebit
+
+            prepared.enter_context(onebit.prepared())
+        yield
 
 
 def engine_ready(engine: Any) -> None:

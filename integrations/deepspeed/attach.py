@@ -18,7 +18,7 @@ from .checkpointing import tell_what_is_dropped
 from .parser import keys_read
 from .paths import ACTIVATION_PATHS, activation_paths_of, gradient_path_of
 from .rules import advice, applied, require, step_ahead_unavailable, unread_keys
-from .section import SECTION, TOPIC, configuration_of
+from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
 from .support import check_version, has_optimizer, job_of
 
 logger = logging.getLogger("dct_plugin")
@@ -48,7 +48,7 @@ def attach(engine: Any, section: Any) -> Attachment | None:
     agreement = startup.join(TOPIC, hint=f"its configuration has no {SECTION!r} section, or {HINT}")
     with startup.reported(agreement):
         config = DCTConfig.parse(section, rank=dist.get_rank())
-        if not config.enabled:
+        if not config.enabled and gradient_path_of_optimizer(engine) is None:
             agreement.abstain()
             tell_what_is_dropped(engine)
             return None
@@ -81,7 +81,7 @@ def _prepared(engine: Any, config: DCTConfig) -> tuple[Attachment | None, str]:
     check_version(deepspeed.__version__)
     path, note = gradient_path_of(engine, config), ""
     job = job_of(engine, path)
-    if path is not None:
+    if path is not None and not job.exchanges_momentum:
         config, note = resolve_settings(
             config,
             engine.optimizer,

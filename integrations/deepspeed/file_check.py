@@ -13,11 +13,11 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.policy import Training, resolve
 from dct_plugin.policy.optimizers import OptimizerFamily, unknown_step
 
-from ..host.versions import installed
+from ..host.versions import installed, parse
 from .job import Job
 from .parser import Answer
-from .rules import advice, applied, refusals, step_ahead_unavailable, unread_keys
-from .section import KEYS, READ_BY_PLUGIN, SECTION, misplaced_section
+from .rules import advice, applied, refusals, step_ahead_unavailable, unread_keys, without_slot
+from .section import KEYS, READ_BY_PLUGIN, SECTION, backend_name, misplaced_section
 
 #: Keys that a warning names; of more it says how many there are.
 _NAMED = 8
@@ -83,9 +83,11 @@ def _judge_rest(content: Mapping[str, Any], answer: Answer, report: FileReport) 
 def _judge(content: Mapping[str, Any], report: FileReport) -> None:
     """Add what the start of a DeepSpeed job would say about its section."""
     job = Job.of_json(content)
+    if job.exchanges_momentum and parse(job.version) > (0, 19, 6):
+        report.faults.append(without_slot(job.version))
     # A section with faults says nothing, but the job can be judged without it.
     config = report.config or DCTConfig()
-    if report.config is not None:
+    if report.config is not None and not job.exchanges_momentum:
         config = _settled(job, config, report)
     report.faults += refusals(job, config)
     report.warnings += [] if report.faults else advice(job)
@@ -143,4 +145,4 @@ def _find_section(content: Mapping[str, Any], report: FileReport, is_deepspeed: 
             f'{names}: nothing reads it at the top of the file; write "{SECTION}": {{{names}: ...}}'
         )
         return True, keys
-    return False, {}
+    return backend_name(content) == SECTION, {}

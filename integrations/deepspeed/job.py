@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..host.versions import installed, parse
-from .section import SECTION
+from .section import SECTION, backend_name
 
 #: ZeRO stages, as they may be written.
 STAGES = {str(stage): stage for stage in range(4)}
@@ -28,6 +28,7 @@ class Job:
         momentum: Momentum of the optimizer's groups, the largest.
         steps: Optimizer steps for which the JSON's scheduler is made; None where it does not say.
         trains: Whether there is an optimizer.
+        exchanges_momentum: Whether the optimizer exchanges its momentum through the plugin.
         own_backend: The backend by which the optimizer exchanges its momentum by itself.
         pipeline: Whether it is the pipeline engine.
         tied_weights: Whether stages of the pipeline have weights in common.
@@ -51,6 +52,7 @@ class Job:
     momentum: float = 0.0
     steps: int | None = None
     trains: bool = True
+    exchanges_momentum: bool = False
     own_backend: str | None = None
     pipeline: bool = False
     tied_weights: bool = False
@@ -81,7 +83,7 @@ class Job:
         precision = "fp16" if _on(content, "fp16") else "bf16"
         if precision == "bf16" and not (_on(content, "bf16") or _on(content, "bfloat16")):
             precision = "fp32"
-        optimizer = _object(content, "optimizer")
+        optimizer, backend = _object(content, "optimizer"), backend_name(content)
         places = _object(_object(content, SECTION), "model_parallel")
         pipeline = bool(_object(places, "pipeline")) or "pipeline" in content
         dtype = str(_object(content, "torch_autocast").get("dtype"))
@@ -95,7 +97,8 @@ class Job:
             optimizer=str(optimizer.get("type", "")),
             momentum=_number(_object(optimizer, "params").get("momentum")),
             steps=int(_number(schedule.get("total_num_steps"))) or None,
-            own_backend=_object(optimizer, "params").get("comm_backend_name"),
+            exchanges_momentum=backend == SECTION,
+            own_backend=None if backend == SECTION else backend,
             pipeline=pipeline,
             experts=bool(_object(places, "experts")) or places.get("expert_gradients") is True,
             gathers_weights=stage in (1, 2) or (stage == 0 and precision == "bf16" and pipeline),

@@ -35,6 +35,9 @@ class GradientPath(EnginePart, ABC):
         attributes: Attributes of DeepSpeed's optimizer that the path reads.
         weight_layout: Where DeepSpeed's optimizer keeps the weights that it gathers after a step; None where
             it gathers none.
+        reducer_class: The class of reducer that the path needs.
+        without_nodes: Where ``dct.data_parallel.nodes`` does not work, the name of the path, for errors.
+        loss_scaled: Whether what the reducers exchange carries the loss scale of fp16.
         unit: Factor that DeepSpeed has multiplied into gradients before the path reduces them.
         reducer: Sums the gradients; holds residuals and thresholds.
         experts: The same for experts, by the name of their group; empty unless they are thresholded.
@@ -43,18 +46,22 @@ class GradientPath(EnginePart, ABC):
     targets: ClassVar[tuple[Target, ...]] = ()
     attributes: ClassVar[tuple[str, ...]] = ()
     weight_layout: ClassVar[WeightLayout | None] = None
+    reducer_class: ClassVar[type[GradientReducer]] = GradientReducer
+    without_nodes: ClassVar[str] = ""
+    loss_scaled: ClassVar[bool] = True
     unit = 1.0
 
     def __init__(self, context: EngineContext) -> None:
         engine, config = context.engine, context.config
         self.engine, self.optimizer, self.steps = engine, engine.optimizer, context.steps
         self.metrics = context.metrics
-        self.scaled = bool(engine.fp16_enabled())
+        self.scaled = self.loss_scaled and bool(engine.fp16_enabled())
         # With dynamic loss scaling (fp16) the optimizer learns in step(), after all gradients were reduced,
         # that they overflowed: such a step is rolled back. In fp32 and bf16 only non-finite gradients skip a
         # step. They never enter a residual; what the finite tensors had sent in that step is lost with its
         # batch, unless nonfinite_action asks for more.
-        self.transactional = self.scaled or config.data_parallel.nonfinite_action == "skip"
+        skips = self.loss_scaled and config.data_parallel.nonfinite_action == "skip"
+        self.transactional = self.scaled or skips
         self.reducer = self._make_reducer(context, engine.seq_data_parallel_group)
         self.experts: dict[str, GradientReducer] = {}
         if config.model_parallel.expert_gradients and engine.has_moe_layers:
@@ -73,9 +80,9 @@ class GradientPath(EnginePart, ABC):
 
     def _make_reducer(self, context: EngineContext, group: Any) -> GradientReducer:
         settings = context.config.data_parallel
-        return GradientReducer(
+        return self.reducer_class(
             settings,
-            nodes_of(settings, group) or group,
+            nodes_of(settings, group, unsupported=self.without_nodes) or group,
             metrics=context.metrics,
             device=self.engine.device,
             kernels=context.config.kernels,

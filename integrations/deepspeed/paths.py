@@ -10,6 +10,7 @@ from .bf16 import Bf16Path
 from .moe import ExpertPath
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
+from .section import gradient_path_of_optimizer
 from .stage0 import Stage0Path
 from .support import has_optimizer
 from .zero import ZeroPath
@@ -24,6 +25,9 @@ def gradient_path_of(engine: Any, config: DCTConfig) -> type[GradientPath] | Non
     """Return the class of path for the engine's gradients; None if there is none, or nothing to train."""
     if not has_optimizer(engine):
         return None
+    of_optimizer: type[GradientPath] | None = gradient_path_of_optimizer(engine)
+    if of_optimizer is not None:
+        return of_optimizer
     return next((path for path in GRADIENT_PATHS if path.applies(engine, config)), None)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from dct_plugin.config import DataParallelConfig, DCTConfig
+from dct_plugin.config import AutoFeedback, DataParallelConfig, DCTConfig, LocalFeedback
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.config.options import show
 from dct_plugin.errors import ConfigError
@@ -87,6 +87,17 @@ def advice(job: Job) -> Iterator[str]:
         )
 
 
+def without_slot(version: str) -> str:
+    """Return the sentences for a JSON that asks for the slot of 1-bit Adam in a DeepSpeed that has none."""
+    return (
+        f"DeepSpeed {version} has no 1-bit Adam, 1-bit LAMB and 0/1 Adam, and with them no place for "
+        f"optimizer.params.comm_backend_name = {SECTION!r}: the last version that has them is "
+        f"0.19.6. The {SECTION!r} section does the same job for every optimizer: take "
+        '"optimizer": {"type": "AdamW", ...} and "dct": {"data_parallel": {"sparsity": 0.99, '
+        '"warmup_steps": N}}, where N was freeze_step'
+    )
+
+
 def unread_keys(content: Mapping[str, Any], read: Collection[str]) -> list[str]:
     """Return the keys of a JSON that neither DeepSpeed, whose keys are ``read``, nor the plugin reads, with
     suggestions.
@@ -111,7 +122,8 @@ def _unsupported(job: Job) -> Iterator[str]:
     if job.own_backend is not None:
         yield (
             f"the optimizer {job.optimizer} with optimizer.params.comm_backend_name = "
-            f"{job.own_backend!r}: it exchanges its momentum by itself; take AdamW"
+            f"{job.own_backend!r}: it exchanges its momentum by itself ({SECTION!r} has it exchanged through "
+            "the plugin)"
         )
     if "muon" in job.optimizer.lower():
         yield f"the optimizer {job.optimizer}: it needs whole gradient matrices"
@@ -132,6 +144,8 @@ def _unsupported(job: Job) -> Iterator[str]:
 def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:
     """Yield what the section asks for and the job cannot have."""
     settings = config.data_parallel
+    if job.exchanges_momentum:
+        yield from _of_momentum(config)
     if not settings.enabled:
         return
     if job.trains:
@@ -146,6 +160,28 @@ def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:
             "dct.model_parallel.expert_gradients = true: feedback = 'step_ahead' displaces the weights of "
             "all ranks alike, and experts differ; set it to false"
         )
+
+
+def _of_momentum(config: DCTConfig) -> Iterator[str]:
+    """Yield what does not go with an optimizer that exchanges its momentum through the plugin."""
+    settings = config.data_parallel
+    given_and_allowed = {
+        "enabled": (config.enabled, True),
+        "data_parallel.enabled": (settings.enabled, True),
+        "data_parallel.feedback": (
+            LocalFeedback() if isinstance(settings.feedback, AutoFeedback) else settings.feedback,
+            LocalFeedback(),
+        ),
+        "data_parallel.adaptive": (settings.adaptive, None),
+        "data_parallel.residual_dtype": (settings.residual_dtype.replace("auto", "fp32"), "fp32"),
+    }
+    for key, (given, allowed) in given_and_allowed.items():
+        if given != allowed:
+            yield (
+                f"dct.{key} = {show(given)} does not go with optimizer.params.comm_backend_name = "
+                f"'{SECTION}', where the optimizer keeps what is not sent of its momentum: must be "
+                f"{show(allowed)}"
+            )
 
 
 def _against_updates(job: Job) -> Iterator[str]:

@@ -24,6 +24,10 @@ READ_BY_PLUGIN = (SECTION, "dlrm")
 #: The topic of the agreement between ranks at start-up, see :mod:`..host.startup`.
 TOPIC = "deepspeed"
 
+#: The attribute in which an optimizer names its own class of gradient path. Such an optimizer asks for the
+#: plugin, with or without a section.
+PATH_ATTRIBUTE = "dct_gradient_path"
+
 
 def configuration_of(engine: Any) -> Any:
     """Return an engine's JSON as it was written; None where it cannot be found."""
@@ -31,8 +35,22 @@ def configuration_of(engine: Any) -> Any:
     return config if isinstance(config, dict) else engine.__dict__.get("config")
 
 
+def inner_optimizer(engine: Any) -> Any:
+    """Return the optimizer that makes the steps, without DeepSpeed's wrapper around it."""
+    optimizer = engine.__dict__.get("optimizer")
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def gradient_path_of_optimizer(engine: Any) -> Any:
+    """Return the class of gradient path that the engine's optimizer brings; None for ordinary optimizers."""
+    return getattr(inner_optimizer(engine), PATH_ATTRIBUTE, None)
+
+
 def find_section(engine: Any) -> Any:
-    """Return the ``dct`` section of an engine's JSON as it was written, None where there is none."""
+    """Return the ``dct`` section of an engine's JSON as it was written, None where there is none.
+
+    An optimizer with a gradient path of its own needs no section: it gets an empty one, hence the defaults.
+    """
     if VARIABLE in os.environ:  # the job is measured by `dct advise`
         FACTS["stage"] = engine.zero_optimization_stage()
         return MEASURING
@@ -45,12 +63,25 @@ def find_section(engine: Any) -> Any:
             stacklevel=3,
         )
         return None
-    return config.get(SECTION)
+    return config.get(SECTION, None if gradient_path_of_optimizer(engine) is None else {})
+
+
+def backend_name(config: Any) -> Any:
+    """Return ``optimizer.params.comm_backend_name`` of a JSON, None where it is not set."""
+    try:
+        return config["optimizer"]["params"].get("comm_backend_name")
+    except (AttributeError, KeyError, TypeError):
+        return None
+
+
+def asks_for_slot(config: Any) -> bool:
+    """Return whether a JSON has momentum exchanged through the plugin."""
+    return bool(backend_name(config) == SECTION)
 
 
 def asks(config: Any) -> bool:
     """Return whether a JSON asks for the plugin."""
-    return isinstance(config, dict) and SECTION in config
+    return isinstance(config, dict) and (SECTION in config or asks_for_slot(config))
 
 
 def misplaced_section(config: Any) -> tuple[str, Any] | None:

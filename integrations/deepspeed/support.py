@@ -24,6 +24,7 @@ from ..host import signatures
 from ..host.signatures import Target
 from ..host.versions import TESTED, VersionRange, unsupported
 from .job import Job
+from .section import gradient_path_of_optimizer, inner_optimizer
 
 SUPPORTED = VersionRange("0.19.0", "0.20.0")
 _SUPPORTED = f"{SUPPORTED} (tested: {', '.join(TESTED['deepspeed'])})"
@@ -104,7 +105,7 @@ def check_version(version: str) -> None:
 
 def job_of(engine: Any, path: Any = None) -> Job:
     """Return what :mod:`.rules` judges of an engine; ``path`` is the class of its gradient path."""
-    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)  # inside DeepSpeed's wrapper
+    optimizer, slot = inner_optimizer(engine), gradient_path_of_optimizer(engine) is not None
     groups = getattr(optimizer, "param_groups", ())
     autocast = _calls(engine, "torch_autocast_enabled") and engine.torch_autocast_dtype() == torch.float16
     loose = not getattr(engine.optimizer, "contiguous_gradients", True)
@@ -114,7 +115,8 @@ def job_of(engine: Any, path: Any = None) -> Job:
         optimizer="" if optimizer is None else type(optimizer).__name__,
         momentum=max((float(group.get("momentum", 0.0)) for group in groups), default=0.0),
         trains=has_optimizer(engine),
-        own_backend=getattr(optimizer, "comm_backend_name", None),
+        exchanges_momentum=slot,
+        own_backend=None if slot else getattr(optimizer, "comm_backend_name", None),
         pipeline=is_pipeline(engine),
         tied_weights=bool(tied_weights(engine)),
         experts=bool(engine.has_moe_layers),

@@ -324,6 +324,8 @@ def _chosen(rank: int, world_size: int, host: str) -> dict[str, str]:
             except ConfigError as error:
                 found[str(value)] = str(error)
             dist.barrier()
+        config = DataParallelConfig()
+        found["unsupported"] = str(layout_of(nodes_of(config, None, unsupported="a slot")))
         found["log"] = " ".join(lines)
     return found
 
@@ -336,6 +338,8 @@ def test_nodes_are_found_by_host_and_those_that_cannot_be_are_refused() -> None:
     assert equal[0]["2"] == "[[0, 1], [2, 3]]"
     assert "dct.data_parallel.nodes = 3: 4 ranks" in equal[2]["3"]
     assert "set it to one of 1, 2, 4" in equal[2]["3"]
+    assert equal[0]["unsupported"] == "[]"
+    assert "nodes are not used with a slot" in equal[0]["log"]
     mixed = run(4, _chosen, "xyxy")
     assert mixed[1]["auto"] == "[[0, 2], [1, 3]]"
     assert "ranks 0-1 would be one node, but are on several machines" in mixed[1]["2"]

@@ -1,4 +1,4 @@
-"""The imports of the DeepSpeed integration are plain ones."""
+"""The imports of the DeepSpeed integration: plain ones, and each optional feature named by one table."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from support import ROOT
 
 FOLDER = ROOT / "integrations" / "deepspeed"
@@ -28,3 +29,16 @@ def test_nothing_is_imported_by_string() -> None:
         or (isinstance(node, ast.alias) and node.name in forbidden)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize(("module", "table"), [("onebit", "features.py")])
+def test_a_feature_in_a_file_of_its_own_is_named_by_one_table(module: str, table: str) -> None:
+    """Deleting the file and its row removes the feature."""
+    naming = {
+        path.name
+        for path, node in nodes()
+        if isinstance(node, ast.ImportFrom)
+        and node.level == 1
+        and (node.module == module or (node.module is None and module in {a.name for a in node.names}))
+    }
+    assert naming == {table}

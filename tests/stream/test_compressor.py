@@ -202,6 +202,26 @@ def test_resume_is_bitwise() -> None:
     assert [second.compress(g).to_bytes() for g in steps[5:]] == expected[5:]
 
 
+def test_a_residual_in_the_hosts_memory() -> None:
+    """Byte for byte what a residual of one's own gives; what the host does to the memory counts."""
+    own, lent = Compressor(sparsity=0.9), Compressor(sparsity=0.9)
+    memory = torch.zeros(5000)
+    for step, gradient in enumerate(gradients(6, 5000)):
+        lent.keep_in(memory)
+        if step == 3:
+            assert own.residual is not None
+            own.residual.current.zero_()
+            memory.zero_()
+        assert torch.equal(own.compress(gradient).data, lent.compress(gradient).data)
+        assert own.residual is not None
+        assert torch.equal(own.residual.current, memory)
+    resumed = Compressor(sparsity=0.9)
+    resumed.load_state_dict(lent.state_dict())
+    other = torch.zeros(5000)
+    resumed.keep_in(other)
+    assert torch.equal(other, memory)
+
+
 def test_resume_with_another_size_is_refused() -> None:
     first, second = Compressor(), Compressor()
     first.compress(torch.randn(5000))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import onebit_mean
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -40,7 +41,8 @@ class Net(nn.Module):
         self.embedding = nn.Embedding(64, 33, sparse=kind == "sparse")
         self.hidden = nn.Linear(33, 161)
         self.middle = nn.Linear(161, 47)
-        self.unused = nn.Linear(47, 5)
+        if kind != "used":  # 1-bit LAMB divides by the norm of every momentum
+            self.unused = nn.Linear(47, 5)
         self.norm = nn.LayerNorm(47)
         self.head = nn.Linear(47, 1)
         self.experts = self.make_experts(kind) if kind.startswith("experts") else None
@@ -292,7 +294,11 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     startup.join.__kwdefaults__["limit"] = run.get("limit", startup.TIME_LIMIT)
     try:
+        if run.get("mean_backend"):
+            onebit_mean.install()
         engine = make_engine(run)
+        if run.get("mean_backend"):
+            onebit_mean.started(engine.optimizer)
         if run.get("foreign_group"):
             reduce, group = engine.optimizer.allreduce_and_scatter, dist.new_group()
             engine.optimizer.allreduce_and_scatter = lambda *arguments, **keywords: reduce(
