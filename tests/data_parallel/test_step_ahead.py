@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dct_plugin.data_parallel.step_ahead.add_on.residual_coefficients import INTERVAL
-from dct_plugin.data_parallel.step_ahead.add_on.second_moments import LIMIT, Moments, MomentsPart
 from support.processes import run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +19,8 @@ from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, weights
 from dct_plugin.data_parallel.plan import MIN_SHARD, Shard, shards_in
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn, Unsent, displacement
+from dct_plugin.data_parallel.step_ahead.residual_coefficients import INTERVAL
+from dct_plugin.data_parallel.step_ahead.second_moments import LIMIT, Moments, MomentsPart
 from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.kernels.displacement import denominator

@@ -7,20 +7,20 @@ from unittest import mock
 
 import pytest
 import torch
-from dct_plugin.data_parallel.step_ahead.add_on.tensor_densities import (
+from support.processes import run
+from torch import nn
+
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.step_ahead import add_on as step_ahead
+from dct_plugin.data_parallel.step_ahead.add_on import StepAheadAddOn
+from dct_plugin.data_parallel.step_ahead.tensor_densities import (
     INTERVAL,
     LENGTH_LIMITS,
     MAX_DENSITY,
     MIN_MEASUREMENTS,
     TensorDensities,
 )
-from support.processes import run
-from torch import nn
-
-from dct_plugin.config import DataParallelConfig
-from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.step_ahead.add_on import StepAheadAddOn
-from dct_plugin.data_parallel.step_ahead.add_on import add_on as step_ahead
 from dct_plugin.data_parallel.step_units import units_of
 
 

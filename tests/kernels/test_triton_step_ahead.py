@@ -11,10 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton")
 
-from dct_plugin.data_parallel.step_ahead.add_on.second_moments import Moments, SecondMoments
 from support.launches import counted_launches
 
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
+from dct_plugin.data_parallel.step_ahead.second_moments import Moments, SecondMoments
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.feedback import ScratchBuffers
 from dct_plugin.kernels import Backend
