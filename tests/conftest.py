@@ -32,6 +32,7 @@ LONGEST = (
     "links/test_summary.py",
     "recommender/test_demo.py",
     "ddp/test_restarts.py",
+    "reliability/test_wheel.py",
     "megatron/test_megatron_hooks.py",
     "deepspeed/test_autoload.py",
     "ddp/test_ddp.py",
