@@ -391,7 +391,7 @@ print("RESULT" + json.dumps([job(content) for content in CONTENTS]))
 def trained(folder: Path, *contents: dict[str, object], automatic: str = "1") -> list[dict[str, Any]]:
     """Results of engines, one after the other in one process."""
     folder.mkdir()
-    folders = [str(ROOT / name) for name in ("dct_plugin", "integrations")]
+    folders = [str(ROOT / "dct_plugin")]
     out = python(
         f"OURS, FOLDER, CONTENTS = {folders!r}, {str(folder)!r}, {contents!r}",
         TRAINING,

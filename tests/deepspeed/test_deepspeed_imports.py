@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
-FOLDER = ROOT / "integrations" / "deepspeed"
+FOLDER = ROOT / "dct_plugin" / "integrations" / "deepspeed"
 
 
 def nodes() -> Iterator[tuple[Path, ast.AST]]:

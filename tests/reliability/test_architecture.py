@@ -25,8 +25,6 @@ WAYS = dict(re.findall(r"^## (The way of [^\n]*)\n(.*?)(?=^## |\Z)", PAGE, re.M 
 def imported(file: Path) -> set[Path]:
     """Return the files of the project that a file imports, also within functions and for types."""
     package = file.relative_to(ROOT).with_suffix("").parts
-    if package[0] == "integrations":
-        package = ("dct_plugin", *package)
     if package[-1] == "__init__":
         package = package[:-1]
         here = package
@@ -60,9 +58,7 @@ def _offered(package: Path) -> set[Path]:
 def test_every_file_of_a_way_imports_one_that_comes_before_or_after(way: str) -> None:
     named = re.findall(r"^\d+\. `([\w/]+\.py)`", WAYS[way], re.M)
     assert len(named) >= 4, way
-    files = [
-        ROOT / name if name.startswith("integrations/") else ROOT / "dct_plugin" / name for name in named
-    ]
+    files = [ROOT / "dct_plugin" / name for name in named]
     for file in files:
         assert file.exists(), file
     for before, after in itertools.pairwise(files):
@@ -132,8 +128,17 @@ BESIDE = {"reliability", "gpu", "hosts", "support"}
 ELSEWHERE = {"tools": "links", "accelerate": "huggingface", "lightning": "huggingface"}
 
 
+def test_the_links_at_the_top_are_for_readers() -> None:
+    """Modules are imported by one path: no package is a link but the folder of data, and no link imports."""
+    links = {path.name for path in (ROOT / "dct_plugin").rglob("*") if path.is_symlink()}
+    assert links == {"configs"}
+    assert (ROOT / "integrations").resolve() == ROOT / "dct_plugin" / "integrations"
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not re.search(r"^\s*(?:from|import) integrations\b", path.read_text(encoding="utf-8"), re.M)
+
+
 def test_folders_of_tests_are_those_of_the_modules() -> None:
-    roots = (ROOT / "dct_plugin", ROOT / "integrations")
+    roots = (ROOT / "dct_plugin", ROOT / "dct_plugin" / "integrations")
     packages = {path.parent.name for root in roots for path in root.glob("*/__init__.py")}
     modules = {path.stem for root in roots for path in root.glob("*.py")}
     tests = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
