@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dct_plugin.codecs import HEADER_NBYTES, Payload, ValueDtype, payload_bound, value_nbytes
 from dct_plugin.codecs.index import ANY_POSITIONS
-from dct_plugin.feedback import PackedTensor
+from dct_plugin.compression.feedback import PackedTensor
 from dct_plugin.kernels import Job
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend

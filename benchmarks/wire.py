@@ -104,8 +104,8 @@ def worker(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from dct_plugin.interfaces import InterfaceCounter
     from dct_plugin.links.team import DATA
+    from dct_plugin.metrics.network_counters import InterfaceCounter
 
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")

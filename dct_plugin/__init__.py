@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ._version import __version__
     from .codecs.payload import Payload
+    from .compression.stream import Compressor
     from .config import DCTConfig
     from .errors import ConfigError, DCTError, DesyncError, PayloadError, VersionError
     from .integrations.attach import attach, detach
     from .integrations.ddp import DCTState, dct_hook
-    from .stream import Compressor
 
 __all__ = [
     "Compressor",
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
         return config.DCTConfig
     if name == "Compressor":
-        from . import stream
+        from .compression import stream
 
         return stream.Compressor
     if name == "Payload":

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ._version import __version__
+from .compression.feedback import entries_of, unpacked
 from .errors import DCTError
-from .feedback import entries_of, unpacked
 
 FORMAT = 2
 #: Marks a folder in which a checkpoint is being written over an older one: until that is done, its parts may

@@ -10,8 +10,8 @@ import torch
 from support.state_files import save_state
 
 from dct_plugin import checkpoint
+from dct_plugin.compression.stream import Compressor
 from dct_plugin.errors import DCTError
-from dct_plugin.stream import Compressor
 
 
 def state(

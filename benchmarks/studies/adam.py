@@ -257,7 +257,7 @@ def train(
     import torch.distributed as dist
     from torch.nn import functional
 
-    from dct_plugin.interfaces import InterfaceCounter
+    from dct_plugin.metrics.network_counters import InterfaceCounter
 
     training, held_out = data
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -192,7 +192,7 @@ class _Counted:
         """Around a part of a step."""
         import torch.distributed as dist
 
-        from dct_plugin.interfaces import InterfaceCounter
+        from dct_plugin.metrics.network_counters import InterfaceCounter
 
         if step < self.args.steps - self.args.counted:
             yield

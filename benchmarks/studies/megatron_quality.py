@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support import megatron_cpu
 from support.megatron_gpt import Job, train
 
-from dct_plugin.interfaces import InterfaceCounter
+from dct_plugin.metrics.network_counters import InterfaceCounter
 
 OFF = {"enabled": False}
 NAMESPACES = tuple(f"dct-quality-{os.getpid()}-{rank}" for rank in range(2))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.copies import to_host
-from ..feedback import unpacked
+from ..compression.feedback import unpacked
 from ..host_traffic import bytes_sent
 from ..kernels.reference import has_overflow, overflow_flags
 from ..metrics import Record

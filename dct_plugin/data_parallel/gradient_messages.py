@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..codecs.message import MessageWriter
+from ..compression.stream import Encoded, as_flat, encode_all
 from ..host_traffic import bytes_sent
-from ..stream import Encoded, as_flat, encode_all
 from .plan import PlannedTensor, ReductionPlan
 from .stream_group import WrittenTensor
 from .topology import Phase

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..feedback import unpacked
+from ..compression.feedback import unpacked
 from ..kernels import Backend
 from ..metrics import Metrics, Record
 from ..transport import Exchange

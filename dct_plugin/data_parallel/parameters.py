@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
+from ..compression.stream import add_payload, encode_all
 from ..config import DataParallelConfig, NoFeedback, ParametersConfig
 from ..kernels.checks import split_message
 from ..metrics import Record
-from ..stream import add_payload, encode_all
 from ..transport.slots import Slots
 from .node_ranks import NodeRanks
 from .node_updates import UpdatesBetweenNodes

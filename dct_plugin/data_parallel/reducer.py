@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import checkpoint
+from ..compression.stream import Compressor
 from ..config import DataParallelConfig
 from ..errors import ConfigError, DCTError
 from ..metrics import Record
-from ..stream import Compressor
 from .add_on import AddOn, ReducerContext
 from .add_ons import add_ons_of
 from .dense_sums import DenseSums

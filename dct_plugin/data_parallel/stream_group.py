@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..codecs.message import MessageWriter
+from ..compression.feedback import ScratchBuffers
+from ..compression.stream import Compressor, Encoded, as_flat, backend_of
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import PayloadError
-from ..feedback import ScratchBuffers
 from ..metrics import TENSOR, Metrics, Record
 from ..policy.rules import for_compressors
-from ..stream import Compressor, Encoded, as_flat, backend_of
 from ..transport import Exchange
 from ..transport.agreement import ranks_in_words
 from ..transport.nodes import Nodes, layout_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..feedback import unpacked
+from ..compression.feedback import unpacked
 from ..policy.rules import alternative_exchange, exchange_by_rule
 from .direct import Direct
 from .hierarchical import Hierarchical

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
-from ..stream import encode_all
+from ..compression.stream import encode_all
 from .gradient_messages import GradientMessages
 from .plan import PlannedTensor, ReductionPlan, Shard, shards_of
 from .stream_group import StreamGroup, WrittenTensor

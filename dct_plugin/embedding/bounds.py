@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..codecs.copies import Mirror, to_device, to_host
+from ..compression.stream import as_flat, backend_beside
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels import SMALLEST_TAU, Backend
 from ..kernels.embedding_format import EmbeddingKernels, FloatArray
-from ..stream import as_flat, backend_beside
 
 logger = logging.getLogger("dct_plugin")
 

@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..autograd import with_gradient
+from ..compression.stream import as_flat
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..host_traffic import own_traffic
 from ..kernels.reference import has_overflow
 from ..metrics import Metrics, Record
-from ..stream import as_flat
 from ..transport.exchange import Exchange
 from .bounds import Limits, TableLimits
 from .messages import Mask, VectorBlock, VectorMessages

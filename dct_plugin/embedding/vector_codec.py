@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
+from ..compression.stream import encode_all
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
 from ..kernels import Backend
 from ..kernels.embedding_format import EmbeddingKernels, Encoded, IntArray, Outgoing
-from ..stream import encode_all
 
 #: Bit of a message's last byte: the payload holds error-bounded codes.
 BOUNDED = 1

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dct_plugin.host_traffic import HostTraffic
-from dct_plugin.interfaces import InterfaceCounter
+from dct_plugin.metrics.network_counters import InterfaceCounter
 
 from .method import Method, Workload, totals_of
 

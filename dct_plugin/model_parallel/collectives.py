@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..autograd import with_gradient
+from ..compression.stream import Encoded
 from ..errors import PayloadError
 from ..metrics import Metrics
-from ..stream import Encoded
 from ..transport import Exchange
 from ..transport.exchange import most_bytes
 from .stream import ActivationStream

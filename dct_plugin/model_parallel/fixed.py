@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..compression.stream import Encoded
 from ..errors import PayloadError
-from ..stream import Encoded
 from .compressors.compressor import NUMBER_NBYTES
 from .stream import ActivationStream
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dct_plugin.metrics import format_bytes
-from dct_plugin.metrics_summary import fewer
+from dct_plugin.metrics.summary import fewer
 from dct_plugin.output import Table, faster
 from dct_plugin.report.page import Part, Section
 

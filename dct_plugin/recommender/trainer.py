@@ -36,8 +36,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from dct_plugin.config import DCTConfig, MetricsConfig
 from dct_plugin.errors import DCTError
 from dct_plugin.host_traffic import own_traffic
-from dct_plugin.interfaces import InterfaceCounter
 from dct_plugin.metrics import Metrics
+from dct_plugin.metrics.network_counters import InterfaceCounter
 
 from .data import ClickDataset, Columns, DataFormatError, Rows, check_parts, epoch_batches, load
 from .engine import make_engine

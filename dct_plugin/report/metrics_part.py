@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..metrics import format_bytes
-from ..metrics_summary import fewer
+from ..metrics.summary import fewer
 from ..output import Table, faster, formatted
 from . import charts
 from .advice import advice

@@ -13,6 +13,7 @@ from support.processes import run
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin import DCTState
+from dct_plugin.compression.feedback import unpacked
 from dct_plugin.config import DataParallelConfig, DCTConfig, KernelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard, lossless
 from dct_plugin.data_parallel.autotune import add_on
@@ -27,7 +28,6 @@ from dct_plugin.data_parallel.autotune.measurements import largest
 from dct_plugin.data_parallel.stream_group import StreamGroup
 from dct_plugin.data_parallel.two_phase import TwoPhase
 from dct_plugin.errors import ConfigError, PayloadError
-from dct_plugin.feedback import unpacked
 from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training, resolve
 from dct_plugin.policy.rules import alternative_exchange, for_compressors

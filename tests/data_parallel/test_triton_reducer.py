@@ -19,12 +19,12 @@ from support.launches import counted_launches
 
 from dct_plugin import DCTState, dct_hook, kernels
 from dct_plugin.codecs import stats
+from dct_plugin.compression.feedback import unpacked
 from dct_plugin.config import DataParallelConfig, DCTConfig, KernelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.errors import DesyncError, PayloadError
-from dct_plugin.feedback import unpacked
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 from dct_plugin.metrics import Metrics

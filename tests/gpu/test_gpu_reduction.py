@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 pytest.importorskip("triton", reason="needs triton")
 
 from dct_plugin import Compressor, kernels
+from dct_plugin.compression.feedback import unpacked
 from dct_plugin.config import DataParallelConfig, KernelConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
-from dct_plugin.feedback import unpacked
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import WRITTEN
 from dct_plugin.transport import Exchange

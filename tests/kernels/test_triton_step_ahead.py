@@ -13,10 +13,10 @@ pytest.importorskip("triton", reason="needs triton")
 
 from support.launches import counted_launches
 
+from dct_plugin.compression.feedback import ScratchBuffers
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
 from dct_plugin.data_parallel.step_ahead.second_moments import Moments, SecondMoments
 from dct_plugin.data_parallel.step_units import units_of
-from dct_plugin.feedback import ScratchBuffers
 from dct_plugin.kernels import Backend
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import TritonBackend

@@ -15,9 +15,9 @@ from support.processes import launch, run
 from support.state_files import save_state
 
 from dct_plugin import checkpoint
+from dct_plugin.compression.stream import Compressor
 from dct_plugin.errors import DCTError
 from dct_plugin.integrations.host import reducer_files
-from dct_plugin.stream import Compressor
 
 SIZES = {"a": 1000, "b.weight": 400}
 

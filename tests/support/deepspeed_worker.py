@@ -375,7 +375,7 @@ def restored(engine: Any) -> dict[str, torch.Tensor]:
     if "dct" not in engine.__dict__:
         return {}
     streams = engine.dct.reducer.state_dict()["streams"].items()
-    from dct_plugin.feedback import unpacked
+    from dct_plugin.compression.feedback import unpacked
 
     found = {name: stream["residual"] for name, stream in streams if stream["residual"] is not None}
     return {name: unpacked(saved) for name, saved in found.items()}

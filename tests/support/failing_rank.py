@@ -53,7 +53,7 @@ class Loss:
             self._arm()
 
     def _arm(self) -> None:
-        from dct_plugin import stream
+        from dct_plugin.compression import stream
         from dct_plugin.kernels import cpu
         from dct_plugin.transport.agreement import Agreement
         from dct_plugin.transport.announced import AnnouncedMessages

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...codecs.message import MessageWriter
+from ...compression.stream import Compressor
 from ...policy.settings import Setting
-from ...stream import Compressor
 from .. import lossless
 from ..stream_group import StreamGroup
 from .cost_model import Coding, Link

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...compression.feedback import ScratchBuffers, unpacked
 from ...errors import ConfigError
-from ...feedback import ScratchBuffers, unpacked
 from ...kernels import Backend
 from ...kernels.displacement import Displacement, denominator
 from ...kernels.reference import ReferenceBackend

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...feedback import ScratchBuffers
+from ...compression.feedback import ScratchBuffers
 from ...kernels import Backend
 from ...kernels.displacement import SecondMoment, Squares, rows_of
 from ..node_ranks import Entries, NodeRanks

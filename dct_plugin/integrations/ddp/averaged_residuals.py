@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin import checkpoint
+from dct_plugin.compression.stream import fresh_state
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import own_traffic
-from dct_plugin.stream import fresh_state
 from dct_plugin.transport import lost_ranks
 
 from .state import DCTState

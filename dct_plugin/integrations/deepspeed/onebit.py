@@ -22,11 +22,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from dct_plugin.compression.stream import Compressor
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import Shard, shards_in
 from dct_plugin.data_parallel.two_phase import TwoPhase
 from dct_plugin.errors import ConfigError, VersionError
-from dct_plugin.stream import Compressor
 
 from ..host.patches import Function, Patches
 from ..host.post_import import when_imported

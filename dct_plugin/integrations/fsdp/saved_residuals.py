@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dct_plugin.compression.feedback import unpacked
+from dct_plugin.compression.stream import fresh_state
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.two_phase import TwoPhase
 from dct_plugin.errors import ConfigError
-from dct_plugin.feedback import unpacked
-from dct_plugin.stream import fresh_state
 from dct_plugin.transport import lost_ranks
 
 from .parameter_groups import ShardedParameter

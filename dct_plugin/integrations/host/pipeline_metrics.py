@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from dct_plugin.compression.stream import Encoded
 from dct_plugin.metrics import HOST, Metrics, Record
-from dct_plugin.stream import Encoded
 
 
 class PipelineMetrics(NamedTuple):

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin._version import __version__
+from dct_plugin.compression.stream import backend_beside
 from dct_plugin.config import DataParallelConfig, DCTConfig, options
 from dct_plugin.console import log_once
 from dct_plugin.errors import VersionError
-from dct_plugin.stream import backend_beside
 from dct_plugin.transport.agreement import HINT, TIME_LIMIT, Agreement
 from dct_plugin.transport.nodes import publish_machine
 

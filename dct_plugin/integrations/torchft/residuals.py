@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dct_plugin import checkpoint
+from dct_plugin.compression.feedback import unpacked
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import ConfigError
-from dct_plugin.feedback import unpacked
 from dct_plugin.metrics import Metrics
 
 from ..host.reporting import Reporting

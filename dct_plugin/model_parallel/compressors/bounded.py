@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...compression.stream import backend_beside
 from ...config.methods import BoundMethod
 from ...errors import PayloadError
 from ...kernels.embedding_format import EmbeddingKernels, IntArray, Outgoing
-from ...stream import backend_beside
 from .compressor import ActivationCompressor, Written, add, rows_of, size_of_rows
 
 #: Entries that share a code, or a row's where that has more.

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...codecs.stats import Stats
+from ...compression.stream import Encoded
 from ...config import KernelConfig
 from ...config.methods import AnswerMethod, Method
-from ...stream import Encoded
 
 #: What precedes a message of known size: its number, int64.
 NUMBER_NBYTES = 8

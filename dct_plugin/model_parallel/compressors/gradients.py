@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...stream import Encoded
+from ...compression.stream import Encoded
 from .compressor import ActivationCompressor
 
 

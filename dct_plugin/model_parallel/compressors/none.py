@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...codecs.values import ValueDtype
+from ...compression.stream import Encoded, wire_dtype
 from ...config.methods import Method
-from ...stream import Encoded, wire_dtype
 from .compressor import Written
 from .payloads import PayloadCompressor
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...codecs.payload import Header, header_bytes, payload_bound
 from ...codecs.stats import read_stats
 from ...codecs.values import ValueDtype
+from ...compression.stream import Encoded, Stream, add_payload, as_flat, first_position
+from ...compression.thresholds import Threshold
 from ...kernels import Job, Tau
-from ...stream import Encoded, Stream, add_payload, as_flat, first_position
-from ...thresholds import Threshold
 from .compressor import ActivationCompressor, Settings, Site
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...codecs.index import IndexEncoding
 from ...codecs.payload import HEADER_NBYTES, payload_bound
 from ...codecs.values import VALUE_GROUP, ValueDtype, value_nbytes
+from ...compression.stream import Encoded, add_payload, as_flat, encode_at, values_nbytes, wire_dtype
 from ...config.methods import ThresholdMethod
 from ...kernels import SMALLEST_TAU, Tau
-from ...stream import Encoded, add_payload, as_flat, encode_at, values_nbytes, wire_dtype
 from .compressor import NUMBER_NBYTES, Site, Written
 from .gradients import GradientMessages
 from .payloads import PayloadCompressor, without_padding

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from .config import MetricsConfig
-from .errors import ConfigError
+from ..config import MetricsConfig
+from ..errors import ConfigError
 
 logger = logging.getLogger("dct_plugin")
 

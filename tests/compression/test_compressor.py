@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dct_plugin import Compressor, ConfigError, Payload, PayloadError
+from dct_plugin.compression.feedback import Residual
+from dct_plugin.compression.thresholds import Threshold, wanted
 from dct_plugin.config import DataParallelConfig, KernelConfig
-from dct_plugin.feedback import Residual
 from dct_plugin.schedules import SparsitySchedule
-from dct_plugin.thresholds import Threshold, wanted
 
 
 def gradients(steps: int, numel: int, seed: int = 0, mean: float = 0.0) -> list[torch.Tensor]:

@@ -12,9 +12,9 @@ from typing import Generic, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from .kernels import Backend
-from .kernels.checks import PACK_BLOCK, PACK_EXPONENTS
-from .kernels.reference import ReferenceBackend
+from ..kernels import Backend
+from ..kernels.checks import PACK_BLOCK, PACK_EXPONENTS
+from ..kernels.reference import ReferenceBackend
 
 Saved: TypeAlias = Tensor | dict[str, Tensor]
 """A residual in a checkpoint: fp32 or bf16 [numel], or ``values`` and ``exponents`` in int8."""

@@ -24,10 +24,10 @@ from uuid import uuid4
 from rich.filesize import decimal
 from torch.profiler import record_function
 
-from ._version import __version__
-from .config import MetricsConfig
-from .metrics_sinks import Event, ReportSinks, Sink
-from .metrics_summary import (
+from .._version import __version__
+from ..config import MetricsConfig
+from .sinks import Event, ReportSinks, Sink
+from .summary import (
     UNCOMPRESSED,
     ClassSummary,
     Summary,

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .config import ExpertSettings
-    from .kernels import Backend, Tau
+    from ..config import ExpertSettings
+    from ..kernels import Backend, Tau
 
 #: Below this many random positions the sampled quantile is off by more than about 4 % (1 sigma) at 1 %
 #: density.

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .codecs.index import IndexEncoding
-from .codecs.message import MessageWriter
-from .codecs.payload import Header, Payload, header_bytes, payload_bound
-from .codecs.values import ValueDtype
-from .config import DataParallelConfig, KernelConfig
-from .errors import ConfigError
-from .feedback import PackedResidual, Residual, Saved, ScratchBuffers
-from .kernels import (
+from ..codecs.index import IndexEncoding
+from ..codecs.message import MessageWriter
+from ..codecs.payload import Header, Payload, header_bytes, payload_bound
+from ..codecs.values import ValueDtype
+from ..config import DataParallelConfig, KernelConfig
+from ..errors import ConfigError
+from ..kernels import (
     GRAD_DTYPES,
     SMALLEST_TAU,
     Backend,
@@ -36,7 +35,8 @@ from .kernels import (
     read_stats,
     serves,
 )
-from .metrics import Record
+from ..metrics import Record
+from .feedback import PackedResidual, Residual, Saved, ScratchBuffers
 from .thresholds import Threshold, wanted
 
 logger = logging.getLogger("dct_plugin")

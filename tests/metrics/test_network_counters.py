@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dct_plugin.interfaces import InterfaceCounter, interface_bytes
+from dct_plugin.metrics.network_counters import InterfaceCounter, interface_bytes
 
 
 def test_interface_counter_counts_loopback_traffic() -> None:

@@ -10,9 +10,9 @@ import torch
 from support.state_files import save_state
 
 from dct_plugin import checkpoint
+from dct_plugin.compression.feedback import PackedTensor, unpacked
+from dct_plugin.compression.stream import Compressor
 from dct_plugin.errors import DCTError
-from dct_plugin.feedback import PackedTensor, unpacked
-from dct_plugin.stream import Compressor
 
 NUMEL = 10_000
 SMALL = pytest.mark.parametrize("dtype", ["bf16", "int8"])

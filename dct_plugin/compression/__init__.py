@@ -1,0 +1,1 @@
+"""One compressed tensor: its threshold, its residual and its payloads."""
