@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from ..codecs.message import MessageWriter, read_messages
 from ..metrics import Record
+from ..transport.exchange import Exchange
 from ..transport.slots import AgreedCapacities, Slots
 from .plan import ReductionPlan
 from .stream_group import StreamGroup, WrittenTensor
@@ -87,7 +88,8 @@ class PlanExchange:
         whole: Record,
         capacities: Sequence[Sequence[AgreedCapacities]] | None,
     ) -> None:
-        self._group, self._phases, self._whole, self._exchange = group, phases, whole, group.exchange
+        self._group, self._phases, self._whole = group, phases, whole
+        self._exchange: Exchange = group.exchange
         self.plan, self.in_slots = plan, capacities is not None
         self.chunks: list[ExchangedChunk] = []
         self._to_post = list(chunks)
