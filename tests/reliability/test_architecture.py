@@ -90,11 +90,13 @@ def _traced(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_reduction_enters_the_files_of_its_way_in_their_order() -> None:
+def test_a_reduction_enters_the_files_of_its_way() -> None:
     way = next(text for title, text in WAYS.items() if "gradient" in title)
     _, *named = re.findall(r"^\d+\. `([\w/]+\.py)`", way, re.M)
     for entered in run(2, _traced):
-        assert [name for name in entered if name in named] == named
+        found = [name for name in entered if name in named]
+        assert set(found) == set(named)
+        assert (found[0], found[-1]) == (named[0], named[-1])
 
 
 def test_a_gradient_passes_at_most_seven_files() -> None:
