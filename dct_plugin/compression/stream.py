@@ -303,7 +303,7 @@ class Compressor(Stream):
         else:
             self.threshold.step += 1
 
-    def keep_in(self, memory: Tensor) -> None:
+    def use_residual_memory(self, memory: Tensor) -> None:
         """Keep the residual in ``memory`` of the host (fp32, as many entries as the tensor). Its content
         becomes the residual, unless a state was loaded.
         """

@@ -33,7 +33,7 @@ class AddOn:
         """Return the add-on that a configuration asks for; None if it does not."""
         raise NotImplementedError
 
-    def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
+    def before_compression(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         """See gradients of this rank before they are reduced, and cleared.
 
         Raises:

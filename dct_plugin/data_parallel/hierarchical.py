@@ -37,10 +37,10 @@ class Hierarchical(Topology):
     def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
         return self._inner.shards(name, numel, small=small)
 
-    def held_back(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:
-        return self._inner.held_back(name, numel)
+    def owner_residuals(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:
+        return self._inner.owner_residuals(name, numel)
 
-    def enter(
+    def reduce_in_node(
         self, entries: Entries, shards: Sequence[Sequence[Shard]] | None, whole: Record
     ) -> tuple[Entries, Sequence[Sequence[Shard]] | None]:
         self._node.exchange.step = self._group.step
@@ -53,10 +53,10 @@ class Hierarchical(Topology):
             return parts, None
         return parts, [self._nodes_as_owners(name, owners[name]) for name, _ in parts]
 
-    def entered(self) -> AbstractContextManager[None]:
+    def telling_node(self) -> AbstractContextManager[None]:
         return self._node.failing_together()
 
-    def leave(self) -> None:
+    def gather_in_node(self) -> None:
         entered, self._entered = self._entered, []
         if not entered:
             return

@@ -103,7 +103,7 @@ class NodeRanks:
             for rank in range(self.size)
         ]
         own = views[self.position]
-        received = self.swap("node sum", views, [own] * self.size, entries, clear=clear)
+        received = self.all_to_all_in_node("node sum", views, [own] * self.size, entries, clear=clear)
         del received[self.position]
         found = {}
         for index, ((name, _), mine) in enumerate(zip(ordered, own, strict=True)):
@@ -139,11 +139,11 @@ class NodeRanks:
         outgoing = [views(own, receiver) for receiver in ranks]
         if wanted is None:
             outgoing = [outgoing[own]] * self.size
-        for holder, received in enumerate(self.swap(operation, outgoing, incoming, entries)):
+        for holder, received in enumerate(self.all_to_all_in_node(operation, outgoing, incoming, entries)):
             for view, arrived in zip(incoming[holder], received, strict=holder != own):
                 view.copy_(arrived)
 
-    def swap(
+    def all_to_all_in_node(
         self,
         operation: str,
         outgoing: Sequence[Sequence[Tensor]],
@@ -160,14 +160,14 @@ class NodeRanks:
         fingerprint = fingerprint_in_node(operation, entries)
         with self._recorded():
             if (memory := self._shared_memory()) is not None:
-                return memory.swap(outgoing, like, fingerprint, clear=clear)
-            received = self._swap_messages(outgoing, like, fingerprint)
+                return memory.all_to_all_in_node(outgoing, like, fingerprint, clear=clear)
+            received = self._all_to_all_messages(outgoing, like, fingerprint)
         for views in [*outgoing[: self.position], *outgoing[self.position + 1 :]] if clear else ():
             for tensor in views:
                 tensor.zero_()
         return received
 
-    def _swap_messages(
+    def _all_to_all_messages(
         self, outgoing: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], fingerprint: int
     ) -> list[list[Tensor]]:
         exchange, own = self.exchange, self.position

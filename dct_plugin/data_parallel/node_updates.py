@@ -83,7 +83,9 @@ class UpdatesBetweenNodes:
             if bounds:
                 offset = parts[node.position][0]
                 self.pending[name] = Shard(self._own, first - offset, last - offset), known
-        arrived = node.swap("unsent", outgoing, incoming, [(name, working) for name, working, _ in entries])
+        arrived = node.all_to_all_in_node(
+            "unsent", outgoing, incoming, [(name, working) for name, working, _ in entries]
+        )
         arrived[node.position] = outgoing[node.position]
         for rank in ranks:
             for view, received in zip(incoming[rank], arrived[rank], strict=True):

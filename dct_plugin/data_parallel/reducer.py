@@ -153,8 +153,8 @@ class GradientReducer(StreamGroup):
             DesyncError, PayloadError: See :meth:`all_reduce`.
         """
         self.exchanges.finish()
-        self.topologies.everywhere.leave()
-        self.topologies.scatter.leave()
+        self.topologies.all_reduce.gather_in_node()
+        self.topologies.scatter.gather_in_node()
 
     def replace_result(self, name: str, tensor: Tensor) -> None:
         """Note that the host copied a tensor that was reduced since the last :meth:`finish`, and uses the
@@ -179,7 +179,7 @@ class GradientReducer(StreamGroup):
         if self.earlier and self.add_ons:
             entries = [(name, self._of_this_pass(name, tensor)) for name, tensor in entries]
         for add_on in self.add_ons:
-            add_on.observe(entries)
+            add_on.before_compression(entries)
 
     def _of_this_pass(self, name: str, tensor: Tensor) -> Tensor:
         """Return a gradient, or this rank's part of the node's, without those of earlier passes."""
@@ -343,9 +343,9 @@ def _by_topology(reducer: GradientReducer, entries: _Entries) -> list[tuple[Topo
     nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in small)
     topologies = reducer.topologies
     if topologies.small is None or nbytes < SMALL_APART:
-        return [(topologies.everywhere, entries)]
+        return [(topologies.all_reduce, entries)]
     large = [each for each in entries if not reducer.is_small(each[0], each[1].numel())]
-    parts: list[tuple[Topology, _Entries]] = [(topologies.everywhere, large), (topologies.small, small)]
+    parts: list[tuple[Topology, _Entries]] = [(topologies.all_reduce, large), (topologies.small, small)]
     return parts if large else parts[1:]
 
 
@@ -375,11 +375,11 @@ class Reduction:
             DesyncError, PayloadError: See :meth:`~GradientReducer.all_reduce`.
         """
         reducer, whole, topologies = self._reducer, self._whole, self._reducer.topologies
-        self._topology = topology = topologies.everywhere if self._shards is None else topologies.scatter
+        self._topology = topology = topologies.all_reduce if self._shards is None else topologies.scatter
         self._exchanges = []
         with reducer.recording(whole):
-            entries, shards = topology.enter(self._entries, self._shards, whole)
-            with topology.entered():
+            entries, shards = topology.reduce_in_node(self._entries, self._shards, whole)
+            with topology.telling_node():
                 with reducer.exchange.preparing():
                     reducer.observe(entries)
                 if not reducer.reduce_dense(entries, self._scale, whole):
@@ -396,7 +396,7 @@ class Reduction:
         if self._exchanges is None:
             self.post()
         reducer = self._reducer
-        with reducer.recording(self._whole), self._topology.entered():
+        with reducer.recording(self._whole), self._topology.telling_node():
             for exchange in self._exchanges or ():
                 reducer.exchanges.complete(exchange)
         if reducer.metrics is not None:

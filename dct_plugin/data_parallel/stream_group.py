@@ -185,7 +185,7 @@ class StreamGroup:
             if stream is not None and stream.residual is not None:
                 stream.residual.add(flat)
 
-    def brought(self, entries: Entries) -> Entries:
+    def node_mean_parts(self, entries: Entries) -> Entries:
         """Return what this rank brings into an exchange of gradients, which stay as they are: themselves, or
         its part of the mean of its node's; a collective.
         """

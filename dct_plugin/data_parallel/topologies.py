@@ -20,16 +20,16 @@ class Topologies:
         group: The streams of the reducer. If it has nodes, ``group.node`` is set.
 
     Attributes:
-        everywhere: Topology of sums that all ranks get.
+        all_reduce: Topology of sums that all ranks get.
         small: Topology of tensors below ``min_numel``; None if it is that of all tensors.
         scatter: Topology of sums of which each owner gets its part.
-        exchange: Name of the topology in ``everywhere``, ``"direct"`` or ``"two_phase"``.
+        exchange: Name of the topology in ``all_reduce``, ``"direct"`` or ``"two_phase"``.
         by_rule: Name of the topology that the configuration asks for, or that has the fewest bytes.
         alternative: Name of the other one, if the automatic mode may choose it; else None.
         sums_at_owners: True if the host has asked for sums of which each owner gets its part.
     """
 
-    everywhere: Topology
+    all_reduce: Topology
     small: Topology | None
     exchange = ""
     sums_at_owners = False
@@ -63,7 +63,7 @@ class Topologies:
             self._add_owner_residuals()
         group, direct = self._group, exchange == "direct"
         self.exchange = exchange
-        self.everywhere = self._between_nodes(Direct(group) if direct else TwoPhase(group))
+        self.all_reduce = self._between_nodes(Direct(group) if direct else TwoPhase(group))
         self.small = self._between_nodes(TwoPhase(group)) if direct and group.world_size > 2 else None
 
     def _between_nodes(self, topology: Topology) -> Topology:
@@ -79,10 +79,10 @@ class Topologies:
             if stream["residual"] is None:
                 continue
             residual = unpacked(stream["residual"]).clone()
-            for shard, stream_of_sum in self.everywhere.held_back(name, residual.numel()):
-                held_back = streams.pop(stream_of_sum, {}).get("residual")
-                if held_back is not None:
-                    residual[shard.start : shard.stop] += unpacked(held_back)
+            for shard, stream_of_sum in self.all_reduce.owner_residuals(name, residual.numel()):
+                owner_residuals = streams.pop(stream_of_sum, {}).get("residual")
+                if owner_residuals is not None:
+                    residual[shard.start : shard.stop] += unpacked(owner_residuals)
             if name in streams:
                 streams[name] = {**stream, "residual": residual}
         self._group.streams.clear()

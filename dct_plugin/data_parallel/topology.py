@@ -127,13 +127,13 @@ class Topology(ABC):
     def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
         """Return the parts of a tensor and their owners."""
 
-    def held_back(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:
+    def owner_residuals(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:
         """Yield the parts of the sum of a tensor that this rank has residuals of, as their owner, and the
         names of their streams.
         """
         return iter(())
 
-    def enter(
+    def reduce_in_node(
         self, entries: Entries, shards: Sequence[Sequence[Shard]] | None, whole: Record
     ) -> tuple[Entries, Sequence[Sequence[Shard]] | None]:
         """Return what takes part in the phases in place of this rank's gradients, and its shards where the
@@ -141,10 +141,10 @@ class Topology(ABC):
         """
         return entries, shards
 
-    def entered(self) -> AbstractContextManager[None]:
+    def telling_node(self) -> AbstractContextManager[None]:
         """Surround the work on what entered: ranks that wait for the results are told of an error."""
         return nullcontext()
 
-    def leave(self) -> None:
+    def gather_in_node(self) -> None:
         """Give the ranks the sums of all that entered, when its phases are complete; a collective."""
         return

@@ -36,7 +36,7 @@ class TwoPhase(Topology):
     def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
         return shards_of(name, numel, self._group.world_size, whole=small)
 
-    def held_back(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:
+    def owner_residuals(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:
         for shard in self.shards(name, numel, small=self._group.is_small(name, numel)):
             yield shard, _stream_of(name, shard)
 

@@ -87,7 +87,7 @@ class Record:
 @dataclass(slots=True)
 class _Sums(Record):
     """Sums over the records of one tensor class; ``tau`` is that of tau * numel, over ``tau_numel`` entries
-    that had a finite tau > 0. ``tensors`` and what begins with ``thin`` are of thresholded messages
+    that had a finite tau > 0. ``tensors`` and what begins with ``sparse`` are of thresholded messages
     only (target < 1), so without warm-up and small tensors.
     """
 
@@ -95,10 +95,10 @@ class _Sums(Record):
     tensors: int = 0
     target: float = 0.0  # of target density * numel
     tau_numel: int = 0
-    thin_numel: int = 0
-    thin_nnz: int = 0
-    thin_target: float = 0.0
-    thin_steps: int = 0
+    sparse_numel: int = 0
+    sparse_nnz: int = 0
+    sparse_target: float = 0.0
+    sparse_steps: int = 0
 
     def count(self, record: Record) -> None:
         """Add a record of one step, which these are the sums of."""
@@ -117,17 +117,17 @@ class _Sums(Record):
         target = record.target_density * record.numel
         self.target += target
         if record.target_density < 1:
-            self.thin_steps = 1
+            self.sparse_steps = 1
             self.tensors += record.tensors
-            self.thin_numel += record.numel
-            self.thin_nnz += record.nnz
-            self.thin_target += target
+            self.sparse_numel += record.numel
+            self.sparse_nnz += record.nnz
+            self.sparse_target += target
         if 0 < record.tau < math.inf:
             self.tau += record.tau * record.numel
             self.tau_numel += record.numel
 
     def tensors_per_step(self) -> float:
-        return self.tensors / max(self.thin_steps, 1)
+        return self.tensors / max(self.sparse_steps, 1)
 
     def summary(self, steps: int, tensors: float) -> ClassSummary:
         """Return the sums as totals and averages of a run with so many steps, and tensors in a step."""
@@ -137,8 +137,8 @@ class _Sums(Record):
             dense_bytes=round(self.dense_bytes),
             sent_bytes=round(self.sent_bytes),
             ratio=ratio_of(self.dense_bytes, self.sent_bytes),
-            density=ratio_of(self.thin_nnz, self.thin_numel),
-            density_target=ratio_of(self.thin_target, self.thin_numel),
+            density=ratio_of(self.sparse_nnz, self.sparse_numel),
+            density_target=ratio_of(self.sparse_target, self.sparse_numel),
             tau=ratio_of(self.tau, self.tau_numel),
             refreshes=self.refreshes,
             refreshes_per_tensor=self.refreshes / (tensors or 1),
@@ -262,7 +262,7 @@ class Metrics:
             self._steps += 1
             self._window_steps += 1
             self._last_step = n
-            self._is_dense = self._is_dense and not any(sums.thin_steps for sums in opened.values())
+            self._is_dense = self._is_dense and not any(sums.sparse_steps for sums in opened.values())
             if ended is not None:  # the first step has no beginning
                 self._durations.append(1e3 * (now - ended))
                 if self._is_dense and len(self._dense_durations) < _DENSE_STEPS:

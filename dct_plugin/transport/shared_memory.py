@@ -46,7 +46,7 @@ class SharedMemory:
         self._exchange, self._memories, self._kernels = exchange, memories, kernels
         self._turn = 0
 
-    def swap(
+    def all_to_all_in_node(
         self,
         outgoing: Sequence[Sequence[Tensor]],
         like: Sequence[Sequence[Tensor]],

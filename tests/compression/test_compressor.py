@@ -207,7 +207,7 @@ def test_a_residual_in_the_hosts_memory() -> None:
     own, lent = Compressor(sparsity=0.9), Compressor(sparsity=0.9)
     memory = torch.zeros(5000)
     for step, gradient in enumerate(gradients(6, 5000)):
-        lent.keep_in(memory)
+        lent.use_residual_memory(memory)
         if step == 3:
             assert own.residual is not None
             own.residual.current.zero_()
@@ -218,7 +218,7 @@ def test_a_residual_in_the_hosts_memory() -> None:
     resumed = Compressor(sparsity=0.9)
     resumed.load_state_dict(lent.state_dict())
     other = torch.zeros(5000)
-    resumed.keep_in(other)
+    resumed.use_residual_memory(other)
     assert torch.equal(other, memory)
 
 

@@ -35,7 +35,7 @@ class Recorder(AddOn):
     def configured(cls, context: ReducerContext) -> Recorder:
         return cls()
 
-    def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
+    def before_compression(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         self.calls.append("observe " + " ".join(name for name, tensor in entries if tensor.any()))
 
     def compared(self, names: Iterable[str]) -> list[str]:

@@ -424,7 +424,7 @@ def _unsent(reducer: GradientReducer) -> torch.Tensor:
     streams, total = reducer.streams_state(), torch.zeros(_ENTRIES)
     if "weight" in streams:
         total += unpacked(streams["weight"]["residual"])
-    for shard, name in TwoPhase(reducer).held_back("weight", _ENTRIES):
+    for shard, name in TwoPhase(reducer).owner_residuals("weight", _ENTRIES):
         if name in streams:
             total[shard.start : shard.stop] += unpacked(streams[name]["residual"])
     return total / reducer.loss_scale

@@ -283,7 +283,7 @@ def _fails(rank: int, world_size: int, kind: str) -> str:
     if rank == 1 and kind == "other tensors":
         entries = {"c": entries.pop("a"), **entries}
     elif rank == 1:
-        phase = group.topologies.everywhere.phases[0]
+        phase = group.topologies.all_reduce.phases[0]
         failing = group.node._shared_memory() if kind == "fails inside" else phase
         assert failing is not None
         failing._write = failing.write = lambda *_: 1 / 0  # type: ignore[union-attr, method-assign]

@@ -91,7 +91,7 @@ class AutomaticSparsity(AddOn):
     def lossless(self) -> bool:
         return self.current.value_dtype == LOSSLESS
 
-    def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
+    def before_compression(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         self._sizes.update((name, (tensor.numel(), tensor.nbytes)) for name, tensor in entries)
         self._seen.update(name for name, _ in entries)
 

@@ -96,15 +96,15 @@ class Unsent(NamedTuple):
 
     Attributes:
         residual: Returns the residual of a stream (fp32 [numel]); None if it keeps none.
-        held_back: Takes a stream and its number of entries. Yields each part of the ranks' *sum* that this
-            rank owns, and the residual of that part (fp32): what this rank has not sent back of the sum.
+        owner_residuals: Takes a stream and its number of entries. Yields each part of the ranks' *sum* that
+            this rank owns, and the residual of that part (fp32): what this rank has not sent back of the sum.
         pending: Returns the part of the stream's weights that this rank owns, and the updates that it has not
             sent to the other ranks (fp32, in the weights' unit); None if there are none.
         lasting: True if ``residual`` returns the memory in which a residual is kept, not a copy.
     """
 
     residual: Callable[[str], Tensor | None]
-    held_back: Callable[[str, int], Iterable[tuple[Shard, Tensor]]] = lambda *_: ()
+    owner_residuals: Callable[[str, int], Iterable[tuple[Shard, Tensor]]] = lambda *_: ()
     pending: Callable[[str], tuple[Shard, Tensor] | None] = lambda _: None
     lasting: bool = False
 
@@ -317,7 +317,7 @@ class StepAhead:
             return None, 0.0, False
         coefficient = self.coefficients.of(name)
         both = None  # the residual times its coefficient, and what is held back
-        for shard, part in self._unsent.held_back(name, numel):
+        for shard, part in self._unsent.owner_residuals(name, numel):
             if both is None:
                 both = torch.mul(residual, coefficient, out=self._scratch.take("both", residual))
             both[shard.start : shard.stop].add_(part, alpha=self._owner_factor / self._world_size)
@@ -441,7 +441,7 @@ class StepAheadAddOn(AddOn):
             unit_of,
             Unsent(
                 self._residual_of,
-                self._held_back_of,
+                self._owner_residuals_of,
                 pending_of,
                 self._config.residual_dtype in ("auto", "fp32"),
             ),
@@ -455,7 +455,7 @@ class StepAheadAddOn(AddOn):
         self._ahead.load_state_dict(self._loaded, step=group.step)
         return self._ahead
 
-    def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
+    def before_compression(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         if self._ahead is None:
             raise ConfigError(
                 "dct.data_parallel.feedback = 'step_ahead': this host has not said which "
@@ -546,9 +546,9 @@ class StepAheadAddOn(AddOn):
         saved = group.loaded[name]["residual"] if name in group.loaded else None
         return None if saved is None else unpacked(saved).to(group.device)
 
-    def _held_back_of(self, name: str, numel: int) -> Iterator[tuple[Shard, Tensor]]:
+    def _owner_residuals_of(self, name: str, numel: int) -> Iterator[tuple[Shard, Tensor]]:
         """Yield the parts of the sum that this rank owns, and what it has not sent back of each."""
-        for shard, stream in self._topologies.everywhere.held_back(name, numel):
+        for shard, stream in self._topologies.all_reduce.owner_residuals(name, numel):
             residual = self._residual_of(stream, "part")
             if residual is not None:
                 yield shard, residual

@@ -289,7 +289,7 @@ class NodeCopies(WeightUpdates):
         senders = [position for position, rank in enumerate(self._own) if self._slice_of[rank] == own]
         like = [parts if position in senders else [] for position in range(node.size)]
         names = [each.name for each in self.slices]
-        received = node.swap("masters", outgoing, like, list(zip(names, parts, strict=True)))
+        received = node.all_to_all_in_node("masters", outgoing, like, list(zip(names, parts, strict=True)))
         if own in senders:
             received[own] = parts
         for index, each in enumerate(self.slices):

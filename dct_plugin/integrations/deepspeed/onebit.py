@@ -164,8 +164,8 @@ class MomentumReducer(GradientReducer):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._layout = _BuffersOfOptimizer(self)
-        if isinstance(self.topologies.everywhere, TwoPhase):
-            self.topologies.everywhere = self._layout
+        if isinstance(self.topologies.all_reduce, TwoPhase):
+            self.topologies.all_reduce = self._layout
         self.topologies.alternative = None
 
     def average(self, name: str, momentum: Tensor, worker_error: Tensor, server_error: Tensor) -> None:
@@ -185,7 +185,7 @@ class MomentumReducer(GradientReducer):
     def stream(self, name: str) -> Compressor:
         """Return the stream of a tensor, with its residual where the optimizer keeps it."""
         stream = super().stream(name)
-        stream.keep_in(self._errors[name])
+        stream.use_residual_memory(self._errors[name])
         return stream
 
 

@@ -47,7 +47,7 @@ def state_of(groups: Sequence[ReplicaGroup], step: int) -> dict[str, Any]:
         for group, parameter in _compressed(groups, reducer):
             residual = _saved_residual(streams, parameter.name, parameter.shape.numel())
             residuals[parameter.name] = _as_dtensor(group, parameter, residual, replicas=group.size())
-            if len(reducer.topologies.everywhere.phases) > 1:  # owners keep what they do not send back
+            if len(reducer.topologies.all_reduce.phases) > 1:  # owners keep what they do not send back
                 held_back[parameter.name] = _as_dtensor(
                     group, parameter, _held_back(group, parameter, streams)
                 )
@@ -85,7 +85,7 @@ def restore(groups: Sequence[ReplicaGroup], state: dict[str, Any]) -> None:
                 continue
             _put(streams, name, own_residual.reshape(-1))
             # The saved topology may be another one than that in use.
-            for shard, stream in TwoPhase(reducer).held_back(name, numel) if name in held_back else ():
+            for shard, stream in TwoPhase(reducer).owner_residuals(name, numel) if name in held_back else ():
                 _put(streams, stream, held_back[name].reshape(-1)[shard.start : shard.stop])
         reducer.load_state_dict(restored)
 
@@ -171,7 +171,7 @@ def _held_back(group: ReplicaGroup, parameter: ShardedParameter, streams: dict[s
     reducer, numel = group.reducer, parameter.shape.numel()
     total = torch.zeros(numel, device=reducer.device)
     if numel >= reducer.config.min_numel:
-        for shard, stream in reducer.topologies.everywhere.held_back(parameter.name, numel):
+        for shard, stream in reducer.topologies.all_reduce.owner_residuals(parameter.name, numel):
             part = _saved_residual(streams, stream, shard.stop - shard.start)
             total[shard.start : shard.stop] = part.to(total.device)
         dist.all_reduce(total, group=group.replicas)

@@ -108,7 +108,7 @@ class Reductions:
             factor = bucket.gradient_scaling_factor
             for gradient in gradients_in(bucket):
                 view = gradient.view if factor == 1.0 else gradient.view * factor
-                reducer.observe(reducer.brought([(gradient.name, view)]))
+                reducer.observe(reducer.node_mean_parts([(gradient.name, view)]))
 
     def end_step(self, *, skipped: bool, scales: tuple[float, float] | None) -> None:
         """Close an iteration; ``scales`` are the loss scales of this iteration and of the next one."""
