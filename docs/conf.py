@@ -55,7 +55,7 @@ def write_pages(app: Sphinx) -> None:
     for name, page in pages.items():
         pages[name] = re.sub(r"\]\((\.\./)?docs/", "](../", page)
     commands = {"config": typer.main.get_command(cli.config.app)}
-    commands |= {entry.name: cli._load(entry) for entry in cli.COMMANDS}
+    commands |= {entry.name: cli.command_of(entry) for entry in cli.COMMANDS}
     pages["commands"] = "\n".join(
         get_docs_for_click(obj=command, ctx=typer.Context(command), indent=1, name=f"dct {name}")
         for name, command in commands.items()

@@ -136,17 +136,22 @@ def _missing(entry: LazyCommand, modules: list[str]) -> typer.Exit:
     return typer.Exit(1)
 
 
+def command_of(entry: LazyCommand) -> Any:
+    """Return the command behind an entry, as typer runs it."""
+    command = entry.load()
+    if not isinstance(command, typer.Typer):
+        function, command = command, typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+        command.command(entry.name, help=entry.help)(function)
+    return typer.main.get_command(command)
+
+
 def _run(entry: LazyCommand, arguments: list[str]) -> None:
     """Run the command behind an entry, or exit and say what has to be installed; its help needs nothing."""
     missing = [module for module in entry.needs if importlib.util.find_spec(module) is None]
     if missing and "--help" not in arguments:
         raise _missing(entry, missing)
     try:
-        command = entry.load()
-        if not isinstance(command, typer.Typer):
-            function, command = command, typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-            command.command(entry.name, help=entry.help)(function)
-        typer.main.get_command(command).main(args=arguments, prog_name=f"dct {entry.name}")
+        command_of(entry).main(args=arguments, prog_name=f"dct {entry.name}")
     except ModuleNotFoundError as error:
         name = error.name or str(error)
         if name.partition(".")[0] == "dct_plugin":  # an incomplete installation is to be seen in full
