@@ -11,6 +11,9 @@ from torch import Tensor
 from ..host_traffic import own_traffic
 from .base import HEADER, Announced, Header, Transport
 
+#: torch 2.13 has another name for it, and warns of this one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class CollectiveTransport(Transport):
     """Headers go first, in one small all-to-all; messages follow.
@@ -52,5 +55,5 @@ class CollectiveTransport(Transport):
     @own_traffic()
     def gather(self, received: Tensor) -> None:
         own = received.chunk(self.world_size)[self.rank]
-        dist.all_gather_into_tensor(received, own, group=self.group)
+        _all_gather(received, own, group=self.group)
         self.sent_bytes += own.numel() * (self.world_size - 1)
