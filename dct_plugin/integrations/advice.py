@@ -22,7 +22,7 @@ from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
 from dct_plugin.data_parallel.autotune.cost_model import CostModel
 
 from .host.measured_job import FACTS, SECTION, VARIABLE
-from .host.patches import Function, Patches
+from .host.patching import Function, Patches
 
 #: Optimizer steps after which a job of one rank is stopped.
 _MOST_STEPS = 20

@@ -17,7 +17,7 @@ from dct_plugin.errors import ConfigError
 from .ddp import DCTState
 from .ddp import detach as ddp_detach
 from .fsdp import ReplicaCompression, compress_replicas
-from .host.optimizers import optimizers_of
+from .host.settings import optimizers_of
 
 logger = logging.getLogger("dct_plugin")
 

@@ -301,7 +301,7 @@ ENGINES: list[dict[str, Any]] = [
 PROGRAM = """
 import dataclasses, json, sys
 import deepspeed, torch
-from dct_plugin.integrations.deepspeed.job import Job
+from dct_plugin.integrations.deepspeed.section import Job
 from dct_plugin.integrations.deepspeed import paths, support
 from dct_plugin.config import DCTConfig
 # DeepSpeed refuses fp16 on processors without instructions for it; no step is made here.

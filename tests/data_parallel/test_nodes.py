@@ -20,8 +20,8 @@ from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.step_ahead.add_on import StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError, DesyncError
-from dct_plugin.integrations.host import nodes as nodes_module
-from dct_plugin.integrations.host.nodes import nodes_of
+from dct_plugin.integrations.host import startup
+from dct_plugin.integrations.host.startup import nodes_of
 from dct_plugin.metrics import Metrics
 from dct_plugin.transport.nodes import find_nodes, layout_of, ranks_of_machines
 
@@ -314,7 +314,7 @@ def test_ranks_that_fail_or_differ_are_named_and_a_poisoned_step_leaves_no_trace
 def _chosen(rank: int, world_size: int, host: str) -> dict[str, str]:
     """Return the nodes chosen for the option; ``host`` names the machine of every rank."""
     found = {}
-    nodes_module.log_once.cache_clear()
+    startup.log_once.cache_clear()
     with pytest.MonkeyPatch.context() as patch, logged() as lines:
         patch.setattr(processes, "machine", lambda: f"{host[rank]} boot")
         for value in ("auto", 1, 2, 3):

@@ -39,7 +39,7 @@ class PipelineEngine(DeepSpeedEngine):
 #: Only notes which engines are ready, so that the stub can be looked at by itself.
 NOTE = """
 import sys
-import dct_plugin.integrations.deepspeed.activation as stub
+import dct_plugin.integrations.deepspeed.engine_hook as stub
 seen = []
 stub.engine_ready = lambda engine: seen.append((type(engine).__name__, getattr(engine, "ready", None)))
 """
@@ -159,8 +159,8 @@ def test_start_orders_with_deepspeed(order: str, automatic: str) -> None:
         """
         from deepspeed.runtime.engine import DeepSpeedEngine
         from deepspeed.runtime.pipe.engine import PipelineEngine
-        from dct_plugin.integrations.deepspeed import activation
-        print(activation._hooked == {DeepSpeedEngine, PipelineEngine})
+        from dct_plugin.integrations.deepspeed import engine_hook
+        print(engine_hook._hooked == {DeepSpeedEngine, PipelineEngine})
         """,
         TORCH_DEVICE_BACKEND_AUTOLOAD=automatic,
         LOCAL_RANK="0",
@@ -270,7 +270,7 @@ def test_an_engine_without_a_section_is_left_alone(package: Path) -> None:
         HOOKED,
         """
         made = engine.DeepSpeedEngine({"train_batch_size": 1})
-        print(sorted(made.__dict__), "dct_plugin.integrations.deepspeed.attach" in sys.modules)
+        print(sorted(made.__dict__), "dct_plugin.integrations.deepspeed.attachment" in sys.modules)
         """,
         path=package,
     )
@@ -282,7 +282,7 @@ def test_a_section_with_an_incomplete_installation_is_an_error(package: Path) ->
     out = python(
         HOOKED,
         """
-        sys.modules["dct_plugin.integrations.deepspeed.attach"] = None  # as if the file were missing
+        sys.modules["dct_plugin.integrations.deepspeed.attachment"] = None  # as if the file were missing
         try:
             engine.DeepSpeedEngine({"dct": {"enabled": True}})
         except ImportError as error:
@@ -424,14 +424,14 @@ def test_what_a_job_is_left_with(tmp_path: Path) -> None:
     assert plain["modules"] == []
     assert {*without.pop("modules"), *plain.pop("modules")} <= {
         *STUB,
+        "dct_plugin.errors",
         "dct_plugin.integrations.deepspeed",
-        "dct_plugin.integrations.deepspeed.activation",
+        "dct_plugin.integrations.deepspeed.engine_hook",
         "dct_plugin.integrations.deepspeed.section",
         "dct_plugin.integrations.host",
-        "dct_plugin.integrations.host.deepspeed_keys",
         "dct_plugin.integrations.host.measured_job",
-        "dct_plugin.integrations.host.patches",
-        "dct_plugin.integrations.host.post_import",
+        "dct_plugin.integrations.host.patching",
+        "dct_plugin.integrations.host.versions",
     }
     for when in ("before", "during", "after"):
         assert plain[when]["functions"] == []

@@ -256,7 +256,7 @@ def skip_what_deepspeed_cannot(name: str) -> None:
     """Older ones leave gradients that lie apart to each rank, on CPU."""
     import torch
 
-    from dct_plugin.integrations.deepspeed.support import reduces_loose_gradients
+    from dct_plugin.integrations.deepspeed.engine import reduces_loose_gradients
 
     zero = CASES[name]["config"].get("zero_optimization", {})
     if not zero.get("contiguous_gradients", True) and not reduces_loose_gradients(torch.device("cpu")):

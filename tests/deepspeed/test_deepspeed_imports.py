@@ -31,7 +31,7 @@ def test_nothing_is_imported_by_string() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(("module", "table"), [("onebit", "activation.py")])
+@pytest.mark.parametrize(("module", "table"), [("onebit", "engine_hook.py")])
 def test_a_feature_in_a_file_of_its_own_is_named_by_one_table(module: str, table: str) -> None:
     """Deleting the file and its row removes the feature."""
     naming = {

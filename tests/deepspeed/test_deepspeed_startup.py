@@ -179,7 +179,7 @@ def test_module_form_runs_scripts_and_modules(tmp_path: Path) -> None:
 @pytest.fixture
 def support(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    from dct_plugin.integrations.deepspeed import support
+    from dct_plugin.integrations.deepspeed import engine as support
 
     return support
 
@@ -214,7 +214,7 @@ def test_a_changed_signature_is_refused(support: Any, monkeypatch: pytest.Monkey
         lambda self, tensors, group: name(self, tensors, group),
     )
     monkeypatch.delattr(deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer, "average_tensor")
-    from dct_plugin.integrations.deepspeed.paths import GRADIENT_PATHS
+    from dct_plugin.integrations.deepspeed.attachment import GRADIENT_PATHS
 
     with pytest.raises(VersionError) as caught:
         support.require_targets([target for path in GRADIENT_PATHS for target in path.targets])

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from dct_plugin import VersionError
-from dct_plugin.integrations.host import lost_peers, signatures, versions
-from dct_plugin.integrations.host.patches import Patches
-from dct_plugin.integrations.host.signatures import Target
+from dct_plugin.integrations.host import lost_peers, versions
+from dct_plugin.integrations.host.patching import Patches
+from dct_plugin.integrations.host.versions import Target
 
 
 class Base:
@@ -89,7 +89,7 @@ def target(name: str, *parameters: str, module: str = __name__) -> Target:
 
 def test_what_fits_passes() -> None:
     fitting = [target("Base.step", "self"), target("double", "original")]
-    signatures.require(fitting, "Host 1.0", "any", "nothing")
+    versions.require(fitting, "Host 1.0", "any", "nothing")
 
 
 def test_every_target_that_does_not_fit_is_named() -> None:
@@ -99,7 +99,7 @@ def test_every_target_that_does_not_fit_is_named() -> None:
         target("anything", module="dct_no_such_module"),
     ]
     with pytest.raises(VersionError) as caught:
-        signatures.require(targets, "Host 1.0", versions.VersionRange("1.1", "2"), "update it")
+        versions.require(targets, "Host 1.0", versions.VersionRange("1.1", "2"), "update it")
     text = str(caught.value)
     assert text.startswith("Host 1.0 is not what dct-plugin was made for; nothing was patched\n")
     assert f"{__name__}.Base.step (steps)" in text

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dct_plugin.integrations.host.post_import import when_imported
+from dct_plugin.integrations.host.patching import when_imported
 
 NAME = "dct_test_late_module"
 

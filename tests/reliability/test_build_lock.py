@@ -13,7 +13,7 @@ import pytest
 from support import ROOT
 from torch.utils import cpp_extension
 
-from dct_plugin.integrations.host import build_lock
+from dct_plugin.integrations.deepspeed import build_lock
 
 LOCKS_STAY = pytest.mark.skipif(not build_lock.locks_stay(), reason="the kernel frees this torch's locks")
 
@@ -51,7 +51,7 @@ def test_an_engine_that_waits_says_so(tmp_path: Path) -> None:
 import os, threading, time
 os.environ["DS_ACCELERATOR"] = "cpu"
 from deepspeed.ops.op_builder.builder import OpBuilder
-from dct_plugin.integrations.host import build_lock
+from dct_plugin.integrations.deepspeed import build_lock
 build_lock.SAY_AFTER = 0.2
 from torch.utils import cpp_extension, file_baton
 
@@ -108,7 +108,7 @@ def test_the_lock_of_a_process_that_was_killed_is_removed(tmp_path: Path) -> Non
     code = f"""
 import os, signal
 from torch.utils import cpp_extension
-from dct_plugin.integrations.host import build_lock
+from dct_plugin.integrations.deepspeed import build_lock
 with build_lock.watched():
     baton = cpp_extension.FileBaton({str(lock)!r})
     if baton.try_acquire():

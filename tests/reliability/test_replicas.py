@@ -19,7 +19,7 @@ from dct_plugin import DCTState, dct_hook
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import DesyncError
-from dct_plugin.integrations.host.replicas import checksum
+from dct_plugin.integrations.host.replica_checksums import checksum
 
 
 def test_a_checksum_sees_every_bit() -> None:

@@ -10,16 +10,15 @@ import pytest
 from support import CONFIGS
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.integrations.deepspeed import activation, file_check, parser
-from dct_plugin.integrations.deepspeed.section import KEYS
-from dct_plugin.integrations.host.deepspeed_keys import near_misses, unread
+from dct_plugin.integrations.deepspeed import engine_hook, file_check, parser
+from dct_plugin.integrations.deepspeed.section import KEYS, near_misses, unread
 from dct_plugin.integrations.host.versions import installed
 
 
 def said(content: dict[str, Any], caplog: pytest.LogCaptureFixture, **more: Any) -> list[str]:
     caplog.clear()
     engine = SimpleNamespace(_config=SimpleNamespace(_param_dict=content), **more)
-    activation.engine_ready(engine)
+    engine_hook.engine_ready(engine)
     return [record.getMessage() for record in caplog.records]
 
 

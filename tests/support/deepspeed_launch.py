@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dct_plugin.integrations.host import build_lock
+from dct_plugin.integrations.deepspeed import build_lock
 from support import processes, with_local_feedback
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dct_plugin.integrations.host.post_import import when_imported
+from dct_plugin.integrations.host.patching import when_imported
 from support import megatron_cpu
 
 #: Environment variable: what has sparsity 0 is not left to Megatron, but encoded, sent and decoded, too.

@@ -21,7 +21,7 @@ LATE = {
     "dct_plugin": (
         "dct_plugin.kernels.cpu",
         "dct_plugin.integrations.ddp",
-        "dct_plugin.integrations.host.streams",
+        "dct_plugin.integrations.host.activation_streams",
     ),
     "triton": ("triton.experimental.gluon", "triton.language.extra.libdevice"),
     "deepspeed": (
@@ -29,7 +29,7 @@ LATE = {
         "deepspeed.moe.layer",
         "deepspeed.module_inject.auto_ep_layer",
         "deepspeed.runtime.zero.muon.muon_optimizer",
-        "dct_plugin.integrations.deepspeed.attach",
+        "dct_plugin.integrations.deepspeed.attachment",
     ),
     "megatron": (
         "megatron.core.models.gpt.gpt_layer_specs",

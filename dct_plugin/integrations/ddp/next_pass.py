@@ -10,7 +10,7 @@ from torch import nn
 
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 
-from ..host.optimizer_steps import OptimizerSteps
+from ..host.steps import OptimizerSteps
 
 
 class NextPass:

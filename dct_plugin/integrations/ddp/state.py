@@ -26,16 +26,14 @@ from dct_plugin.host_traffic import counted_by
 from dct_plugin.metrics import Metrics
 from dct_plugin.transport.nodes import Nodes, layout_of
 
-from ..host import attached, lost_peers, reducer_files, startup
-from ..host.nodes import nodes_of
+from ..host import attachments, lost_peers, reducer_files, startup
 from ..host.nonfinite import PoisonedSteps
-from ..host.optimizer_steps import OptimizerSteps
-from ..host.optimizers import check_parameters, optimizers_of
 from ..host.overlap import Overlap, overlap_of
-from ..host.replicas import Replicas
+from ..host.replica_checksums import ReplicaChecksums
 from ..host.reporting import Reporting
-from ..host.settings import resolve_settings
-from ..host.steps import StepHooks
+from ..host.settings import check_parameters, optimizers_of, resolve_settings
+from ..host.startup import nodes_of
+from ..host.steps import OptimizerSteps, StepHooks
 from .bucket import Bucket
 from .complex_parameters import RealView, as_real
 from .join import refuse_join
@@ -202,8 +200,8 @@ class DCTState:
 
     def _own(self, model: torch.nn.Module) -> None:
         """Close what was attached to ``model`` before."""
-        attached.note(model, self)
-        self.ends.callback(attached.forget, self)
+        attachments.note(model, self)
+        self.ends.callback(attachments.forget, self)
 
     def step_ahead(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -249,7 +247,9 @@ class DCTState:
             )
             self.steps.members, self.steps.metrics = [self._reducer], self.metrics
 
-            self.steps.replicas = [Replicas(self.config.data_parallel, self._replicated, self.process_group)]
+            self.steps.replicas = [
+                ReplicaChecksums(self.config.data_parallel, self._replicated, self.process_group)
+            ]
             self.load_state_dict({"reducer": self._loaded})
         return self._reducer
 

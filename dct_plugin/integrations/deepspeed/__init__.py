@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from types import ModuleType
 
-from ..host.post_import import when_imported
+from ..host.patching import when_imported
 
 #: The engines of DeepSpeed that have a constructor of their own and are supported, by module.
 ENGINES = {
@@ -27,7 +27,7 @@ def activate() -> None:
 
 def _hook_engine(module: ModuleType) -> None:
     try:
-        from .activation import hook_engine
+        from .engine_hook import hook_engine
 
         hook_engine(getattr(module, ENGINES[module.__name__]))
     except Exception as error:

@@ -1,34 +1,62 @@
-"""The plugin's additions to one engine, from its parts."""
+"""The way from the ``dct`` section to a hooked engine: check, agree with the other ranks, then patch."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 from typing import Any
 
+import deepspeed
 import torch.distributed as dist
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
 from dct_plugin.host_traffic import count_group
 from dct_plugin.metrics import Event, Metrics, Sink
+from dct_plugin.transport.agreement import HINT
 
-from ..host import attached, lost_peers
-from ..host.patches import Function, Patches
-from ..host.replicas import Replicas
+from ..host import attachments, lost_peers, startup
+from ..host.patching import Function, Patches
+from ..host.replica_checksums import ReplicaChecksums
 from ..host.reporting import Reporting
+from ..host.settings import resolve_settings, steps_of
 from ..host.steps import StepHooks
-from .checkpointing import CheckpointFiles, RankState
-from .displacement import DisplacedPasses
+from .checkpointing import CheckpointFiles, RankState, tell_what_is_dropped
+from .engine import EngineContext, EnginePart, check_version, has_optimizer, is_pipeline, job_of, tied_weights
+from .engine_parts import DisplacedPasses, SkippedSteps
+from .moe import ExpertPath
 from .node_copies import DisplacedCopies, NodeCopies
-from .nonfinite import SkippedSteps
-from .part import EngineContext, EnginePart
-from .path import GradientPath
-from .paths import activation_paths_of
-from .support import is_pipeline, tied_weights
+from .parser import keys_read
+from .path import ActivationPath, GradientPath
+from .pipeline import PipelinePath
+from .rules import advice, applied, require, step_ahead_unavailable, unread_keys
+from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
+from .stage0 import Bf16Path, Stage0Path
 from .weight_updates import ThresholdedGather, WeightUpdates
+from .zero import ZeroPath
+from .zero3 import Zero3Path
+
+#: The first that applies to an engine is its gradients' path.
+GRADIENT_PATHS: tuple[type[GradientPath], ...] = (Zero3Path, ZeroPath, Bf16Path, Stage0Path)
+ACTIVATION_PATHS: tuple[type[ActivationPath], ...] = (PipelinePath, ExpertPath)
+
+
+def gradient_path_of(engine: Any, config: DCTConfig) -> type[GradientPath] | None:
+    """Return the class of path for the engine's gradients; None if there is none, or nothing to train."""
+    if not has_optimizer(engine):
+        return None
+    of_optimizer: type[GradientPath] | None = gradient_path_of_optimizer(engine)
+    if of_optimizer is not None:
+        return of_optimizer
+    return next((path for path in GRADIENT_PATHS if path.applies(engine, config)), None)
+
+
+def activation_paths_of(engine: Any, config: DCTConfig) -> list[type[ActivationPath]]:
+    """Return the classes of paths for the activations that are to be compressed."""
+    return [path for path in ACTIVATION_PATHS if path.applies(engine, config)]
 
 
 class Attachment:
@@ -129,7 +157,7 @@ class Attachment:
     def close(self) -> None:
         """Take everything off the engine, and print the summary."""
         with contextlib.ExitStack() as ends:  # last comes first, also after an error
-            ends.callback(attached.forget, self)
+            ends.callback(attachments.forget, self)
             ends.callback(self._patches.undo)
             for end in self._at_end:
                 ends.callback(end)
@@ -140,12 +168,12 @@ class Attachment:
     def install(self) -> None:
         """Patch the engine and its optimizer (these instances, not their classes)."""
         engine = self._engine
-        attached.note(engine.module, self)
+        attachments.note(engine.module, self)
         if not self.config.data_parallel.enabled:
             self.steps.begin()  # no gradients will come, and nothing is to be said about that
         for part in self._parts:
             part.install(self._patches)
-        replicas = Replicas(self.config.data_parallel, self._path.replicated, self.reducer.group)
+        replicas = ReplicaChecksums(self.config.data_parallel, self._path.replicated, self.reducer.group)
         self.steps.replicas = [replicas]
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
         self._reporting = Reporting(self.metrics, _sink(engine.monitor) if engine.monitor.enabled else None)
@@ -197,3 +225,98 @@ def _sink(monitor: Any) -> Sink:
             wandb.log({name: value for name, value, _ in events}, commit=False)
 
     return write
+
+
+logger = logging.getLogger("dct_plugin")
+
+#: The attribute of an engine that holds its attachment, for scripts: ``engine.dct.reducer``.
+ATTRIBUTE = "dct"
+
+
+def attach(engine: Any, section: Any) -> Attachment | None:
+    """Attach to a finished engine; called for every engine whose JSON has a ``dct`` section.
+
+    Args:
+        engine: A ``DeepSpeedEngine`` after its ``__init__``.
+        section: The ``dct`` section as read from the JSON.
+
+    Returns:
+        What was attached (also ``engine.dct``), None when the section is disabled.
+
+    Raises:
+        ConfigError: The section is wrong, or the engine's combination of features is not supported.
+        VersionError: This DeepSpeed is not supported.
+        DesyncError: Other ranks failed, do not take part, or run another configuration or version.
+    """
+    if ATTRIBUTE in engine.__dict__:
+        attached: Attachment = engine.__dict__[ATTRIBUTE]
+        return attached
+    agreement = startup.join(TOPIC, hint=f"its configuration has no {SECTION!r} section, or {HINT}")
+    with startup.reported(agreement):
+        config = DCTConfig.parse(section, rank=dist.get_rank())
+        if not config.enabled and gradient_path_of_optimizer(engine) is None:
+            agreement.abstain()
+            tell_what_is_dropped(engine)
+            return None
+        attachment, note = _prepared(engine, config)
+    path, applied = ("none", config) if attachment is None else (attachment.description, attachment.config)
+    agreement.confirm(
+        startup.facts_of(applied, {"version of deepspeed": deepspeed.__version__, "gradient path": path})
+    )
+    if attachment is None:
+        if dist.get_rank() == 0:
+            trains = has_optimizer(engine)
+            why = "dct.data_parallel.enabled is false" if trains else "the engine has no optimizer"
+            logger.warning("dct: nothing to do: %s", why)
+        tell_what_is_dropped(engine)
+        return None
+    attachment.install()
+    engine.__dict__[ATTRIBUTE] = attachment
+    if dist.get_rank() == 0:
+        _report(engine, attachment, note)
+    return attachment
+
+
+def _prepared(engine: Any, config: DCTConfig) -> tuple[Attachment | None, str]:
+    """Return what is to be added to the engine, which is not patched yet, and a note about its feedback;
+    None if there is nothing to do.
+
+    Raises:
+        ConfigError, VersionError: See :func:`attach`.
+    """
+    check_version(deepspeed.__version__)
+    path, note = gradient_path_of(engine, config), ""
+    job = job_of(engine, path)
+    if path is not None and not job.exchanges_momentum:
+        config, note = resolve_settings(
+            config,
+            engine.optimizer,
+            ranks=dist.get_world_size(engine.seq_data_parallel_group),
+            stage=job.stage,
+            steps=steps_of(engine.lr_scheduler),
+            step_ahead_unavailable=step_ahead_unavailable(job, config),
+        )
+    require(job, config, rank=engine.global_rank)
+    config = applied(job, config)
+    if path is not None:
+        path.check(engine)
+    for activation in ACTIVATION_PATHS:
+        activation.check(engine, config)
+    if path is None or not (config.data_parallel.enabled or activation_paths_of(engine, config)):
+        return None, ""
+    return Attachment(engine, config, path), note
+
+
+def _report(engine: Any, attachment: Attachment, note: str) -> None:
+    """Log what is active, and what is strange about the configuration; ``note`` is about its feedback."""
+    what = f"{attachment.description}, {attachment.coverage}, {dist.get_world_size()} ranks"
+    startup.log_active(what, attachment.config, note, attachment.reducer.config)
+    if attachment.weights_lag:
+        logger.warning(
+            "dct: the weights lack updates that dct.data_parallel.parameters has not sent yet: before an "
+            "evaluation or export call engine.dct.gather_parameters() on all ranks; save_checkpoint does it"
+        )
+    if unknown := unread_keys(configuration_of(engine) or {}, keys_read()):
+        logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(unknown))
+    for sentence in advice(job_of(engine)):
+        logger.warning("dct: %s", sentence)

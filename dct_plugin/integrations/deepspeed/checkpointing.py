@@ -21,10 +21,9 @@ from dct_plugin import checkpoint
 from dct_plugin.transport import lost_ranks
 
 from ..host import reducer_files
-from ..host.patches import Function, Patches
-from .part import EngineContext, EnginePart
+from ..host.patching import Function, Patches
+from .engine import EngineContext, EnginePart, is_pipeline
 from .path import ActivationPath, GradientPath
-from .support import is_pipeline
 from .weight_updates import WeightUpdates
 
 logger = logging.getLogger("dct_plugin")

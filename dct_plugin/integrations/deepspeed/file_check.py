@@ -14,10 +14,9 @@ from dct_plugin.policy import Training, resolve
 from dct_plugin.policy.optimizers import OptimizerFamily, unknown_step
 
 from ..host.versions import installed, parse
-from .job import Job
 from .parser import Answer
 from .rules import advice, applied, refusals, step_ahead_unavailable, unread_keys, without_slot
-from .section import KEYS, READ_BY_PLUGIN, SECTION, backend_name, misplaced_section
+from .section import KEYS, READ_BY_PLUGIN, SECTION, Job, backend_name, misplaced_section
 
 #: Keys that a warning names; of more it says how many there are.
 _NAMED = 8

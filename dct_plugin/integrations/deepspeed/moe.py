@@ -24,12 +24,11 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.metrics import Record
 from dct_plugin.model_parallel import CompressedCollectives
 
-from ..host.patches import Function, Patches
-from ..host.signatures import Target
-from ..host.streams import ActivationStreams
-from .part import EngineContext
+from ..host.activation_streams import ActivationStreams
+from ..host.patching import Function, Patches
+from ..host.versions import Target
+from .engine import EngineContext, require_targets
 from .path import ActivationPath
-from .support import require_targets
 
 _PREFIX = "experts "
 _TARGETS = (

@@ -31,8 +31,8 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.transport.nodes import KEY, Nodes
 
 from ..host.gathered_slice import GatheredSlice
-from ..host.patches import Function, Patches
-from .part import EngineContext, EnginePart
+from ..host.patching import Function, Patches
+from .engine import EngineContext, EnginePart
 from .path import GradientPath
 from .weight_updates import WeightUpdates, updates_of
 

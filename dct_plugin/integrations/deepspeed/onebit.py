@@ -6,7 +6,7 @@ part that a rank sums up for all. Here what is exchanged is thresholded instead 
 the plugin's codecs and exchange; the residuals of its streams lie in the optimizer's two buffers. DeepSpeed
 has these optimizers up to 0.19.6.
 
-Deleting this file and its use in :mod:`.activation` removes the feature.
+Deleting this file and its use in :mod:`.engine_hook` removes the feature.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from dct_plugin.data_parallel.plan import Shard, shards_in
 from dct_plugin.data_parallel.two_phase import TwoPhase
 from dct_plugin.errors import ConfigError, VersionError
 
-from ..host.patches import Function, Patches
-from ..host.post_import import when_imported
-from .part import EngineContext
+from ..host.patching import Function, Patches, when_imported
+from .engine import EngineContext, precision_of
 from .rules import without_slot
 from .section import PATH_ATTRIBUTE, SECTION, inner_optimizer
 from .stage0 import Stage0Path
-from .support import precision_of
 
 #: The value of ``comm_backend_name`` that chooses the plugin.
 BACKEND_NAME = SECTION

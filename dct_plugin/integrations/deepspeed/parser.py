@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 from dct_plugin.config.options import show
 from dct_plugin.config.validation_errors import DEEPSPEED_KEYS
 
-from ..host.deepspeed_keys import unread
-from ..host.patches import Patches
+from ..host.patching import Patches
 from ..host.versions import installed
-from .section import READ_BY_PLUGIN
+from .section import READ_BY_PLUGIN, unread
 
 #: Seconds in which the process must answer.
 _LIMIT = 120.0

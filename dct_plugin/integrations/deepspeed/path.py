@@ -15,12 +15,11 @@ from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.host_traffic import counted_by
 
 from ..host import startup
-from ..host.nodes import nodes_of
-from ..host.signatures import Target
-from ..host.streams import ActivationStreams
+from ..host.activation_streams import ActivationStreams
+from ..host.startup import nodes_of
+from ..host.versions import Target
 from .buckets import is_expert
-from .part import EngineContext, EnginePart
-from .support import ENGINE_ATTRIBUTES, require_attributes, require_targets
+from .engine import ENGINE_ATTRIBUTES, EngineContext, EnginePart, require_attributes, require_targets
 from .weight_updates import ThresholdedGather, WeightLayout, WeightUpdates
 
 #: The attributes in which DeepSpeed's wrappers keep the model's parameters, a list for each parameter group.

@@ -23,13 +23,11 @@ from dct_plugin.host_traffic import counted_by, own_traffic
 from dct_plugin.kernels import GRAD_DTYPES
 from dct_plugin.model_parallel import FixedMessages, Kept
 
-from ..host.patches import Patches
-from ..host.pipeline_metrics import PipelineMetrics
-from ..host.signatures import Target
-from ..host.streams import ActivationStreams
-from .part import EngineContext
+from ..host.activation_streams import ActivationStreams, PipelineMetrics
+from ..host.patching import Patches
+from ..host.versions import Target
+from .engine import EngineContext, is_pipeline, require_attributes, require_targets, targets_of
 from .path import ActivationPath
-from .support import is_pipeline, require_attributes, require_targets, targets_of
 
 _PREFIX = "pipeline boundary "
 

@@ -1,8 +1,8 @@
 """The combinations that a DeepSpeed job cannot have, or should not: for its start and ``dct config check``.
 
-The rules judge a :class:`.job.Job`, which is made of an engine or of its JSON. Only the checks for functions
-and attributes of the installed DeepSpeed are not here: the paths make them. This module imports neither torch
-nor DeepSpeed.
+The rules judge a :class:`.section.Job`, made of an engine or of its JSON. Only the checks for
+functions and attributes of the installed DeepSpeed are not here: the paths make them. This module imports
+neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from dct_plugin.config.data_parallel import refuse
 from dct_plugin.config.options import show
 from dct_plugin.errors import ConfigError
 
-from ..host.deepspeed_keys import unread
 from ..host.versions import parse
-from .job import Job
-from .section import READ_BY_PLUGIN, SECTION
+from .section import READ_BY_PLUGIN, SECTION, Job, unread
 
 _SUPPORTED = (
     "Supported is DeepSpeed's ordinary engine with ZeRO stage 0 to 3 in fp32, bf16 or fp16, data parallel "

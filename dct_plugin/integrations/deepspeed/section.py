@@ -1,17 +1,60 @@
-"""The ``dct`` section in a DeepSpeed configuration: its name, where it is found, and what is close to it.
+"""The ``dct`` section in a DeepSpeed JSON, the facts of its job, and keys that nobody reads.
 
-This module imports the standard library only: it is read for every engine, with or without the section.
+This module imports neither torch nor DeepSpeed: it is read for every engine, and by ``dct config check``.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import warnings
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ..host.deepspeed_keys import near_misses
 from ..host.measured_job import FACTS, VARIABLE
 from ..host.measured_job import SECTION as MEASURING
+from ..host.versions import installed, parse
+
+
+def near_misses(keys: Iterable[object], section: str) -> list[str]:
+    """Return the keys that were probably meant to be ``section``, which is not among them.
+
+    Such a key is the plugin's whole name, or the section's name in another case, with letters in another
+    order, or one edit away from it (one letter more, fewer or different, with the same first letter).
+    """
+    found = []
+    for key in map(str, keys):
+        plain = re.sub(r"[^a-z]", "", key.lower())
+        ours = plain == section or plain in (f"{section}plugin", f"{section}section")
+        if key != section and key[:1] not in "_#/" and (ours or _one_edit_away(plain, section)):
+            found.append(key)
+    return found
+
+
+def _one_edit_away(word: str, target: str) -> bool:
+    if sorted(word) == sorted(target) or target in _without_one_letter(word):
+        return True
+    if word[:1] != target[:1]:
+        return False
+    differing = sum(a != b for a, b in zip(word, target, strict=False))
+    return word in _without_one_letter(target) or (len(word) == len(target) and differing == 1)
+
+
+def _without_one_letter(word: str) -> list[str]:
+    return [word[:i] + word[i + 1 :] for i in range(len(word))]
+
+
+def unread(keys: Iterable[object], known: Collection[str]) -> list[str]:
+    """Return keys of the top level that are not ``known``: ``'optimzer' (did you mean 'optimizer'?)``."""
+    found = []
+    for key in map(str, keys):
+        if key not in known and key[:1] not in "_#/":
+            closest = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.75)
+            found.append(repr(key) + (f" (did you mean {closest[0]!r}?)" if closest else ""))
+    return found
+
 
 SECTION = "dct"
 
@@ -98,3 +141,125 @@ def misplaced_section(config: Any) -> tuple[str, Any] | None:
             hint = "move it one level up, to the top of the file"
             return f"{outer}.{SECTION}: nothing reads the section there; {hint}", value[SECTION]
     return None
+
+
+#: ZeRO stages, as they may be written.
+STAGES = {str(stage): stage for stage in range(4)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A DeepSpeed job, as far as the plugin depends on it.
+
+    Attributes:
+        stage: ZeRO stage.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        optimizer: Name of the optimizer's class; empty where it is not known yet.
+        momentum: Momentum of the optimizer's groups, the largest.
+        steps: Optimizer steps for which the JSON's scheduler is made; None where it does not say.
+        trains: Whether there is an optimizer.
+        exchanges_momentum: Whether the optimizer exchanges its momentum through the plugin.
+        own_backend: The backend by which the optimizer exchanges its momentum by itself.
+        pipeline: Whether it is the pipeline engine.
+        tied_weights: Whether stages of the pipeline have weights in common.
+        experts: Whether layers have experts on several ranks.
+        gathers_weights: Whether DeepSpeed gathers weights after a step, where updates can be thresholded.
+        engine, wrapper: Names of the classes of the engine and of DeepSpeed's wrapper around the optimizer,
+            if they are not supported; else empty.
+        offload: Key and device of what is offloaded.
+        model_parallel: Tensor or model parallelism, in words; empty without.
+        sequence_ranks: Ranks of sequence parallelism.
+        quantized_gradients, zenflow, deepcompile, autoep: Features of DeepSpeed that are on.
+        autocast_fp16: Whether ``torch_autocast`` scales the loss.
+        separate_gradients: Whether ZeRO reduces gradients that are not contiguous, and may lose them on CPU.
+        ranks_per_copy: ZeRO-3: ranks that have a copy of the weights between them (hpZ); 1 without.
+        version: Version of DeepSpeed; empty where none is installed.
+    """
+
+    stage: int = 0
+    precision: str = "fp32"
+    optimizer: str = ""
+    momentum: float = 0.0
+    steps: int | None = None
+    trains: bool = True
+    exchanges_momentum: bool = False
+    own_backend: str | None = None
+    pipeline: bool = False
+    tied_weights: bool = False
+    experts: bool = False
+    gathers_weights: bool = False
+    engine: str = ""
+    wrapper: str = ""
+    offload: tuple[tuple[str, str], ...] = ()
+    model_parallel: str = ""
+    sequence_ranks: int = 1
+    quantized_gradients: bool = False
+    zenflow: bool = False
+    deepcompile: bool = False
+    autoep: bool = False
+    autocast_fp16: bool = False
+    separate_gradients: bool = False
+    ranks_per_copy: int = 1
+    version: str = ""
+
+    @classmethod
+    def of_json(cls, content: Mapping[str, Any]) -> Job:
+        """Return what a DeepSpeed JSON says; what the script decides (the model, ``"auto"``) is left out.
+
+        A section that compresses pipeline stages or experts says that the model has them.
+        """
+        zero = _object(content, "zero_optimization")
+        stage = STAGES.get(str(zero.get("stage", 0)), 0)
+        precision = "fp16" if _on(content, "fp16") else "bf16"
+        if precision == "bf16" and not (_on(content, "bf16") or _on(content, "bfloat16")):
+            precision = "fp32"
+        optimizer, backend = _object(content, "optimizer"), backend_name(content)
+        places = _object(_object(content, SECTION), "model_parallel")
+        pipeline = bool(_object(places, "pipeline")) or "pipeline" in content
+        dtype = str(_object(content, "torch_autocast").get("dtype"))
+        ranks = int(_number(_object(content, "tensor_parallel").get("autotp_size")))
+        sequence = content.get("sequence_parallel_size", 1)
+        version, schedule = installed("deepspeed") or "", _object(_object(content, "scheduler"), "params")
+        loses_loose = () < parse(version) <= (0, 19, 0)
+        return cls(
+            stage=stage,
+            precision=precision,
+            optimizer=str(optimizer.get("type", "")),
+            momentum=_number(_object(optimizer, "params").get("momentum")),
+            steps=int(_number(schedule.get("total_num_steps"))) or None,
+            exchanges_momentum=backend == SECTION,
+            own_backend=None if backend == SECTION else backend,
+            pipeline=pipeline,
+            experts=bool(_object(places, "experts")) or places.get("expert_gradients") is True,
+            gathers_weights=stage in (1, 2) or (stage == 0 and precision == "bf16" and pipeline),
+            engine="DeepSpeedHybridEngine" if _on(content, "hybrid_engine") else "",
+            offload=tuple(
+                (key, str(_object(zero, key)["device"]))
+                for key in ("offload_optimizer", "offload_param")
+                if _object(zero, key).get("device", "none") != "none"
+            ),
+            model_parallel=f"tensor parallelism (tensor_parallel.autotp_size = {ranks})" if ranks > 1 else "",
+            sequence_ranks=int(_number(sequence)) or 1,
+            quantized_gradients=zero.get("zero_quantized_gradients") is True,
+            zenflow=bool(zero.get("zenflow")),
+            deepcompile=_object(content, "compile").get("deepcompile") is True,
+            autoep=_on(content, "expert_parallel"),
+            autocast_fp16=_on(content, "torch_autocast")
+            and dtype in ("fp16", "float16", "half", "torch.float16"),
+            separate_gradients=stage in (1, 2) and zero.get("contiguous_gradients") is False and loses_loose,
+            ranks_per_copy=int(_number(zero.get("zero_hpz_partition_size", 1))),
+            version=version,
+        )
+
+
+def _object(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = content.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _on(content: Mapping[str, Any], key: str) -> bool:
+    return _object(content, key).get("enabled") is True
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -1,4 +1,4 @@
-"""ZeRO stage 0: the all-reduce of gradients at the accumulation boundary.
+"""ZeRO stage 0, and bf16 with fp32 accumulation: the all-reduce at the accumulation boundary.
 
 DeepSpeed collects the gradients in ``buffered_allreduce_fallback``, packs them into buckets and reduces a
 bucket in ``allreduce_and_copy``. Only the latter is replaced. The gradients of experts are left to DeepSpeed
@@ -11,16 +11,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from deepspeed.runtime import bf16_optimizer
 from torch import Tensor
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 
-from ..host.patches import Function, Patches
+from ..host.patching import Function, Patches
 from .buckets import BucketSlice, CommunicationBuffer, ScaleFactors, entries_of
-from .part import EngineContext
+from .engine import EngineContext, precision_of, targets_of
 from .path import GradientPath
-from .support import precision_of, targets_of
+from .weight_updates import WeightLayout
 
 TARGETS = targets_of(
     "deepspeed.runtime.engine",
@@ -118,3 +119,65 @@ class Stage0Path(GradientPath):
             grad, reducer = parameter.grad, self.reducer_of(parameter)
             if grad is not None and not grad.is_sparse and reducer is not None:
                 yield grad.data_ptr(), reducer, [BucketSlice(name, 0, grad.numel())]
+
+
+class Bf16Path(Stage0Path):
+    """The all-reduce of a :class:`BF16_Optimizer`, whose gradients lie in one buffer for each group."""
+
+    targets = (
+        *TARGETS,
+        *targets_of(
+            "deepspeed.runtime.bf16_optimizer",
+            "BF16_Optimizer",
+            get_grads_for_reduction="",
+            step="closure",
+            update_lp_params="",
+        ),
+        *WeightLayout.targets("deepspeed.runtime.bf16_optimizer"),
+    )
+    attributes = (
+        "bf16_groups", "fp32_groups_gradients", "fp32_groups_gradients_flat", "param_names",
+        "bf16_groups_flat", "bf16_partitioned_groups", "fp32_groups_flat_partition",
+    )  # fmt: skip
+    weight_layout = WeightLayout(
+        module=bf16_optimizer,
+        flat="bf16_groups_flat",
+        partitions="bf16_partitioned_groups",
+        masters="fp32_groups_flat_partition",
+        parameters="bf16_groups",
+    )
+
+    @classmethod
+    def applies(cls, engine: Any, config: DCTConfig) -> bool:
+        return type(engine.optimizer) is bf16_optimizer.BF16_Optimizer
+
+    def describe(self) -> str:
+        stage, precision = int(self.engine.zero_optimization_stage()), precision_of(self.engine)
+        return f"ZeRO stage {stage}, {precision} with fp32 accumulation, all-reduce"
+
+    def name_of(self, group: int, parameter: Any) -> str:
+        names = self.optimizer.param_names
+        return str(names[parameter]) if parameter in names else super().name_of(group, parameter)
+
+    def _gradients(self) -> Iterator[tuple[int, GradientReducer, list[BucketSlice]]]:
+        optimizer = self.optimizer
+        for flat, grads, parameters in zip(
+            optimizer.fp32_groups_gradients_flat,
+            optimizer.fp32_groups_gradients,
+            optimizer.bf16_groups,
+            strict=True,
+        ):
+            reducers = {self.reducer_of(parameter) for parameter in parameters}
+            reducer = reducers.pop() if len(reducers) == 1 else None
+            # The padding at the end of the buffer is left alone.
+            slices = [
+                BucketSlice(
+                    optimizer.param_names[parameter],
+                    grad.storage_offset() - flat.storage_offset(),
+                    grad.numel(),
+                )
+                for parameter, grad in zip(parameters, grads, strict=True)
+                if grad.numel()
+            ]
+            if reducer is not None and slices:
+                yield flat.data_ptr(), reducer, slices

@@ -23,11 +23,11 @@ from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.transport.nodes import Nodes
 
-from ..host.nodes import nodes_of
-from ..host.patches import Function, Patches
-from ..host.signatures import Target
+from ..host.patching import Function, Patches
+from ..host.startup import nodes_of
+from ..host.versions import Target
 from .buckets import is_expert
-from .part import EngineContext, EnginePart
+from .engine import EngineContext, EnginePart
 
 _GATHER = "all_gather_dp_groups"
 

@@ -29,12 +29,20 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.reducer import Reduction
 
-from ..host.patches import Function, Patches
-from .bucket_reductions import Bucket, BucketReductions, reductions_of
-from .buckets import BucketSlice, CommunicationBuffer, ScaleFactors, consecutive, entries_of, is_expert
-from .part import EngineContext
+from ..host.patching import Function, Patches
+from .buckets import (
+    Bucket,
+    BucketReductions,
+    BucketSlice,
+    CommunicationBuffer,
+    ScaleFactors,
+    consecutive,
+    entries_of,
+    is_expert,
+    reductions_of,
+)
+from .engine import EngineContext, precision_of, targets_of, tied_weights
 from .path import GradientPath
-from .support import precision_of, targets_of, tied_weights
 from .weight_updates import WeightLayout
 
 _MODULE = "deepspeed.runtime.zero.stage_1_and_2"

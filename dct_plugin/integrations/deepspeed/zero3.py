@@ -19,11 +19,10 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.plan import shards_in
 
-from ..host.patches import Function, Patches
+from ..host.patching import Function, Patches
+from .engine import EngineContext, precision_of, targets_of
 from .node_copies import NodeCopies
-from .part import EngineContext
 from .path import GradientPath
-from .support import precision_of, targets_of
 
 _CLASS = "DeepSpeedZeroOptimizer_Stage3"
 _SCATTER = f"_{_CLASS}__avg_scatter_grads"

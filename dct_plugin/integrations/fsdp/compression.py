@@ -23,15 +23,13 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 from dct_plugin.transport import lost_ranks
 
-from ..host import attached, lost_peers, startup
+from ..host import attachments, lost_peers, startup
 from ..host.measured_job import SECTION, VARIABLE
 from ..host.nonfinite import PoisonedSteps
-from ..host.optimizer_steps import OptimizerSteps
-from ..host.optimizers import check_parameters, optimizers_of
-from ..host.replicas import Replicas
+from ..host.replica_checksums import ReplicaChecksums
 from ..host.reporting import Reporting
-from ..host.settings import resolve_settings
-from ..host.steps import StepHooks
+from ..host.settings import check_parameters, optimizers_of, resolve_settings
+from ..host.steps import OptimizerSteps, StepHooks
 from . import saved_residuals
 from .parameter_groups import (
     ReductionSeam,
@@ -99,10 +97,10 @@ class ReplicaCompression:
         written = DCTConfig.given(config, rank=dist.get_rank())
         self._optimizers = optimizers_of(optimizer, "compress_replicas")
         self._model, self._time_limit = model, time_limit
-        attached.note(model, self)
+        attachments.note(model, self)
         self.ends = contextlib.ExitStack()
         """Takes off all that was put on the model, its optimizer and the process."""
-        self.ends.callback(attached.forget, self)
+        self.ends.callback(attachments.forget, self)
         self._leaves = False
         groups = replicated_groups(model)
         self._unsharded = unsharded_parameters(model)
@@ -188,7 +186,7 @@ class ReplicaCompression:
             sharded = [(each.name, each.local()) for each in own if each.shape.numel()]
             return sharded + [(name, each.detach()) for name, each in self._unsharded if each.requires_grad]
 
-        self.steps.replicas.append(Replicas(settings, weights, replicas))
+        self.steps.replicas.append(ReplicaChecksums(settings, weights, replicas))
         return reducer
 
     def _follow_steps(self) -> None:

@@ -14,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.errors import ConfigError
 
-from ..host import signatures
-from ..host.patches import Patches
-from ..host.signatures import Target
-from ..host.versions import VersionRange, unsupported
+from ..host import versions
+from ..host.patching import Patches
+from ..host.versions import Target, VersionRange, unsupported
 
 logger = logging.getLogger("dct_plugin")
 
@@ -52,7 +51,7 @@ def check_torch() -> None:
     found = f"torch {torch.__version__}"
     if torch.__version__ not in SUPPORTED:
         raise unsupported(found, SUPPORTED, _REMEDY)
-    signatures.require(TARGETS, found, SUPPORTED, _REMEDY)
+    versions.require(TARGETS, found, SUPPORTED, _REMEDY)
 
 
 class ShardedParameter:

@@ -20,9 +20,9 @@ from dct_plugin._version import __version__
 from dct_plugin.compression.stream import backend_beside
 from dct_plugin.config import DataParallelConfig, DCTConfig, options
 from dct_plugin.console import log_once
-from dct_plugin.errors import VersionError
+from dct_plugin.errors import ConfigError, VersionError
 from dct_plugin.transport.agreement import HINT, TIME_LIMIT, Agreement
-from dct_plugin.transport.nodes import publish_machine
+from dct_plugin.transport.nodes import KEY, Nodes, find_nodes, publish_machine, ranks_of_machines
 
 logger = logging.getLogger("dct_plugin")
 
@@ -127,3 +127,55 @@ def _store() -> Any:
             f"the default process group has no key-value store, which dct needs at start-up ({error}); "
             "start the job with torchrun or the deepspeed launcher, or with init_method='env://'"
         ) from error
+
+
+def nodes_of(
+    config: DataParallelConfig,
+    group: dist.ProcessGroup | None,
+    *,
+    unsupported: str = "",
+    limit: float = TIME_LIMIT,
+    hint: str = HINT,
+) -> Nodes | None:
+    """Return the nodes whose ranks are summed before the exchange; None if every rank is to exchange.
+
+    Args:
+        config: The ``data_parallel`` settings.
+        group: Process group over which gradients are reduced.
+        unsupported: What of the host does not work with nodes, in words; "" if all does.
+        limit, hint: See :func:`.transport.nodes.ranks_of_machines`.
+
+    Raises:
+        ConfigError: The ranks are no nodes of the size that the configuration asks for, or it asks for nodes
+            where they do not work.
+        DesyncError: A rank did not report its machine.
+    """
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if config.nodes == 1 or len(ranks) == 1 or not config.enabled:
+        return None
+    machines = ranks_of_machines(ranks, limit=limit, hint=hint)
+    if config.nodes == "auto":
+        if len(machines) == 1 or len(machines) == len(ranks):
+            return None
+        if unsupported:
+            problem = f"nodes are not used with {unsupported}"
+        else:
+            try:
+                return _logged(find_nodes(ranks, machines, None, group))
+            except ConfigError as error:
+                problem = str(error)
+        if dist.get_rank() == ranks[0]:
+            log_once(f"dct: every rank exchanges gradients by itself: {problem}")
+        return None
+    if unsupported:
+        raise ConfigError(
+            f"rank {dist.get_rank()}: {KEY} = {config.nodes} does not work with {unsupported}; leave it out, "
+            "or set it to 1"
+        )
+    return _logged(find_nodes(ranks, machines, config.nodes, group))
+
+
+def _logged(nodes: Nodes) -> Nodes:
+    if nodes.rank == nodes.ranks[0][0]:
+        log_once(f"dct: gradients are summed inside nodes, and thresholded between them: {nodes}")
+    return nodes

@@ -1,14 +1,71 @@
-"""Optimizer steps of a host: gradients are reduced, the optimizer steps or skips, step counters move on."""
+"""Optimizer steps of a host: what counts them, the loss scale, and steps that scripts make themselves.
+
+Gradients are reduced, the optimizer steps or skips, step counters move on.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
-from typing import Protocol
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from dct_plugin.codecs.copies import Mirror
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.host_traffic import own_traffic
 from dct_plugin.metrics import Metrics
+from dct_plugin.transport import lost_ranks
 
-from .replicas import Replicas
+from .nonfinite import PoisonedSteps, collective_device
+from .patching import Function, Patches
+from .replica_checksums import ReplicaChecksums
+
+
+class LossScale:
+    """The scale of the coming gradients.
+
+    Args:
+        scaler: The gradient scaler, None where gradients are not scaled. Its ``update`` also starts the copy
+            of the new scale to the host: later a device would first run the next forward pass.
+        updated: Called after each ``update`` of the scaler.
+    """
+
+    def __init__(
+        self, scaler: torch.amp.GradScaler | None, updated: Callable[[], None] = lambda: None
+    ) -> None:
+        self.scaler, self._updated = scaler, updated
+        self._mirror, self._patches = Mirror(), Patches()
+        if scaler is not None:
+            self._patches.intercept(scaler, "update", self._update)
+
+    def close(self) -> None:
+        """Follow the scaler no longer."""
+        self._patches.undo()
+
+    def current(self) -> float | None:
+        """Return the scale, None without a scaler."""
+        if self.scaler is None:
+            return None
+        scale = self.scaler._get_scale_async()
+        return float(self.scaler.get_scale() if scale is None else self._mirror.of(scale))
+
+    def skipped_since(self, scale: float) -> bool:
+        """Return whether the scaler has skipped the step with this scale: it is lowered only then."""
+        current = self.current()
+        return current is not None and current < scale
+
+    def _update(self, original: Function, *arguments: Any, **keywords: Any) -> None:
+        original(*arguments, **keywords)
+        scale = None if self.scaler is None else self.scaler._get_scale_async()
+        if scale is not None:
+            self._mirror.begin(scale)
+        self._updated()
+
 
 logger = logging.getLogger("dct_plugin")
 
@@ -44,7 +101,7 @@ class StepHooks:
         self.metrics = metrics
         self.step = 0
         self.open = False
-        self.replicas: list[Replicas] = []
+        self.replicas: list[ReplicaChecksums] = []
         self._warns = rank == 0
         self._unchecked: int | None = None
         """A step whose comparison of parameters waits for the other ranks."""
@@ -83,3 +140,230 @@ class StepHooks:
         if step is not None:
             for each in self.replicas:
                 each.check(step)
+
+
+class OptimizerSteps:
+    """Ends a step when the optimizer makes it, and takes back gradients that no optimizer used.
+
+    A step is *rejected* if its gradients are cleared without ``optimizer.step()``: they are None or zero when
+    the next backward pass begins. It is not counted. Several backward passes may belong to a step.
+
+    Args:
+        steps: Ended with each optimizer step.
+        reducers: Returns the reducers of the gradients.
+        scaler: The gradient scaler. A step ends when the next pass begins: until then it is not known
+            whether it was skipped.
+        poisoned: Decides which steps are skipped; a scaler does so itself.
+        sharded: Whether ranks hold different gradients. Then the host itself tells the reducers in which unit
+            the gradients are.
+    """
+
+    def __init__(
+        self,
+        steps: StepHooks,
+        reducers: Callable[[], Iterable[GradientReducer]],
+        scaler: torch.amp.GradScaler | None,
+        poisoned: PoisonedSteps,
+        *,
+        sharded: bool,
+    ) -> None:
+        self.steps, self.scale = steps, LossScale(scaler, self._scaler_updated)
+        self.optimizers: list[Any] = []
+        self._reducers, self._poisoned, self._sharded = reducers, poisoned, sharded
+        self._transactional = scaler is not None or poisoned.skips
+        self._reduced: dict[int, Tensor] = {}
+        """Parameters whose gradients were reduced since the last step."""
+        self._scale_before: float | None = None
+        """Loss scale of these gradients."""
+        self._updated = self._stepped = self._stepping = self._skips = False
+        self._passes, self._passes_before = 0, 1
+        """Backward passes of this step so far, and of the step before."""
+        self._rejected = 0
+        self._handles: list[Any] = []
+
+    def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """End steps with those of ``optimizers`` (torch's), or of others of the same parameters."""
+        self.optimizers.extend(each for each in optimizers if isinstance(each, torch.optim.Optimizer))
+        if self.optimizers and not self._handles:
+            before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
+            self._handles += [
+                register_optimizer_step_pre_hook(lambda *step: _call(before, *step)),
+                register_optimizer_step_post_hook(lambda *step: _call(after, *step)),
+            ]
+            weakref.finalize(self, _remove, self._handles)
+
+    @property
+    def awaits_optimizer(self) -> bool:
+        """True if gradients were reduced that the optimizer has not used yet."""
+        return self.steps.open and bool(self.optimizers) and not self._stepping
+
+    @property
+    def reduced(self) -> Iterable[Tensor]:
+        """Parameters whose gradients were reduced since the last step."""
+        return self._reduced.values()
+
+    def close(self) -> None:
+        """Follow the optimizers and the scaler no longer."""
+        _remove(self._handles)
+        self.scale.close()
+
+    # -- called by the host ---
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Note that gradients of these parameters are reduced; any number of times in a step."""
+        if not self.steps.open:
+            self._scale_before = self.scale.current()
+        self._reduced.update((id(each), each) for each in parameters)
+        self.steps.begin()
+
+    def end_pass(self, *, joined: bool = False) -> None:
+        """Note the end of a backward pass that reduced gradients.
+
+        Args:
+            joined: This rank has no more inputs, and goes along with the others' passes. Then a step has as
+                many passes as the last one of its own.
+        """
+        self._passes += 1
+        is_last = joined and self._passes >= self._passes_before
+        if is_last or not (self.optimizers or self.scale.scaler):
+            self.end()
+
+    @property
+    def is_due(self) -> bool:
+        """True if the gradient scaler has made or skipped a step that has not ended."""
+        return self.scale.scaler is not None and (self._updated or self._stepped)
+
+    def end_due(self, *, alone: bool = False) -> None:
+        """End the step that the gradient scaler has made or skipped, before the next gradients come.
+
+        Args:
+            alone: See :meth:`.StepHooks.end`.
+        """
+        if not alone:
+            self.steps.check()
+        if not self.is_due:
+            return
+        was_left_out = bool(self.optimizers) and not self._stepped
+        lowered = self._scale_before is not None and self.scale.skipped_since(self._scale_before)
+        self.end(skipped=was_left_out or lowered, alone=alone)
+
+    def end_or_reject(self) -> None:
+        """End or reject the last step, before a backward pass adds to gradients or a state is saved. For
+        sharded gradients it is a collective.
+        """
+        self.end_due()
+        if self.awaits_optimizer and self._cleared(zeros=True):
+            self._reject()
+
+    def end(self, *, skipped: bool = False, alone: bool = False) -> None:
+        """End a step, if gradients were reduced since the last one."""
+        if self.steps.open:
+            self._passes_before = self._passes
+            self.forget()
+            scale = None if self._sharded else self.scale.current()
+            self.steps.end(skipped=skipped, loss_scale=scale, alone=alone)
+
+    def forget(self) -> None:
+        """Forget the gradients reduced since the last step."""
+        self.steps.open = self._updated = self._stepped = self._skips = False
+        self._passes = 0
+        self._reduced.clear()
+
+    # -- called by the optimizer and the scaler ---
+
+    def _is_followed(self, optimizer: torch.optim.Optimizer) -> bool:
+        if any(each is optimizer for each in self.optimizers):
+            return True
+        return bool(self._reduced) and any(
+            id(p) in self._reduced for group in optimizer.param_groups for p in group["params"]
+        )
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Decide what becomes of the step that an optimizer is about to make."""
+        if not self._is_followed(optimizer):
+            return
+        self._stepping = True  # closures clear gradients that the optimizer has used
+        if not self.steps.open:
+            return
+        with_scaler = self.scale.scaler is not None
+        self._skips = self._cleared(zeros=self._poisoned.skips and not with_scaler)
+        if self._skips:
+            self._report_rejected()
+        elif not with_scaler:
+            self._skips = self._poisoned.keep_from([optimizer, *self.optimizers], self.steps.step)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_followed(optimizer):
+            return
+        self._stepping = False
+        if self.scale.scaler is None:
+            self.end(skipped=self._skips)
+        else:
+            self._stepped = self.steps.open and not self._skips
+
+    def _scaler_updated(self) -> None:
+        self._updated = self.steps.open
+
+    # -- rejected gradients ---
+
+    def _cleared(self, *, zeros: bool) -> bool:
+        """Return whether no optimizer can use the gradients any more; ``zeros`` count as cleared ones."""
+        told = (
+            p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+        )
+        gradients = [each.grad for each in told if id(each) in self._reduced]
+        left = [_local(gradient) for gradient in gradients if gradient is not None]
+        if not left or not zeros:
+            return bool(gradients) and not left
+        is_nonzero = any(bool(gradient.any()) for gradient in left)
+        if self._sharded and self._transactional:
+            is_nonzero = _any_rank(is_nonzero, self.steps.step)
+        return not is_nonzero
+
+    def _reject(self) -> None:
+        self._report_rejected()
+        self.forget()
+        for reducer in self._reducers():
+            reducer.reject_step()
+
+    def _report_rejected(self) -> None:
+        self._rejected += 1
+        rank = dist.get_rank() if self._sharded else next(iter(self._reducers())).group_rank
+        if rank or self._rejected & (self._rejected - 1):
+            return
+        what = f"dct: step {self.steps.step}: its gradients were cleared without optimizer.step()"
+        if self._transactional:
+            logger.warning("%s: residuals are as before it; so far: %d", what, self._rejected)
+        elif self._rejected == 1:
+            logger.warning(
+                "%s, and what was not sent of them stays in the residuals and is sent in later steps. Set "
+                "dct.data_parallel.nonfinite_action = 'skip' to leave residuals as before such steps, which "
+                "takes a second residual buffer",
+                what,
+            )
+
+
+def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
+    if (function := method()) is not None:
+        function(*arguments)
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def _local(gradient: Tensor) -> Tensor:
+    local: Callable[[], Tensor] | None = getattr(gradient, "to_local", None)
+    own = gradient if local is None else local()
+    return own._values() if own.is_sparse else own
+
+
+@own_traffic(recorded=False)
+def _any_rank(flag: bool, step: int) -> bool:
+    """Return whether a flag is set on any rank of the job; a collective."""
+    flags = torch.tensor(int(flag), device=collective_device())
+    with lost_ranks.reported("agreement on gradients that were cleared", step=step):
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)

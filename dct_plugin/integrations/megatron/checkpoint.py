@@ -29,9 +29,9 @@ from dct_plugin.errors import DCTError, VersionError
 from dct_plugin.transport.nodes import layout_of
 
 from ..host import rank_files
-from ..host.nodes import nodes_of
-from ..host.patches import Function
+from ..host.patching import Function
 from ..host.rank_files import NoState
+from ..host.startup import nodes_of
 from .session import Hook, Session
 
 logger = logging.getLogger("dct_plugin")

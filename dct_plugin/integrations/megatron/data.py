@@ -28,8 +28,8 @@ from dct_plugin.errors import DCTError
 from dct_plugin.host_traffic import count_group, counted_by
 
 from ..host.nonfinite import PoisonedSteps
-from ..host.patches import Function
-from ..host.replicas import Replicas
+from ..host.patching import Function
+from ..host.replica_checksums import ReplicaChecksums
 from ..host.settings import resolve_settings
 from . import step_ahead
 from .buckets import NAME, Models, fill_buffers, finish_gathers, gradients_in, is_expert, ranks_of
@@ -177,7 +177,7 @@ class DataParallelHook(Hook):
         for ranks in dict.fromkeys(map(ranks_of, self.models.groups())):
             if ranks.size() > 1:
                 weights = functools.partial(replicated, self.models, ranks)
-                Replicas(self.config, weights, ranks).check(step)
+                ReplicaChecksums(self.config, weights, ranks).check(step)
 
     # -- wrappers -------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.errors import DCTError
 
 from ..host import lost_peers
-from ..host.patches import Function
+from ..host.patching import Function
 from .options import hook_states
 from .session import Active, Session
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dct_plugin._version import __version__
 from dct_plugin.errors import ConfigError, DesyncError, VersionError
 
-from ..host.patches import Function, Patches
-from ..host.post_import import when_imported
+from ..host.patching import Function, Patches, when_imported
 from .options import CommandLine, as_arguments, help_text, hook_states, launcher_rank, parse, wants_help
 
 if TYPE_CHECKING:

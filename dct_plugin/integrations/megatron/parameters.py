@@ -25,8 +25,8 @@ from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.errors import DCTError
 
-from ..host.nodes import nodes_of
-from ..host.patches import Function
+from ..host.patching import Function
+from ..host.startup import nodes_of
 from .buckets import NAME, groups_of, is_expert
 from .session import Hook, Session
 

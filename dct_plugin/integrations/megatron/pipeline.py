@@ -24,8 +24,8 @@ from dct_plugin.host_traffic import own_traffic
 from dct_plugin.model_parallel import FixedMessages, Kept
 from dct_plugin.model_parallel.fixed import number_of
 
-from ..host.patches import Function
-from ..host.pipeline_metrics import PipelineMetrics
+from ..host.activation_streams import PipelineMetrics
+from ..host.patching import Function
 from .session import Session
 from .streams import ActivationHook, data_parallel_group
 

@@ -20,8 +20,8 @@ from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn
 from dct_plugin.errors import ConfigError
 
-from ..host.nodes import nodes_of
 from ..host.overlap import Overlap, PendingReduction, overlap_of
+from ..host.startup import nodes_of
 from . import step_ahead
 from .buckets import (
     NAME,

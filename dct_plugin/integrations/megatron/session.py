@@ -20,8 +20,7 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import Shard
 from dct_plugin.metrics import Event, Metrics
 
-from ..host.patches import Patches
-from ..host.post_import import when_imported
+from ..host.patching import Patches, when_imported
 from ..host.reporting import Reporting
 
 logger = logging.getLogger("dct_plugin")

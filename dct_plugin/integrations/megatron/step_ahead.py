@@ -18,7 +18,7 @@ from dct_plugin.data_parallel.step_units import StepUnit, units_of, unwrapped
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy.optimizers import OptimizerFamily, family_of
 
-from ..host.patches import Function, Patches
+from ..host.patching import Function, Patches
 
 _GROUPS, _LOOK_UP = "_dct_groups", "_dct_unit_of"
 _KEY = "dct.data_parallel.feedback = 'step_ahead'"

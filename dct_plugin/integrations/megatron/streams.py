@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dct_plugin.config import ActivationConfig
 from dct_plugin.model_parallel import ActivationStream
 
-from ..host.streams import ActivationStreams
+from ..host.activation_streams import ActivationStreams
 from .session import Hook, Session
 
 

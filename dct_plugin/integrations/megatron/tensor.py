@@ -29,7 +29,7 @@ from dct_plugin.errors import DCTError
 from dct_plugin.host_traffic import count_group
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 
-from ..host.patches import Function
+from ..host.patching import Function
 from .session import Session
 from .streams import ActivationHook
 

@@ -6,9 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..host import signatures
-from ..host.signatures import Target
-from ..host.versions import VersionRange, parse, unsupported
+from ..host import versions
+from ..host.versions import Target, VersionRange, parse, unsupported
 
 SUPPORTED = VersionRange("0.16.0", "0.20.0")
 
@@ -87,7 +86,7 @@ def require_supported(core: Any, hooks: Sequence[str] | None = None) -> None:
     parts = {"schedules", *(f"hook {name}" for name in hooks)} if hooks else set()
     remedy = f"use an unmodified megatron-core {SUPPORTED}, or switch these hooks off in the dct section"
     targets = [target for target in TARGETS if hooks is None or target.part in parts]
-    signatures.require(targets, found, SUPPORTED, remedy)
+    versions.require(targets, found, SUPPORTED, remedy)
 
 
 def _advice(version: str, folder: str) -> str:

@@ -13,7 +13,7 @@ import typer
 from dct_plugin.config.dct import SECTION
 from dct_plugin.errors import ConfigError
 from dct_plugin.integrations.deepspeed.parser import keys_for
-from dct_plugin.integrations.host.deepspeed_keys import near_misses, unread
+from dct_plugin.integrations.deepspeed.section import near_misses, unread
 from dct_plugin.output import write
 
 from ..settings import MODEL_SECTION

@@ -14,7 +14,7 @@ import os
 from types import ModuleType
 from typing import Any
 
-from dct_plugin.integrations.host.post_import import when_imported
+from dct_plugin.integrations.host.patching import when_imported
 
 #: Everything passes the thresholding code, and nothing is left out.
 SECTION = {"data_parallel": {"sparsity": 0, "value_dtype": "fp32", "min_numel": 1, "warmup_steps": 0}}

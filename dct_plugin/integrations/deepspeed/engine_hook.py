@@ -1,7 +1,7 @@
 """Activation by the JSON alone: every DeepSpeed engine whose JSON has a ``dct`` section is attached to.
 
 The constructor of the engine is wrapped, and nothing else. An engine whose JSON has no section is left as it
-is. For one that has, :mod:`.attach` is imported, and what it raises reaches the user. Until then only the
+is. For one that has, :mod:`.attachment` is imported, and what it raises reaches the user. Until then only the
 standard library is imported.
 """
 
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..host.patches import Function, Patches
+from ..host.patching import Function, Patches
 from .section import KEYS, SECTION, asks, asks_for_slot, configuration_of, find_section, misplaced_section
 
 _hooked: set[type] = set()
@@ -52,11 +52,11 @@ def _init(cls: type, original: Function, engine: Any, *args: Any, **keywords: An
 
 def _take_off_earlier(*arguments: Any) -> None:
     """Take off what is attached to the modules of a new engine, which is about to read their weights."""
-    attached = sys.modules.get("dct_plugin.integrations.host.attached")
-    if attached is not None:
+    attachments = sys.modules.get("dct_plugin.integrations.host.attachments")
+    if attachments is not None:
         for argument in arguments:
             if hasattr(argument, "named_modules"):
-                attached.take_off(argument)
+                attachments.take_off(argument)
 
 
 @contextlib.contextmanager
@@ -64,7 +64,7 @@ def _prepared(configuration: Any) -> Iterator[None]:
     """Prepare DeepSpeed, inside the block, for an engine whose JSON asks for the plugin."""
     with contextlib.ExitStack() as prepared:
         if asks(configuration):
-            from ..host import build_lock
+            from . import build_lock
 
             prepared.enter_context(build_lock.builder_watched())
         if asks_for_slot(configuration):
@@ -86,7 +86,7 @@ def engine_ready(engine: Any) -> None:
         _warn_of_misplaced(engine)
         return
     try:
-        from .attach import attach
+        from .attachment import attach
     except ImportError as error:
         raise ImportError(
             f"the DeepSpeed configuration has a {SECTION!r} section, but dct-plugin is not completely "

@@ -27,7 +27,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _CHUNK = 2**20
 
 
-class Replicas:
+class ReplicaChecksums:
     """Comparison of parameters as ``dct.data_parallel.verify`` says.
 
     Args:

@@ -19,7 +19,7 @@ from typing import Any
 
 from dct_plugin import processes
 
-from .patches import Function, Patches
+from ..host.patching import Function, Patches
 
 #: Seconds after which a process says what it is doing.
 SAY_AFTER = 10.0

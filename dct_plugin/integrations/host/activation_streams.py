@@ -1,11 +1,16 @@
-"""Activation streams of a host by name, one for each point of the model at which messages are sent."""
+"""Streams of activations and their metrics, for pipeline stages, layers and experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
+from torch import Tensor
+
+from dct_plugin.compression.stream import Encoded
 from dct_plugin.config import ActivationConfig, KernelConfig
+from dct_plugin.metrics import HOST, Metrics, Record
 from dct_plugin.model_parallel import ActivationStream
 
 
@@ -66,3 +71,40 @@ class ActivationStreams:
         self.step = step
         self._streams.clear()
         self._loaded = {name: state for name, state in streams.items() if name.startswith(self._prefix)}
+
+
+class PipelineMetrics(NamedTuple):
+    """Metrics of the messages of one pass.
+
+    Attributes:
+        metrics: The metrics that take the records.
+        training: Whether the pass has a backward pass. Other passes have record classes of their own, and no
+            times.
+    """
+
+    metrics: Metrics
+    training: bool
+
+    def sent(self, cls: str, tensor: Tensor, message: Tensor, encoded: Encoded) -> None:
+        """Record a message (uint8) that was sent in place of a tensor."""
+        self.metrics.record(
+            encoded.record(
+                cls if self.training else f"{cls}_evaluation",
+                dense_bytes=tensor.numel() * tensor.element_size(),
+                sent_bytes=message.numel(),
+            )
+        )
+
+    def sent_whole(self, tensor: Tensor) -> None:
+        """Record a tensor that was sent as it is."""
+        nbytes = tensor.numel() * tensor.element_size()
+        self.metrics.record(Record(f"{HOST}send", nbytes, nbytes, tensor.numel(), tensors=0))
+
+    @contextmanager
+    def timed(self, what: Literal["exchange", "decode"]) -> Iterator[None]:
+        """Record the time that the block takes."""
+        record = Record("pipeline", tensors=0)
+        with record.timed(what):
+            yield
+        if self.training:
+            self.metrics.record(record)

@@ -1,4 +1,4 @@
-"""Which DeepSpeed and which combinations of its features are supported; checked before anything is patched.
+"""A DeepSpeed engine: its support, its facts, and the interface of everything that the plugin adds to it.
 
 Everything that is patched, called or read is listed with the parameters that it is expected to have, here or
 with the path that needs it. A DeepSpeed that changed one of them is refused with a message: otherwise it
@@ -8,6 +8,7 @@ would train on without the plugin, or wrongly.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -18,13 +19,49 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 
+from dct_plugin.config import DCTConfig
 from dct_plugin.errors import VersionError
+from dct_plugin.metrics import Metrics
 
-from ..host import signatures
-from ..host.signatures import Target
-from ..host.versions import TESTED, VersionRange, unsupported
-from .job import Job
-from .section import gradient_path_of_optimizer, inner_optimizer
+from ..host import versions
+from ..host.patching import Patches
+from ..host.steps import StepHooks
+from ..host.versions import TESTED, Target, VersionRange, unsupported
+from .section import Job, gradient_path_of_optimizer, inner_optimizer
+
+
+@dataclass
+class EngineContext:
+    """The engine that the parts are added to, and what they share.
+
+    Attributes:
+        engine: DeepSpeed's engine.
+        config: The ``dct`` section as it is applied to this engine.
+        metrics: Records bytes, densities and times.
+        steps: The steps of the engine's optimizer.
+    """
+
+    engine: Any
+    config: DCTConfig
+    metrics: Metrics
+    steps: StepHooks
+
+
+class EnginePart:
+    """Something that the plugin adds to an engine."""
+
+    def install(self, patches: Patches) -> None:
+        """Patch the engine or its optimizer: these instances, not their classes."""
+
+    def before_step(self) -> None:
+        """Prepare an optimizer step."""
+
+    def after_step(self) -> None:
+        """Complete an optimizer step, before it is counted."""
+
+    def close(self) -> None:
+        """Release what the part holds; the engine is being destroyed."""
+
 
 SUPPORTED = VersionRange("0.19.0", "0.20.0")
 _SUPPORTED = f"{SUPPORTED} (tested: {', '.join(TESTED['deepspeed'])})"
@@ -70,7 +107,7 @@ def require_targets(targets: Iterable[Target]) -> None:
     Raises:
         VersionError: Names every target that is not.
     """
-    signatures.require(targets, f"DeepSpeed {deepspeed.__version__}", _SUPPORTED, _REMEDY)
+    versions.require(targets, f"DeepSpeed {deepspeed.__version__}", _SUPPORTED, _REMEDY)
 
 
 def require_attributes(**owners: tuple[Any, Sequence[str]]) -> None:
