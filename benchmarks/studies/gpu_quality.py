@@ -40,20 +40,15 @@ from gpu import GPT, sent_bytes
 
 VOCABULARY, SEQUENCE = 50_304, 256
 LR, LR_WARMUP, WEIGHT_DECAY, CLIP = 4e-4, 60, 0.1, 1.0
-#: The start of a run whose length is not told: 60 dense steps, then 180 in which the density falls.
+#: The start of every setting, short beside the run: dense steps, then steps in which the density falls.
 DENSE_AND_RAMP = {"warmup_steps": 60, "sparsity_warmup_steps": 180}
 START = sum(DENSE_AND_RAMP.values())
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "dense": None,
-    "default": {},
-    "ahead-0.99": {
-        "feedback": "step_ahead",
-        "sparsity": 0.99,
-        "warmup_steps": 60,
-        "sparsity_warmup_steps": 180,
-    },
-    "local-0.9": {"feedback": "local", "sparsity": 0.9, "warmup_steps": 60, "sparsity_warmup_steps": 180},
-    "local-0.99": {"feedback": "local", "sparsity": 0.99, "warmup_steps": 60, "sparsity_warmup_steps": 180},
+    "default": {**DENSE_AND_RAMP},
+    "ahead-0.99": {"feedback": "step_ahead", "sparsity": 0.99, **DENSE_AND_RAMP},
+    "local-0.9": {"feedback": "local", "sparsity": 0.9, **DENSE_AND_RAMP},
+    "local-0.99": {"feedback": "local", "sparsity": 0.99, **DENSE_AND_RAMP},
 }
 
 
