@@ -264,7 +264,7 @@ class Rank:
         if config.feedback.looks_ahead:
             units = units_of(self.optimizer, [list(self.named.values())])
             pending = {} if self.updates is None else {"pending_of": self.updates.pending_of}
-            self.ahead = self.reducer.add_on(StepAheadAddOn).prepare(self.named.items(), units, **pending)
+            self.ahead = self.reducer.add_ons.of(StepAheadAddOn).prepare(self.named.items(), units, **pending)
             self.ahead.attach(model)
 
     def _shards(self) -> Iterator[tuple[str, list[Shard]]]:

@@ -196,7 +196,6 @@ class Accordion(AddOn):
 
     missing = "Accordion needs dct.data_parallel.adaptive = 'accordion'"
     key = "adaptive"
-    exchanges = True
 
     def __init__(
         self, group: StreamGroup, regimes: CriticalRegimes, gentle: SparsitySchedule, steady: SparsitySchedule

@@ -21,12 +21,10 @@ class AddOn:
         missing: Error for a host that wants the add-on where the configuration does not ask for it;
             ``{feedback}`` stands for the feedback that it asks for.
         key: Name of the state in what the reducer saves; "" saves nothing.
-        exchanges: Whether it exchanges something before a reduction, so that all gradients must be there.
     """
 
     missing: ClassVar[str] = ""
     key: ClassVar[str] = ""
-    exchanges: ClassVar[bool] = False
 
     @classmethod
     def configured(cls, context: ReducerContext) -> AddOn | None:

@@ -1,15 +1,103 @@
-"""The table of add-ons, in the order in which they see a reduction."""
+"""The add-ons of a reducer, and the table of all of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..metrics import Record
 from .accordion import Accordion
 from .add_on import AddOn, ReducerContext
 from .autotune.add_on import AutomaticSparsity
+from .plan import ReductionPlan
 from .step_ahead.add_on import StepAheadAddOn
+from .stream_group import Sparsity
 
+_AddOn = TypeVar("_AddOn", bound=AddOn)
+
+#: In the order in which they see a reduction.
 ADD_ONS: tuple[type[AddOn], ...] = (Accordion, StepAheadAddOn, AutomaticSparsity)
 
 
-def add_ons_of(context: ReducerContext) -> list[AddOn]:
-    """Return the add-ons that a configuration asks for."""
-    return [add_on for kind in ADD_ONS if (add_on := kind.configured(context)) is not None]
+class AddOns:
+    """The add-ons that a configuration asks for.
+
+    Args:
+        context: The reducer, as add-ons see it.
+
+    Attributes:
+        earlier: By name, the sum (1-D) of this step's earlier gradients, where the host adds a pass to what
+            was reduced before and reduces both. Add-ons see the gradients of the pass alone.
+    """
+
+    def __init__(self, context: ReducerContext) -> None:
+        self._context = context
+        self._each = [add_on for kind in ADD_ONS if (add_on := kind.configured(context)) is not None]
+        self.earlier: dict[str, Tensor] = {}
+
+    def __iter__(self) -> Iterator[AddOn]:
+        return iter(self._each)
+
+    def of(self, kind: type[_AddOn]) -> _AddOn:
+        """Return the add-on of a kind.
+
+        Raises:
+            ConfigError: The configuration does not ask for it.
+        """
+        found = next((each for each in self._each if isinstance(each, kind)), None)
+        if found is None:
+            raise ConfigError(kind.missing.format(feedback=self._context.config.feedback.label()))
+        return found
+
+    @property
+    def dense(self) -> bool:
+        """True if an add-on wants the gradients of this step summed densely."""
+        return any(each.dense for each in self._each)
+
+    @property
+    def lossless(self) -> bool:
+        """True if an add-on wants dense sums of this step in a lossless code."""
+        return any(each.lossless for each in self._each)
+
+    def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
+        """Return the sparsity of a tensor in this step; ``otherwise`` is that without add-ons."""
+        for each in reversed(self._each):
+            otherwise = each.sparsity(name, otherwise)
+        return otherwise
+
+    def compared(self, names: Sequence[str]) -> list[str]:
+        """Return those of ``names`` that add-ons compare between ranks after a reduction."""
+        return [name for each in self._each for name in each.compared(names)]
+
+    def before_compression(self, entries: Sequence[tuple[str, Tensor]]) -> None:
+        """Show gradients to the add-ons before they are reduced, also those that the host reduces by itself.
+
+        Raises:
+            ConfigError: The host has not said what an add-on needs to know.
+        """
+        if self.earlier and self._each:
+            entries = [(name, self._of_this_pass(name, tensor)) for name, tensor in entries]
+        for each in self._each:
+            each.before_compression(entries)
+
+    def before_reduce(self, plan: ReductionPlan, whole: Record) -> None:
+        """Exchange what add-ons have to know before the tensors of ``plan`` are sent; a collective."""
+        for each in self._each:
+            each.before_reduce(plan, whole)
+
+    def after_reduce(self, plan: ReductionPlan) -> None:
+        """Show reduced gradients to the add-ons."""
+        for each in self._each:
+            each.after_reduce(plan)
+
+    def _of_this_pass(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a gradient, or this rank's part of the node's, without those of earlier passes."""
+        if (earlier := self.earlier.get(name)) is None:
+            return tensor
+        node = self._context.group.node
+        if node is not None and tensor.numel() < earlier.numel():
+            earlier = earlier[slice(*node.part(name, earlier.numel()))]
+        return tensor - earlier  # the ranks of a node have the same, and so its mean has

@@ -16,7 +16,7 @@ from ..kernels.reference import has_overflow, overflow_flags
 from ..metrics import Record
 from ..transport.bounded_table import BoundedTable
 from . import lossless
-from .add_on import AddOn
+from .add_ons import AddOns
 from .plan import PlannedTensor, ReductionPlan
 from .stream_group import StreamGroup
 
@@ -27,12 +27,11 @@ class DenseSums:
     Args:
         group: Streams and process group.
         warmup_steps: First optimizer steps, in which gradients are summed densely.
+        add_ons: Add-ons of the reducer, which may want a dense step.
     """
 
-    def __init__(self, group: StreamGroup, warmup_steps: int) -> None:
-        self._group, self._warmup_steps = group, warmup_steps
-        self.add_ons: Sequence[AddOn] = ()
-        """Add-ons of the reducer, which may want a dense step."""
+    def __init__(self, group: StreamGroup, warmup_steps: int, add_ons: AddOns) -> None:
+        self._group, self._warmup_steps, self._add_ons = group, warmup_steps, add_ons
         self._agreed: BoundedTable[None] = BoundedTable()
         """Fingerprints of what all ranks were found to sum densely."""
         self._suspects: list[tuple[list[str], Tensor]] = []
@@ -44,14 +43,14 @@ class DenseSums:
     def active(self) -> bool:
         """True if this step's gradients are summed densely."""
         starting = self._group.step < self._warmup_steps
-        return self._group.world_size == 1 or starting or any(each.dense for each in self.add_ons)
+        return self._group.world_size == 1 or starting or self._add_ons.dense
 
     def reduce(self, plan: ReductionPlan, whole: Record) -> None:
         """Sum the tensors of ``plan`` over the ranks; a collective."""
         if self._group.world_size == 1:
             self._add_loaded_residuals(plan)
         else:
-            codes = any(each.lossless for each in self.add_ons)
+            codes = self._add_ons.lossless
             # Nothing is selected: copies and checks are part of the exchange.
             with nullcontext() if codes else whole.timed("exchange"):
                 self._agree(plan)
@@ -94,7 +93,7 @@ class DenseSums:
         flat = torch.cat(same) if adjoined is None else adjoined
         if not group.nonfinite_reported:
             self._look_for_nonfinite(planned, flat)
-        if any(each.lossless for each in self.add_ons):
+        if self._add_ons.lossless:
             size = bytes_sent("all_reduce", flat.nbytes, group.world_size, gloo=True)
             sent = lossless.all_reduce(group, flat, whole)
         else:

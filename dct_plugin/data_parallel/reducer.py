@@ -7,7 +7,7 @@ A reducer has topologies (which rank sends what to whom: :mod:`.topologies`), ex
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,10 +15,10 @@ from torch import Tensor
 from .. import checkpoint
 from ..compression.stream import Compressor
 from ..config import DataParallelConfig
-from ..errors import ConfigError, DCTError
+from ..errors import DCTError
 from ..metrics import Record
 from .add_on import AddOn, ReducerContext
-from .add_ons import add_ons_of
+from .add_ons import AddOns
 from .dense_sums import DenseSums
 from .pending_exchanges import PendingExchanges
 from .plan import PlannedTensor, ReductionPlan, Shard
@@ -30,7 +30,6 @@ from .topology import Topology
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_AddOn = TypeVar("_AddOn", bound=AddOn)
 _Entries = Sequence[tuple[str, Tensor]]
 _Shards = Sequence[Sequence[Shard]]
 
@@ -74,26 +73,10 @@ class GradientReducer(StreamGroup):
         self.flushed = False
         """True if a step has brought all that residuals held, after :meth:`flush`."""
         self._flushes = False
-        self.earlier: dict[str, Tensor] = {}
-        """By name, the sum (1-D) of this step's earlier gradients, where the host adds a pass to what was
-        reduced before and reduces both. Add-ons see the gradients of the pass alone.
-        """
         self.topologies = Topologies(self)
-        self._dense = DenseSums(self, self.config.dense_steps)
-        self.exchanges = PendingExchanges(self, "gradient", self.after_reduce)
-        self.add_ons = add_ons_of(ReducerContext(self, self.config, self.topologies, optimizer))
-        self._dense.add_ons = self.add_ons
-
-    def add_on(self, kind: type[_AddOn]) -> _AddOn:
-        """Return the add-on of a kind.
-
-        Raises:
-            ConfigError: The configuration does not ask for it.
-        """
-        found = next((each for each in self.add_ons if isinstance(each, kind)), None)
-        if found is None:
-            raise ConfigError(kind.missing.format(feedback=self.config.feedback.label()))
-        return found
+        self.add_ons = AddOns(ReducerContext(self, self.config, self.topologies, optimizer))
+        self._dense = DenseSums(self, self.config.dense_steps, self.add_ons)
+        self.exchanges = PendingExchanges(self, "gradient", self.add_ons.after_reduce)
 
     # -- collectives ---
 
@@ -170,35 +153,13 @@ class GradientReducer(StreamGroup):
         if self.backend.lengths_on_host:  # capacities of slots are agreed for one type of values
             self.set_value_dtype("fp32")
 
-    def observe(self, entries: Sequence[tuple[str, Tensor]]) -> None:
-        """Show gradients to the add-ons before they are reduced, also those that the host reduces by itself.
-
-        Raises:
-            ConfigError: The host has not said what an add-on needs to know.
-        """
-        if self.earlier and self.add_ons:
-            entries = [(name, self._of_this_pass(name, tensor)) for name, tensor in entries]
-        for add_on in self.add_ons:
-            add_on.before_compression(entries)
-
-    def _of_this_pass(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a gradient, or this rank's part of the node's, without those of earlier passes."""
-        if (earlier := self.earlier.get(name)) is None:
-            return tensor
-        if self.node is not None and tensor.numel() < earlier.numel():
-            earlier = earlier[slice(*self.node.part(name, earlier.numel()))]
-        return tensor - earlier  # the ranks of a node have the same, and so its mean has
-
     # -- the steps of a reduction ---
 
     def sparsity(self, name: str) -> Sparsity:
         """Return the sparsity of a tensor in this step."""
         if self._flushes:
             return Sparsity(1.0)
-        sparsity = super().sparsity(name)
-        for add_on in reversed(self.add_ons):
-            sparsity = add_on.sparsity(name, sparsity)
-        return sparsity
+        return self.add_ons.sparsity(name, super().sparsity(name))
 
     def post(
         self, topology: Topology, entries: _Entries, scale: float, shards: _Shards | None, whole: Record
@@ -213,14 +174,16 @@ class GradientReducer(StreamGroup):
                 )
                 tensors.append(PlannedTensor(name, tensor, list(parts), small))
             large = [each.name for each in tensors if not each.small]
-            compared = [name for add_on in self.add_ons for name in add_on.compared(large)]
-            operation = self.operation(topology.name)
             plan = ReductionPlan(
-                operation, tensors, scale * self.ranks_inside, compared, topology.sums_everywhere
+                self.operation(topology.name),
+                tensors,
+                scale * self.ranks_inside,
+                self.add_ons.compared(large),
+                topology.sums_everywhere,
             )
+        self.add_ons.before_reduce(plan, whole)
+        with self.exchange.preparing():
             exchange = self.exchanges.begin(topology.phases, plan, whole)
-        for add_on in self.add_ons:
-            add_on.before_reduce(plan, whole)
         exchange.post()
         return exchange
 
@@ -231,11 +194,6 @@ class GradientReducer(StreamGroup):
             plan = ReductionPlan(self.operation("dense"), tensors, scale * self.ranks_inside)
             self._dense.reduce(plan, whole)
         return self._dense.active
-
-    def after_reduce(self, plan: ReductionPlan) -> None:
-        """Show reduced gradients to the add-ons."""
-        for add_on in self.add_ons:
-            add_on.after_reduce(plan)
 
     # -- steps ---
 
@@ -286,7 +244,7 @@ class GradientReducer(StreamGroup):
         return [*self.streams.values(), *self.add_ons]  # a list, since add-ons may change streams
 
     def _close(self, *, skipped: bool) -> None:
-        self.earlier.clear()
+        self.add_ons.earlier.clear()
         for each in self._kept():
             each.end_step(skipped=skipped and self._transactional)
         if skipped and self.config.nonfinite_action == "skip":
@@ -381,7 +339,7 @@ class Reduction:
             entries, shards = topology.reduce_in_node(self._entries, self._shards, whole)
             with topology.telling_node():
                 with reducer.exchange.preparing():
-                    reducer.observe(entries)
+                    reducer.add_ons.before_compression(entries)
                 if not reducer.reduce_dense(entries, self._scale, whole):
                     parts = [(topology, entries)] if shards is not None else _by_topology(reducer, entries)
                     for each, tensors in parts:

@@ -116,7 +116,7 @@ def _reduced(rank: int, world_size: int, kind: str) -> tuple[list[bool], int]:
             reducer.all_reduce([("w", gradient)], scale=0.5)
         else:
             reducer.reduce_scatter([("w", gradient, shards)], scale=0.5)
-        critical.append(reducer.add_on(Accordion).regimes.critical("w"))
+        critical.append(reducer.add_ons.of(Accordion).regimes.critical("w"))
         reducer.end_step()
         metrics.step(step)
         if step == 9:

@@ -77,7 +77,7 @@ def _recorded(rank: int, world_size: int) -> tuple[list[str], float]:
     reducer.end_step(loss_scale=2.0)
     reducer.load_state_dict(reducer.state_dict())
     reducer.load_state_dict(in_unit(reducer.state_dict(), 0.25), loss_scale=16.0)  # it was 2
-    return reducer.add_on(Recorder).calls, float((a != 0).float().mean())
+    return reducer.add_ons.of(Recorder).calls, float((a != 0).float().mean())
 
 
 def test_an_add_on_sees_every_reduction() -> None:

@@ -255,7 +255,7 @@ def _summed_exactly(rank: int, world_size: int) -> dict[str, Any]:
     """Sum gradients of two types in both exact settings."""
     metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
     reducer = GradientReducer(_config(quality="exact", min_numel=10), metrics=metrics)
-    automatic = reducer.add_on(AutomaticSparsity)
+    automatic = reducer.add_ons.of(AutomaticSparsity)
     generator, found = torch.Generator().manual_seed(rank), {}
     for dtype in (torch.float32, torch.bfloat16):
         gradient = torch.randn(400_001, generator=generator).to(dtype)
@@ -286,13 +286,13 @@ def test_lossless_sums_are_those_of_the_dense_exchange(world_size: int) -> None:
 def _settings_on_a_gpu(rank: int, world_size: int) -> list[Setting]:
     kernels = KernelConfig(backend="reference")  # as where there is no Triton
     reducer = GradientReducer(_config(quality="exact"), device=torch.device("cuda"), kernels=kernels)
-    return list(reducer.add_on(AutomaticSparsity)._settings)
+    return list(reducer.add_ons.of(AutomaticSparsity)._settings)
 
 
 def _reductions_of_a_step(rank: int, world_size: int) -> list[int]:
     """Reduce all gradients to their owners once and three times a step."""
     reducer, found = GradientReducer(_config(quality="bytes", min_numel=10)), []
-    automatic = reducer.add_on(AutomaticSparsity)
+    automatic = reducer.add_ons.of(AutomaticSparsity)
     for micro_batches in (1, 3):
         for _ in range(micro_batches):
             for name in ("a", "b"):
@@ -351,7 +351,7 @@ def _trained(rank: int, world_size: int) -> dict[str, Any]:
         events: list[dict[str, Any]] = []
         metrics.event = lambda name, **figures: events.append(figures)  # type: ignore[method-assign]
         reducer = GradientReducer(config, metrics=metrics)
-        automatic = reducer.add_on(AutomaticSparsity)
+        automatic = reducer.add_ons.of(AutomaticSparsity)
         generator = torch.Generator().manual_seed(rank)
         given, got, used, states = torch.zeros(5_000), torch.zeros(5_000), [], None
         for step in range(_STEPS):
@@ -379,14 +379,14 @@ def _trained(rank: int, world_size: int) -> dict[str, Any]:
         return {
             "loaded": unpacked(loaded),
             "arrived": arrived,
-            "spread": spread.add_on(AutomaticSparsity).current,
+            "spread": spread.add_ons.of(AutomaticSparsity).current,
             "used": used,
             "decisions": [each["setting"] for each in events],
             "reasons": [each["reason"] for each in events],
             "given": given,
             "got": got,
             "owed": 0.0 if residual is None else float(residual.current.abs().max()),
-            "resumed": resumed.add_on(AutomaticSparsity).current,
+            "resumed": resumed.add_ons.of(AutomaticSparsity).current,
         }
 
 
@@ -453,7 +453,7 @@ def _changed_topology(rank: int, world_size: int) -> dict[str, Any]:
     ):
         settings: dict[str, Any] = {"quality": "bytes", "feedback": "local"}
         reducer, step = GradientReducer(_config(**settings), transactional=True), 0
-        automatic = reducer.add_on(AutomaticSparsity)
+        automatic = reducer.add_ons.of(AutomaticSparsity)
         generator = torch.Generator().manual_seed(rank)
         given, got, used, lost, continued = torch.zeros(_ENTRIES), torch.zeros(_ENTRIES), [], [], []
         for step in range(_STEPS):
@@ -537,7 +537,7 @@ def _trained_ahead(rank: int, world_size: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             reducer = state.reducer(x.device)
-            used.append(reducer.add_on(AutomaticSparsity).current)
+            used.append(reducer.add_ons.of(AutomaticSparsity).current)
             exchanges.add((reducer.topologies.exchange, reducer.config.feedback.label()))
     weights = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
     return {"used": used, "exchanges": exchanges, "weights": weights}

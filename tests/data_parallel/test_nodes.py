@@ -162,7 +162,7 @@ def _displaces(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
     weights["half"].data = weights["half"].data.bfloat16()
     optimizer = torch.optim.Adam(weights.values(), lr=0.01)
     reduction = GradientReducer(config, nodes() if in_nodes else None)
-    ahead = reduction.add_on(StepAheadAddOn).prepare(weights.items(), units_of(optimizer))
+    ahead = reduction.add_ons.of(StepAheadAddOn).prepare(weights.items(), units_of(optimizer))
     for step in range(3):
         entries = []
         for name, shape in shapes.items():

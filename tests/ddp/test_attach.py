@@ -273,7 +273,7 @@ def _accumulated(rank: int, world_size: int) -> dict[str, tuple[torch.Tensor, to
         moments = state._ahead.moments.of("0.weight")
         assert moments is not None
         found[f"view {view}"] = moments.rows.clone(), sum(squares).mean(1) * (1 - 0.999)
-        assert not state.reducer(x.device).earlier
+        assert not state.reducer(x.device).add_ons.earlier
     return found
 
 

@@ -59,7 +59,7 @@ def _course(job: Job) -> Course:
         assert session is not None
         (data,) = (each for each in session.hooks if isinstance(each, DataParallelHook))
         for each in data.reductions:
-            used.setdefault(each.name, []).append(str(each.reducer.add_on(AutomaticSparsity).current))
+            used.setdefault(each.name, []).append(str(each.reducer.add_ons.of(AutomaticSparsity).current))
         session.metrics.event = lambda name, **figures: decisions.append(figures["setting"])  # type: ignore[method-assign]
 
     return Course(train(job, on_step=note), used, decisions)

@@ -226,7 +226,7 @@ class DCTState:
         self._displaced = {name: RealView(p) if p.is_complex() else p for name, p in named.items()}
         self._ahead = (
             self.reducer(device)
-            .add_on(StepAheadAddOn)
+            .add_ons.of(StepAheadAddOn)
             .prepare(self._displaced.items(), lambda each: units(getattr(each, "parameter", each)))
         )
         self._ahead.attach(model, *optimizers)
@@ -355,7 +355,9 @@ class DCTState:
         """
         if self._ahead is not None and self._reducer is not None and self._adds:
             gradients = self.parameters.gradients()
-            self._reducer.earlier = {name: each.detach().reshape(-1).clone() for name, each in gradients}
+            self._reducer.add_ons.earlier = {
+                name: each.detach().reshape(-1).clone() for name, each in gradients
+            }
         self._adds = False
 
     def _end_backward(self, *, joined: bool = False) -> None:

@@ -38,7 +38,7 @@ class DisplacedPasses(EnginePart):
         unit_of = units_of(path.optimizer, [[parameter for _, parameter in group] for group in groups])
         unit = 1.0 / (path.scale * path.reducer.group_size)
         pairs = [pair for group in groups for pair in group]
-        add_on = path.reducer.add_on(StepAheadAddOn)
+        add_on = path.reducer.add_ons.of(StepAheadAddOn)
         if updates is None:
             self.ahead = add_on.prepare(pairs, unit_of, unit=unit)
         else:

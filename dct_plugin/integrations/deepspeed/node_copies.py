@@ -317,7 +317,7 @@ class DisplacedCopies(EnginePart):
         groups = [[parameter for _, parameter in group] for group in path.named_parameters()]
         units = units_of(path.optimizer, groups)
         pairs: Any = [(each.name, each) for each in copies.slices if each.shards]
-        self.ahead = copies.ahead = path.reducer.add_on(StepAheadAddOn).prepare(
+        self.ahead = copies.ahead = path.reducer.add_ons.of(StepAheadAddOn).prepare(
             pairs,
             lambda held: units(held.parameter),  # type: ignore[attr-defined]
             unit=1.0 / (path.scale * path.reducer.group_size),

@@ -217,7 +217,7 @@ class ReplicaCompression:
             ]
             check_displaceable(parameters)
             shards: Any = [(each.name, GatheredShard(each)) for each in parameters]
-            ahead = reducer.add_on(StepAheadAddOn).prepare(shards, unit_of)
+            ahead = reducer.add_ons.of(StepAheadAddOn).prepare(shards, unit_of)
             ahead.attach(self._model, *self._optimizers)
             self.ends.callback(ahead.detach)
         # FSDP reads the parameters anew in its first forward pass: it has to do so before they are displaced.

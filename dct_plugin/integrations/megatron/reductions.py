@@ -108,7 +108,7 @@ class Reductions:
             factor = bucket.gradient_scaling_factor
             for gradient in gradients_in(bucket):
                 view = gradient.view if factor == 1.0 else gradient.view * factor
-                reducer.observe(reducer.node_mean_parts([(gradient.name, view)]))
+                reducer.add_ons.before_compression(reducer.node_mean_parts([(gradient.name, view)]))
 
     def end_step(self, *, skipped: bool, scales: tuple[float, float] | None) -> None:
         """Close an iteration; ``scales`` are the loss scales of this iteration and of the next one."""
@@ -200,6 +200,6 @@ class Reductions:
                 "gradients is known after the step only; set it to 'local'"
             )
         summed = 1.0 if group.ddp_config.average_in_collective else 1.0 / ranks.size()
-        return reducer.add_on(StepAheadAddOn).prepare(
+        return reducer.add_ons.of(StepAheadAddOn).prepare(
             parameters, optimizers.unit_of, unit=summed, pending_of=self.session.pending_of
         )
