@@ -224,11 +224,14 @@ class DataParallelConfig(Section):
     For learning rates that fall in steps. The log names the changes; the class `gradient/critical` in the
     [metrics](metrics.md) holds their bytes.
     """
-    parameters: Annotated[ParametersConfig | None, OR_FALSE] = None
-    """null leaves the gather of updated weights to the host.
+    parameters: Annotated[Literal["exact"] | ParametersConfig | None, OR_FALSE] = Field(
+        default=None, json_schema_extra={"allowed": '"exact", an object with its settings, or null'}
+    )
+    """null leaves the gather of updated weights to the host. `"exact"` sends the bf16 or fp16 weights whose
+    bits changed, and nothing is lost. An object has its updates thresholded.
 
-    If the network is the bottleneck, together with step-ahead ([its
-    cost](quality.md#updated-weights-under-zero-1)).
+    `"exact"` for fine-tuning ([its bytes](performance.md#exact-updates)); an object if the network is the
+    bottleneck, together with step-ahead ([its cost](quality.md#updated-weights-under-zero-1)).
     """
     verify: Annotated[VerifyConfig | None, OR_FALSE] = None
     """null is off."""

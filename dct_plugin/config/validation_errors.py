@@ -48,8 +48,15 @@ def validated(
         return cls.model_validate(section)
     except ValidationError as error:
         items = error.errors(include_url=False, include_context=False)
+        # An object where a word could stand, too: its own errors say more.
+        items = [each for each in items if not _wants_word_alone(each)]
         lines = list(dict.fromkeys(_line(cls, section, item, source) for item in items))
     raise faulty(lines, f"{source.split('.')[0]} configuration{origin}")
+
+
+def _wants_word_alone(item: Any) -> bool:
+    """Return whether a pydantic error says that an object is not a word, in a union of both."""
+    return isinstance(item["input"], Mapping) and "".join(map(str, item["loc"][-1:])).startswith("literal[")
 
 
 def faulty(faults: Sequence[str], what: str) -> ConfigError:
@@ -94,6 +101,8 @@ def _line(cls: type[BaseModel], section: Any, item: Any, source: str) -> str:
         if len(classes) > 1 and keys:  # pydantic names the chosen class of a union next
             label = keys.pop(0)
             model = next(each for each in classes if each.label() == label)
+        elif keys and keys[0] == model.__name__:  # in a union with words
+            keys.pop(0)
     if item["type"] == "extra_forbidden" and unknown is not None:
         owners = [each.label() for each in (models(field) if field else ()) if unknown in each.model_fields]
         if owners:

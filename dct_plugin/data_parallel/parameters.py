@@ -6,6 +6,8 @@ entries of ``master - working`` that reach a threshold, and *every rank, the own
 sent* to its working weights. What was not sent stays between master and working weight: error feedback that
 needs no memory and cannot be lost.
 
+With ``"parameters": "exact"`` everything is sent that changed (:mod:`.exact_updates`), and nothing waits.
+
 16-bit working weights: the difference is to the master as it would be rounded, so that nothing is sent which
 rounding would swallow, and an entry that is sent arrives exactly where the host's own gather puts it
 (unless it moved by more than the value type can say).
@@ -13,6 +15,7 @@ rounding would swallow, and an entry that is sent arrives exactly where the host
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +25,23 @@ from torch import Tensor
 from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
 from ..compression.stream import add_payload, encode_all
-from ..config import DataParallelConfig, NoFeedback, ParametersConfig
+from ..config import DataParallelConfig, KernelConfig, NoFeedback, ParametersConfig
 from ..kernels.checks import split_message
 from ..metrics import Record
 from ..transport.slots import Slots
+from .exact_updates import EXACT_CLASS, ChangesToAll
 from .node_ranks import NodeRanks
 from .node_updates import UpdatesBetweenNodes
 from .pending_exchanges import PendingExchanges
 from .plan import PlannedTensor, ReductionPlan, Shard
 from .stream_group import GroupOptions, Ranks, StreamGroup, WrittenTensor
-from .topology import Destination, Phase
+from .topology import Destination, OwnersToAll
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+logger = logging.getLogger("dct_plugin")
 
 
 class ParameterUpdates(StreamGroup):
@@ -58,10 +65,16 @@ class ParameterUpdates(StreamGroup):
         gathers: bool = True,
         **options: Unpack[GroupOptions],
     ) -> None:
-        self.config = config.parameters or ParametersConfig()
+        self.exact = config.parameters == "exact"
+        self.config = (
+            config.parameters if isinstance(config.parameters, ParametersConfig) else ParametersConfig()
+        )
+        if self.exact and torch.device(options.get("device", "cpu")).type != "cpu":
+            logger.info("dct: exact updates of weights run in plain torch on this device")
+            options["kernels"] = KernelConfig(backend="reference")
         settings = config.model_copy(
             update={
-                "sparsity": self.config.sparsity,
+                "sparsity": 0.0 if self.exact else self.config.sparsity,
                 "value_dtype": self.config.value_dtype,
                 "feedback": NoFeedback(),
             }
@@ -71,11 +84,12 @@ class ParameterUpdates(StreamGroup):
         if self.nodes is not None and gathers:
             node = NodeRanks(self.nodes, self.device, config.min_numel, self.metrics, self.backend)
             self._between_nodes = UpdatesBetweenNodes(
-                node, self.layout, self.rank, pending=config.feedback.looks_ahead
+                node, self.layout, self.rank, pending=config.feedback.looks_ahead and not self.exact
             )
         self._value_dtype = ValueDtype.parse(self.config.value_dtype)
-        self._exchanges = PendingExchanges(self, "parameter")
-        self._phase = _MastersToAll(self)
+        self._cls = EXACT_CLASS if self.exact else "parameter"
+        self._exchanges = PendingExchanges(self, self._cls)
+        self._phase: OwnersToAll = ChangesToAll(self) if self.exact else _MastersToAll(self)
 
     def full(self, dtype: torch.dtype) -> bool:
         """Return whether in this step the host is to gather weights of ``dtype`` by itself, in full.
@@ -86,7 +100,7 @@ class ParameterUpdates(StreamGroup):
         every = self.config.full_every
         if self.world_size == 1 or (every is not None and (self.step + 1) % every == 0):
             return True
-        if self.schedule.density(self.step) < 1.0:
+        if self.exact or self.schedule.density(self.step) < 1.0:
             return False
         lossless = self._value_dtype in (ValueDtype.FP32, ValueDtype.lossless(dtype))
         return lossless or self.step < self.schedule.warmup_steps
@@ -107,16 +121,17 @@ class ParameterUpdates(StreamGroup):
         Args:
             entries: ``(name, working, shards)``; 1-D contiguous working weights of any floating type, changed
                 in place, the same on all ranks before and after; every rank owns at most one of the shards.
-            master_of: The masters of this rank's shard of a name, 1-D, of the shard's length.
+            master_of: The masters of this rank's shard of a name, 1-D, of the shard's length; they may be
+                rounded to the type of the working weights.
 
         Raises:
             DesyncError: A rank failed or updates other tensors.
             PayloadError: A message arrived damaged.
             ValueError: The shards of a tensor do not cover it.
         """
-        self._phase.master_of = master_of
+        self._phase.masters = master_of
         between = self._between_nodes
-        with self.recorded("parameter") as whole:
+        with self.recorded(self._cls) as whole:
             with self.exchange.preparing():
                 if between is None:
                     tensors = [
@@ -170,37 +185,29 @@ class ParameterUpdates(StreamGroup):
         self.loaded = {} if state is None else dict(state["streams"])
 
 
-class _MastersToAll(Phase):
+class _MastersToAll(OwnersToAll):
     """Every owner sends what its working weights lack to all ranks."""
-
-    to_all = True
-    from_owners = True
 
     def __init__(self, group: StreamGroup) -> None:
         super().__init__(group)
-        self.master_of: Callable[[str], Tensor] | None = None
-        """Returns the masters of this rank's shard of a name."""
         self._own: dict[str, tuple[Shard, Tensor, Tensor]] = {}
         """This rank's shards of the last update, their working weights and masters."""
 
     def forget(self) -> None:
-        """Nothing is pending."""
         self._own.clear()
 
     @torch.no_grad()
     def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
-        """See :meth:`ParameterUpdates.pending_of`."""
         if name not in self._own:
             return None
         shard, working, master = self._own[name]
         return shard, self._difference(working, master)
 
     def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
-        assert self.master_of is not None, "update() says what the masters are"
         group, writer, written = self.group, writers[0], []
         density, copies = group.schedule.density(group.step), group.world_size - 1
         owned = [
-            (each, shard, each.view(shard), self.master_of(each.name))
+            (each, shard, each.view(shard), self.masters(each.name))
             for each, shard in plan.owned_by(group.rank)
         ]
         rounded = iter(_rounded([(master, held.dtype) for each, _, held, master in owned if each.small]))

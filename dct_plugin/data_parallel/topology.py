@@ -7,7 +7,7 @@ A reduction is one exchange of messages or two, its *phases*. A topology names t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
@@ -108,6 +108,26 @@ class Phase(ABC):
             return [plan.largest_message(owner) for owner in ranks]
         # Messages to all hold every tensor whole, with rank 0 as its nominal owner.
         return [plan.largest_message(0 if self.to_all else self.group.rank)] * len(ranks)
+
+
+class OwnersToAll(Phase):
+    """Every owner of weights sends all ranks what is new in them."""
+
+    to_all = True
+    from_owners = True
+
+    def __init__(self, group: StreamGroup) -> None:
+        super().__init__(group)
+        self.masters: Callable[[str], Tensor] = lambda name: torch.empty(0)
+        """Returns the masters of this rank's shard of a name."""
+
+    def forget(self) -> None:
+        """Note that the host gathered all weights."""
+        return
+
+    def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
+        """See :meth:`.parameters.ParameterUpdates.pending_of`."""
+        return None
 
 
 class Topology(ABC):

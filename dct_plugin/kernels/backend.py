@@ -9,6 +9,7 @@ of all tensors of a collective at once. The size of the memory for a payload fol
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,12 +17,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..codecs.changes import apply_changes, encode_changes
 from ..codecs.index import CODECS, IndexEncoding, decode_indices, encode_indices
 from ..codecs.message import MessageWriter
 from ..codecs.payload import Payload
 from ..codecs.stats import Stats
 from . import displacement
-from .checks import check_difference
+from .checks import check_changes, check_difference
 from .displacement import Displacement, Scratch, Squares
 from .embedding_cpu import host_embedding_kernels
 from .embedding_format import EmbeddingKernels
@@ -176,6 +178,32 @@ class Backend(ABC):
         """
         check_difference(wanted, held, out)
         out.copy_(wanted.to(held.dtype)).sub_(held)
+
+    def encode_changes(self, wanted: Tensor, held: Tensor, out: Tensor) -> Stats:
+        """Write the record that turns weights into others, by bits (:mod:`dct_plugin.codecs.changes`).
+
+        Args:
+            wanted, held: bf16 or fp16 [numel], of one type.
+            out: uint8, at least ``record_bound(numel)`` bytes.
+
+        Returns:
+            The record's bytes; ``nnz`` is the number of entries that differ.
+        """
+        began = time.perf_counter_ns()
+        check_changes(wanted, held, out)
+        record, changed = encode_changes(wanted, held)
+        out[: record.numel()] = record
+        elapsed = time.perf_counter_ns() - began
+        return Stats(record.numel(), changed, changed, False, encode_ns=elapsed)
+
+    def apply_changes(self, message: Tensor, outs: Sequence[Tensor]) -> None:
+        """Apply records, one for each of ``outs`` (bf16 or fp16 [numel], changed in place).
+
+        Raises:
+            PayloadError: The message is damaged, or does not fit ``outs``. None of them has changed if a
+                header or a checksum is wrong.
+        """
+        apply_changes(message, outs)
 
     def add_squares(self, jobs: Sequence[Squares], scratch: Scratch = displacement.fresh) -> None:
         """Add the row and column means of squared gradients to those of a step so far.

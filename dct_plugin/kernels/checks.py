@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..codecs.changes import record_bound
 from ..codecs.index import NO_POSITIONS, IndexEncoding
 from ..codecs.payload import Header, Payload, check_numel, parse_payload, payload_bound, verify_checksum
 from ..codecs.values import ValueDtype
@@ -39,6 +40,12 @@ def check_difference(wanted: Tensor, held: Tensor, out: Tensor) -> None:
     for name, tensor in (("wanted", wanted), ("held", held)):
         check_vector(name, tensor, (*GRAD_DTYPES, torch.float64), out.numel())
     check_vector("out", out, (torch.float32,))
+
+
+def check_changes(wanted: Tensor, held: Tensor, out: Tensor) -> None:
+    check_vector("wanted", wanted, (torch.bfloat16, torch.float16))
+    check_vector("held", held, (wanted.dtype,), wanted.numel())
+    check_out(out, record_bound(wanted.numel()))
 
 
 def check_pack(values: Tensor, packed: Tensor, exponents: Tensor | None) -> None:

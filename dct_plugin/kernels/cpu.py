@@ -21,6 +21,7 @@ from ..errors import PayloadError
 from .backend import Backend
 from .build import fields, load_functions
 from .checks import (
+    check_changes,
     check_encode_shared,
     check_exact,
     check_pack,
@@ -98,6 +99,11 @@ _SIGNATURES: dict[str, list[Any]] = {
         *[c_double, c_uint64, c_uint64, POINTER(c_float)],
     ],
     "dct_pack": [c_void_p, c_void_p, c_void_p, c_uint64, c_uint32, *[c_int32] * 3],
+    "dct_encode_changes": [c_void_p, c_void_p, c_uint64, c_void_p, c_void_p, POINTER(c_uint64)],
+    "dct_apply_changes": [
+        *[c_void_p, c_uint64, POINTER(c_void_p), POINTER(c_uint64)],
+        *[c_int32, c_void_p],
+    ],
     "dct_move": [c_void_p, c_void_p, c_uint64],
     "dct_exact_threshold": [c_void_p, c_int32, c_void_p, c_uint64, c_uint64, POINTER(c_float)],
 }
@@ -311,6 +317,33 @@ class CpuBackend(Backend):
         _on_cpu(source=source, target=target)
         nbytes = source.numel() * source.element_size()
         self._library.dct_move(source.data_ptr(), target.data_ptr(), nbytes)
+
+    def encode_changes(self, wanted: Tensor, held: Tensor, out: Tensor) -> Stats:
+        check_changes(wanted, held, out)
+        _on_cpu(wanted=wanted, held=held, out=out)
+        began, sizes = time.perf_counter_ns(), (c_uint64 * 2)()
+        pointers = wanted.data_ptr(), held.data_ptr(), wanted.numel(), out.data_ptr()
+        _check(self._library.dct_encode_changes(*pointers, self._scratch(6 * wanted.numel()), sizes))
+        elapsed = time.perf_counter_ns() - began
+        return Stats(sizes[0], sizes[1], sizes[1], False, encode_ns=elapsed)
+
+    def apply_changes(self, message: Tensor, outs: Sequence[Tensor]) -> None:
+        check_vector("message", message, (torch.uint8,))
+        for out in outs:
+            check_vector("out", out, (torch.bfloat16, torch.float16))
+            _on_cpu(message=message, out=out)
+        targets = (c_void_p * len(outs))(*[out.data_ptr() for out in outs])
+        sizes = (c_uint64 * len(outs))(*[out.numel() for out in outs])
+        scratch = self._scratch(10 * max((out.numel() for out in outs), default=0))
+        arguments = message.data_ptr(), message.numel(), targets, sizes, len(outs), scratch
+        _check(self._library.dct_apply_changes(*arguments))
+
+    def _scratch(self, nbytes: int) -> int:
+        """Return the address of memory of this thread, which the next call may use again."""
+        memory: Tensor | None = getattr(self._local, "scratch", None)
+        if memory is None or memory.numel() < nbytes:
+            memory = self._local.scratch = torch.empty(nbytes, dtype=torch.uint8)
+        return memory.data_ptr()
 
     def embedding_kernels(self) -> CompiledEmbeddingKernels:
         return CompiledEmbeddingKernels(self.threads)

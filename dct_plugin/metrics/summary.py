@@ -115,6 +115,7 @@ _CLASS_NAMES = {
     "gradient_small": "tensors below min_numel",
     "gradient_warmup": "dense gradients",
     "parameter": "thresholded updates of weights",
+    "parameter_exact": "weights that changed",
     "parameter_small": "weights below min_numel",
     "parameter_full": "gathers of all weights",
     "embedding_forward": "embedding vectors",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, NamedTuple
 
-from ..config import DataParallelConfig
+from ..config import DataParallelConfig, ParametersConfig
 from .optimizers import OptimizerFamily, family_of
 
 #: The links of the recommendations, in bits per second.
@@ -172,7 +172,8 @@ class KnownLoss(NamedTuple):
         )
 
     def _has_updates(self, settings: DataParallelConfig) -> bool:
-        return settings.parameters is not None and settings.parameters.sparsity >= (self.updates or 0.0)
+        updates = settings.parameters
+        return isinstance(updates, ParametersConfig) and updates.sparsity >= (self.updates or 0.0)
 
 
 class ByCompressors(NamedTuple):

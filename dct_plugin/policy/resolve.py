@@ -55,7 +55,7 @@ def _chosen(
     family = training.family
     if not isinstance(settings.feedback, AutoFeedback) or family is OptimizerFamily.UNTOLD:
         return _Choice(settings, "")
-    nothing_waits = settings.sparsity == 0 and settings.parameters is None
+    nothing_waits = settings.sparsity == 0 and settings.parameters in (None, "exact")
     if not settings.enabled or nothing_waits or family in (OptimizerFamily.ADAGRAD, OptimizerFamily.SGD):
         return _Choice(changed(settings, feedback=LocalFeedback()), "")
     is_ahead = family.loses_by_delay and not step_ahead_unavailable

@@ -14,7 +14,8 @@ from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import Shard, shards_in
 from dct_plugin.data_parallel.step_ahead.add_on import MAX_OWNER_FACTOR, StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import StepUnit
-from dct_plugin.errors import ConfigError
+from dct_plugin.errors import ConfigError, PayloadError
+from dct_plugin.integrations.host.startup import nodes_of
 from dct_plugin.metrics import Metrics
 
 #: Name, and entries; the ranks' boundaries cut the second one.
@@ -231,3 +232,89 @@ def test_options() -> None:
         DataParallelConfig.of(parameters={"full_every": 0})
     with pytest.raises(ConfigError, match=r"parameters\.sparsty"):
         DataParallelConfig.of(parameters={"sparsty": 0.9})
+
+
+# -- exact updates ---
+
+
+def walk_exactly(rank: int, world_size: int, dtype: torch.dtype, nodes: int, scale: float) -> dict[str, Any]:
+    """Masters that drift; what weights made of it by exact updates, and by gathers."""
+    config = DataParallelConfig.of({"min_numel": 1000, "parameters": "exact", "nodes": nodes})
+    metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
+    updates = ParameterUpdates(config, nodes_of(config, None), metrics=metrics)
+    generator = torch.Generator().manual_seed(5)
+    gathered = (torch.randn(TOTAL, generator=generator) * 0.02).to(dtype)
+    working, each = gathered.clone(), TOTAL // world_size
+    master = working[rank * each :][:each].float()
+    same = []
+    for step in range(6):
+        master += scale * torch.randn(TOTAL, generator=generator)[rank * each :][:each]
+        if step == 3:
+            master[:3] = torch.tensor([-0.0, float("nan"), float("inf")])
+            working[5], gathered[5] = 0.5, 0.5  # a script writes a weight, on all ranks
+        gathered = _gathered(master.to(dtype), world_size)
+        assert not updates.full(dtype)
+        updates.update([("all", working, shards_in(0, TOTAL, each))], {"all": master}.__getitem__)
+        updates.end_step()
+        same.append(torch.equal(working.view(torch.int16), gathered.view(torch.int16)))
+        assert updates.pending_of("all") is None
+    part = metrics.summary().classes["parameter_exact"]
+    return {"same": same, "sent": part.sent_bytes, "dense": part.dense_bytes, "density": part.density}
+
+
+def exact_cases(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    cases = [("bf16", 1e-6, 1), ("bf16", 1e-4, 1), ("fp16", 1e-6, 1), ("bf16", 10.0, 1)]
+    if world_size == 4:
+        cases.append(("bf16", 1e-6, 2))
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return {
+        f"{kind} {scale:g} {nodes}": walk_exactly(rank, world_size, dtypes[kind], nodes, scale)
+        for kind, scale, nodes in cases
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_exact_updates_are_gathers_bitwise_in_fewer_bytes(world_size: int) -> None:
+    for found in processes.run(world_size, exact_cases):
+        for case, walked in found.items():
+            assert all(walked["same"]), case
+            # Headers and sizes beside weights that all changed.
+            assert walked["sent"] < 1.001 * walked["dense"] + 6 * (world_size - 1) * 128, case
+        assert found["bf16 1e-06 1"]["sent"] < found["bf16 1e-06 1"]["dense"] / 20
+        assert found["bf16 1e-06 1"]["density"] < 0.05
+        assert found["bf16 0.0001 1"]["sent"] < found["bf16 0.0001 1"]["dense"] / 3
+
+
+def damaged_update(rank: int, world_size: int) -> str:
+    updates = ParameterUpdates(DataParallelConfig.of(parameters="exact"))
+    working, each = torch.zeros(8000, dtype=torch.bfloat16), 8000 // world_size
+    encode = updates.backend.encode_changes
+
+    def damage(wanted: torch.Tensor, held: torch.Tensor, out: torch.Tensor) -> Any:
+        stats = encode(wanted, held, out)
+        out[stats.nbytes - 1] ^= 1
+        return stats
+
+    if rank == 1:
+        updates.backend.encode_changes = damage  # type: ignore[method-assign]
+    try:
+        updates.update([("all", working, shards_in(0, 8000, each))], lambda name: torch.full((each,), 0.5))
+    except PayloadError as error:
+        assert not working[each:].any()
+        return str(error)
+    finally:
+        updates.backend.encode_changes = encode  # type: ignore[method-assign]
+    return ""
+
+
+@pytest.mark.slow
+def test_a_damaged_exact_update_names_its_sender() -> None:
+    error, _ = processes.run(2, damaged_update)
+    assert "message from rank 1 of the group: " in error
+
+
+@pytest.mark.parametrize("value", ["all", True, 3])
+def test_what_parameters_may_be(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"dct\.data_parallel\.parameters.*\"exact\""):
+        DataParallelConfig.of(parameters=value)

@@ -170,3 +170,21 @@ def refused(rank: int, world_size: int, job: Job) -> str:
 def test_without_the_distributed_optimizer_it_is_refused() -> None:
     for text in processes.run(2, refused, Job(steps=1).with_dct(section())):
         assert "dct.data_parallel.parameters: Megatron without the distributed" in text
+
+
+def test_exact_updates_are_megatrons_gathers() -> None:
+    """Bitwise, also with gathers that the forward pass asks for, and in fewer bytes at a small step."""
+    exact = {"data_parallel": {**section(0.0, 0.0, "fp32")["data_parallel"], "parameters": "exact"}}
+    for kind in ("bf16", "fp16"):
+        base = replace(BASE, **{kind: True}, loss_scale=2.0**10)
+        both = replace(base, overlap_grad_reduce=True)  # and overlap_param_gather
+        plain, same, overlapped, updated = run(
+            2, base, base.with_dct(exact, through_codec=True), both, both.with_dct(exact, through_codec=True)
+        )
+        for theirs, ours in (*zip(plain, same, strict=True), *zip(overlapped, updated, strict=True)):
+            assert ours.losses == theirs.losses
+            assert ours.parameters == theirs.parameters
+            part = ours.classes["parameter_exact"]
+            assert 0 < part["density"] <= 1
+            assert part["sent_bytes"] < part["dense_bytes"]
+            assert "parameter_full" not in ours.classes

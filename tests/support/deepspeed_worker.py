@@ -128,6 +128,8 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
         before, skipped = residuals(engine), engine.skipped_steps
         if step == run.get("add_group"):
             engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+        if step in run.get("overwrite", ()):
+            engine.module.head.weight.data.mul_(2.0)
         moments = looked.moments()
         scale = float(getattr(engine.optimizer, "loss_scale", None) or 1.0)
         if "dct" in engine.__dict__:

@@ -35,7 +35,7 @@ from .pipeline import PipelinePath
 from .rules import advice, applied, require, step_ahead_unavailable, unread_keys
 from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
 from .stage0 import Bf16Path, Stage0Path
-from .weight_updates import ThresholdedGather, WeightUpdates
+from .weight_updates import UpdatedWeights, WeightUpdates
 from .zero import ZeroPath
 from .zero3 import Zero3Path
 
@@ -109,7 +109,7 @@ class Attachment:
             if isinstance(self._gather, NodeCopies):
                 displaced = DisplacedCopies(self._path, self._gather)
             else:
-                updates = None if self._gather is None else self._gather.updates
+                updates = self._gather.updates if self._gather is not None and self.weights_lag else None
                 displaced = DisplacedPasses(self._path, updates)
             self.ahead = displaced.ahead
             self._parts.append(displaced)
@@ -135,7 +135,7 @@ class Attachment:
     @property
     def weights_lag(self) -> bool:
         """True if the weights between steps are not the rounded masters; see :meth:`gather_parameters`."""
-        return isinstance(self._gather, ThresholdedGather)
+        return isinstance(self._gather, UpdatedWeights) and not self._gather.updates.exact
 
     def gather_parameters(self) -> None:
         """Bring the weights of all ranks to the optimizer's masters, in full; a collective, between two

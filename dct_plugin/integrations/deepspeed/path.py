@@ -20,7 +20,7 @@ from ..host.startup import nodes_of
 from ..host.versions import Target
 from .buckets import is_expert
 from .engine import ENGINE_ATTRIBUTES, EngineContext, EnginePart, require_attributes, require_targets
-from .weight_updates import ThresholdedGather, WeightLayout, WeightUpdates
+from .weight_updates import UpdatedWeights, WeightLayout, WeightUpdates
 
 #: The attributes in which DeepSpeed's wrappers keep the model's parameters, a list for each parameter group.
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
@@ -150,10 +150,10 @@ class GradientPath(EnginePart, ABC):
         return [(name, parameter.data) for name, parameter in named.values() if not is_expert(parameter)]
 
     def weight_updates(self, context: EngineContext) -> WeightUpdates | None:
-        """Return what thresholds the updates of the weights; None where DeepSpeed gathers none."""
+        """Return what exchanges the updates of the weights; None where DeepSpeed gathers none."""
         if self.weight_layout is None:
             return None
-        return ThresholdedGather(context, self.weight_layout, self.name_of)
+        return UpdatedWeights(context, self.weight_layout, self.name_of)
 
     def sizes(self) -> dict[str, int]:
         """Return the number of entries of each stream, by its name."""

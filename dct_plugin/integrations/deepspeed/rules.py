@@ -203,7 +203,13 @@ def _under_zero3(job: Job, settings: DataParallelConfig) -> Iterator[tuple[str, 
             "zero_optimization.zero_hpz_partition_size and dct.data_parallel.parameters, or leave feedback "
             "out",
         )
-    if settings.parameters is not None and not copies:
+    if settings.parameters == "exact":
+        yield (
+            "parameters",
+            "copies of the weights in nodes take thresholded updates alone: take ZeRO stage 1 or 2, give an "
+            "object with their settings, or leave parameters out",
+        )
+    elif settings.parameters is not None and not copies:
         yield (
             "parameters",
             "modules gather their parameters from all ranks when they need them, and no rank keeps a copy "

@@ -137,13 +137,12 @@ class Bf16Path(Stage0Path):
     )
     attributes = (
         "bf16_groups", "fp32_groups_gradients", "fp32_groups_gradients_flat", "param_names",
-        "bf16_groups_flat", "bf16_partitioned_groups", "fp32_groups_flat_partition",
+        "bf16_groups_flat", "bf16_partitioned_groups",
     )  # fmt: skip
     weight_layout = WeightLayout(
         module=bf16_optimizer,
         flat="bf16_groups_flat",
         partitions="bf16_partitioned_groups",
-        masters="fp32_groups_flat_partition",
         parameters="bf16_groups",
     )
 

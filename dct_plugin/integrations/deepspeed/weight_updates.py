@@ -1,10 +1,10 @@
 """ZeRO-1 and 2, and bf16 with fp32 accumulation: updated weights, from the owners of their masters to all.
 
-DeepSpeed copies a rank's masters into its part of the flat weights, and gathers all parts
-(``all_gather_dp_groups``). Here the copy is made to go nowhere: for the time of the optimizer's step the
-rank's part in DeepSpeed's list of partitions is the master itself, so that the flat weights keep what all
-ranks know, without a buffer for it. Then the gather is replaced, or, for the steps in which everything is
-sent, the copy is made and DeepSpeed gathers. Groups of expert parameters are left to DeepSpeed.
+DeepSpeed rounds a rank's masters into its part of the flat weights, and gathers all parts
+(``all_gather_dp_groups``). For the time of the optimizer's step another tensor stands in DeepSpeed's list of
+partitions for the rank's part: it gets the weights that DeepSpeed would gather, and the flat weights keep
+what all ranks know. Then the gather is replaced, or, for the steps in which everything is sent, DeepSpeed
+gathers. Groups of expert parameters are left to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
@@ -40,14 +41,12 @@ class WeightLayout:
         module: Where the optimizer finds ``all_gather_dp_groups``.
         flat: Of all flat weights.
         partitions: Of the ranks' parts of them.
-        masters: Of this rank's masters (fp32).
         parameters: Of the parameters in order.
     """
 
     module: ModuleType
     flat: str
     partitions: str
-    masters: str
     parameters: str
 
     @staticmethod
@@ -96,8 +95,8 @@ def updates_of(context: EngineContext, nodes: Nodes | None, *, gathers: bool = T
     )
 
 
-class ThresholdedGather(WeightUpdates):
-    """The gather of updated weights of a DeepSpeed optimizer, thresholded.
+class UpdatedWeights(WeightUpdates):
+    """The gather of updated weights of a DeepSpeed optimizer, thresholded or exact.
 
     Args:
         context: The engine.
@@ -116,7 +115,11 @@ class ThresholdedGather(WeightUpdates):
         self.updates = updates_of(context, nodes)
         self._optimizer, self._layout = engine.optimizer, layout
         self._groups: dict[int, list[_FlatParameter]] = {}
-        """By index, the groups whose updates are thresholded."""
+        """By index, the groups whose updates are exchanged."""
+        if self.updates.exact and any(flat.dtype == torch.float32 for flat in self._flat):
+            raise refuse(
+                "DeepSpeed in fp32", "'exact' is for bf16 and fp16: nearly all fp32 weights change in a step"
+            )
         groups = zip(getattr(engine.optimizer, layout.parameters), self._flat, strict=True)
         for index, (parameters, flat) in enumerate(groups):
             if not any(is_expert(parameter) for parameter in parameters):
@@ -125,6 +128,8 @@ class ThresholdedGather(WeightUpdates):
                     for parameter in parameters
                     if parameter.numel()
                 ]
+        self._rounded: dict[int, Tensor] = {}
+        """By index, where DeepSpeed puts this rank's rounded masters in a step."""
         self._parts: dict[int, Tensor] = {}
         """While the optimizer steps: this rank's parts of the flat weights."""
 
@@ -132,15 +137,19 @@ class ThresholdedGather(WeightUpdates):
         patches.intercept(self._optimizer, "step", self._step)
 
     def gather(self) -> None:
+        if self.updates.exact:  # nothing is missing
+            return
         self._optimizer.update_lp_params()
         for index in self._groups:
             self._record_full(self._flat[index])
 
     def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
-        partitions, masters, rank = self._partitions, self._masters, self.updates.group_rank
+        partitions, rank = self._partitions, self.updates.group_rank
         self._parts = {index: partitions[index][rank] for index in self._groups}
-        for index in self._parts:
-            partitions[index][rank] = masters[index].data
+        for index, part in self._parts.items():
+            if index not in self._rounded or self._rounded[index].numel() != part.numel():
+                self._rounded[index] = torch.empty_like(part)
+            partitions[index][rank] = self._rounded[index]
         # For this step alone: the function is shared by all engines.
         patches = Patches()
         patches.intercept(self._layout.module, _GATHER, self._gather)
@@ -169,19 +178,24 @@ class ThresholdedGather(WeightUpdates):
 
     @torch.no_grad()
     def _update(self, flats: Sequence[Tensor], partitions: Sequence[list[Tensor]]) -> list[int]:
-        """Exchange thresholded updates; return the groups that are left for DeepSpeed to gather."""
+        """Exchange updates; return the groups that are left for DeepSpeed to gather."""
         dense, entries = [], []
         masters: dict[str, Tensor] = {}
         for index, flat in enumerate(flats):
             if index not in self._groups:
                 dense.append(index)
                 continue
-            part, master = self._parts[index], self._masters[index].data
+            part, rounded = self._parts[index], self._rounded[index]
             if self.updates.full(flat.dtype):
                 partitions[index][self.updates.group_rank] = part
-                part.copy_(master)
+                part.copy_(rounded)
                 self._record_full(flat)
                 dense.append(index)
+                continue
+            if self.updates.exact:
+                name = f"group {index}"
+                entries.append((name, flat, shards_in(0, flat.numel(), part.numel())))
+                masters[name] = rounded
                 continue
             begin = self.updates.group_rank * part.numel()
             for name, start, numel, shards in self._groups[index]:
@@ -189,7 +203,7 @@ class ThresholdedGather(WeightUpdates):
                 for shard in shards:
                     if shard.owner == self.updates.group_rank:
                         offset = start - begin
-                        masters[name] = master[offset + shard.start : offset + shard.stop]
+                        masters[name] = rounded[offset + shard.start : offset + shard.stop]
         if entries:
             self.updates.update(entries, masters.__getitem__)
         return dense
@@ -204,10 +218,6 @@ class ThresholdedGather(WeightUpdates):
     def _partitions(self) -> list[list[Tensor]]:
         partitions: list[list[Tensor]] = getattr(self._optimizer, self._layout.partitions)
         return partitions  # DeepSpeed's own list: a step replaces its elements
-
-    @property
-    def _masters(self) -> list[Any]:
-        return list(getattr(self._optimizer, self._layout.masters))
 
     def _place(self, name: str, parameter: Any, flat: Tensor) -> _FlatParameter:
         start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()

@@ -81,13 +81,12 @@ class ZeroPath(GradientPath):
         "ipg_buckets", "bit16_groups", "param_names", "param_to_partition_ids", "grad_start_offset",
         "dp_process_group", "reduce_scatter", "contiguous_gradients", "use_multi_rank_bucket_allreduce",
         "postscale_gradients", "gradient_predivide_factor", "flatten", "loss_scale", "bit16_groups_flat",
-        "parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups",
+        "parallel_partitioned_bit16_groups",
     )  # fmt: skip
     weight_layout = WeightLayout(
         module=stage_1_and_2,
         flat="bit16_groups_flat",
         partitions="parallel_partitioned_bit16_groups",
-        masters="single_partition_of_fp32_groups",
         parameters="bit16_groups",
     )
 

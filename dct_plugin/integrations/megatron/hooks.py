@@ -161,7 +161,8 @@ def _add_hooks(session: Session) -> None:
         if data.parameters is not None:
             from .parameters import ParameterHook
 
-            detail = f"sparsity {data.parameters.sparsity:g}"
+            updates = data.parameters
+            detail = updates if isinstance(updates, str) else f"sparsity {updates.sparsity:g}"
             session.add(ParameterHook(session, hook.settle), Active("parameters", detail))
     if session.hooks:
         from .checkpoint import CheckpointHook

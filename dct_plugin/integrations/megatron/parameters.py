@@ -1,10 +1,10 @@
 """Updates of weights under the distributed optimizer: ``_ParamAndGradBucketGroup.start_param_sync``.
 
 Megatron copies the masters that a rank owns into its part of the parameter buffers, and gathers these. Here
-the copy is left out, so that the buffers keep what all ranks know, and the gather is replaced; in the steps
-in which everything is sent both are Megatron's own. With ``overlap_param_gather`` updates travel where
-Megatron would start to gather, in the order in which the forward pass asks for them, and are there when the
-call returns.
+the copy is left out or taken back, so that the buffers keep what all ranks know, and the gather is replaced;
+in the steps in which everything is sent both are Megatron's own. With ``overlap_param_gather`` updates travel
+where Megatron would start to gather, in the order in which the forward pass asks for them, and are there when
+the call returns.
 
 For fp32 weights Megatron's masters are the parameter buffer itself; they get memory of their own.
 """
@@ -45,6 +45,10 @@ class _Owner:
     """Those of them that Megatron kept in the parameter buffer."""
     starts: dict[torch.nn.Parameter, int]
     """Where parameters begin in their buckets."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Numbers of its buckets, by identity."""
+    rounded: dict[int, Tensor] = field(default_factory=dict)
+    """By number of a bucket, this rank's part of it after the step, for exact updates."""
     waiting: set[int] = field(default_factory=set)
     """Identities of the buckets whose update has not been sent yet."""
     sparse: bool = False
@@ -147,6 +151,8 @@ class ParameterHook(Hook):
             self._copy_in_full(owner, optimizer)
         else:
             owner.sparse, owner.waiting = True, {id(bucket) for bucket in buckets}
+            if owner.updates.exact:
+                self._round(owner, optimizer, buckets)
 
     def _start_param_sync(self, original: Function, group: Any, force_sync: bool = False) -> None:
         owner = self._owner_of(group)
@@ -171,6 +177,9 @@ class ParameterHook(Hook):
             for pair in zip(model, shard, strict=True)
         ]
         self._settle()
+        exact = self.session.config.data_parallel.parameters == "exact"
+        if exact and any(bucket.param_data.dtype == torch.float32 for bucket in buckets):
+            raise refuse("Megatron in fp32", "'exact' is for bf16 and fp16: nearly all fp32 weights change")
         ranks = optimizer.data_parallel_group
         updates = ParameterUpdates(
             self.session.config.data_parallel,
@@ -185,6 +194,7 @@ class ParameterHook(Hook):
             updates,
             masters=dict(pairs),
             starts={p: _start(p, bucket) for bucket in buckets for p in bucket.params_list},
+            numbers={id(bucket): number for number, bucket in enumerate(buckets)},
             fp32=[(model, shard) for model, shard in pairs if model.dtype == torch.float32],
         )
         for _, shard in owner.fp32:
@@ -208,6 +218,18 @@ class ParameterHook(Hook):
         self._owners = [owner for owner in self._owners if owner.optimizer() is not None]
         return self._owners
 
+    @torch.no_grad()
+    def _round(self, owner: _Owner, optimizer: Any, buckets: list[Any]) -> None:
+        """Take what Megatron would gather, and leave what all ranks know in the buckets."""
+        rank, size = owner.updates.group_rank, owner.updates.group_size
+        flats = [bucket.param_data.view(-1) for bucket in buckets]
+        parts = [flat[rank * (flat.numel() // size) :][: flat.numel() // size] for flat in flats]
+        known = [part.clone() for part in parts]
+        self._copy(optimizer)
+        for bucket, part, before in zip(buckets, parts, known, strict=True):
+            owner.rounded[owner.numbers[id(bucket)]] = part.clone()
+            part.copy_(before)
+
     def _copy_in_full(self, owner: _Owner, optimizer: Any) -> None:
         owner.sparse = False
         self._copy(optimizer)
@@ -217,16 +239,25 @@ class ParameterHook(Hook):
 
     @torch.no_grad()
     def _update(self, owner: _Owner, buckets: list[Any]) -> None:
-        entries, parameters = [], {}
+        entries, parameters, rounded = [], {}, {}
         for bucket in buckets:
             each = bucket.param_data.numel() // owner.updates.group_size
+            if owner.updates.exact:
+                number, flat = owner.numbers[id(bucket)], bucket.param_data.view(-1)
+                entries.append((f"bucket {number}", flat, shards_in(0, flat.numel(), each)))
+                rounded[f"bucket {number}"] = owner.rounded.pop(number)
+                continue
             for parameter in bucket.params_list:
                 name, start, numel = getattr(parameter, NAME), owner.starts[parameter], parameter.numel()
                 working = bucket.param_data.view(-1)[start : start + numel]
                 entries.append((name, working, shards_in(start, numel, each)))
                 parameters[name] = parameter
+
+        def master_of(name: str) -> Tensor:
+            return rounded[name] if rounded else owner.masters[parameters[name]].data.view(-1)
+
         if entries:
-            owner.updates.update(entries, lambda name: owner.masters[parameters[name]].data.view(-1))
+            owner.updates.update(entries, master_of)
         owner.waiting -= {id(bucket) for bucket in buckets}
 
 

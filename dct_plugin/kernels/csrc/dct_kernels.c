@@ -1675,5 +1675,6 @@ API int32_t dct_move(void *from, void *to, uint64_t nbytes) {
     return OK;
 }
 
+#include "dct_changes.c"
 #include "dct_embedding.c"
 #include "dct_residual.c"

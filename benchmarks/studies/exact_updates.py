@@ -1,0 +1,156 @@
+"""Measure the bytes of exact updates of weights under ZeRO-1: pretraining, then fine-tuning on other text.
+
+Two ranks train the GPT of ``adam.py`` in bf16 with fp32 masters, at 2e-3 with warm-up and cosine, on the
+text. Then they fine-tune it on the Python sources of the standard library, at constant learning rates: with
+DeepSpeed's own gathers, with exact updates, and with exact updates and gradients at 0.99. Bytes are those of
+the weights of a rank, headers and announcements included; *all* is everything that rank 0 sends. Losses of
+the first two are compared bit by bit.
+
+    python benchmarks/studies/exact_updates.py --text wikitext2_valid.txt.gz
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from adam import SEQUENCE, SYMBOLS, held_out_loss, initialize, model_of, text_of
+from torch import Tensor
+from torch.nn import functional
+
+EXACT = {"sparsity": 0, "value_dtype": "fp32", "parameters": "exact"}
+SETTINGS: dict[str, dict[str, Any] | None] = {
+    "gathers": None,
+    "exact": EXACT,
+    "exact, gradients 0.99": {"parameters": "exact"},
+}
+
+
+def sources() -> Tensor:
+    """The other text as symbols: the modules of the standard library, in order of their names."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    return torch.tensor([ord(symbol) % SYMBOLS for symbol in text])
+
+
+def train(
+    weights: dict[str, Tensor],
+    section: dict[str, Any] | None,
+    lr: float,
+    text: Tensor,
+    steps: int,
+    cosine: bool,
+) -> dict[str, Any]:
+    """Train from some weights; losses, bytes and weights of this rank."""
+    import torch.distributed as dist
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.01, "torch_adam": True}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+        "steps_per_print": 10**9,
+    }
+    if section is not None:
+        config["dct"] = {"data_parallel": section}
+    model = model_of(0)
+    model.load_state_dict(weights)
+    engine, rank = initialize(model, config), dist.get_rank()
+    generator, offsets = torch.Generator().manual_seed(1), torch.arange(SEQUENCE)
+    losses, sent = list[float](), list[tuple[int, int, int, int]]()
+    held, seen = text[int(0.95 * len(text)) :][:50_000], text[: int(0.95 * len(text))]
+    before = held_out_loss(engine, held)
+    for step in range(steps):
+        rate = lr * min(1.0, (step + 1) / 60)
+        rate *= max(0.05, 0.5 * (1 + math.cos(math.pi * step / steps))) if cosine else 1.0
+        for group in engine.optimizer.param_groups:
+            group["lr"] = rate
+        starts = torch.randint(len(seen) - SEQUENCE - 1, (2, 8), generator=generator)[rank]
+        where = starts[:, None] + offsets
+        loss = functional.cross_entropy(
+            engine(seen[where]).float().view(-1, SYMBOLS), seen[where + 1].view(-1)
+        )
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if section is not None:
+            total = engine.dct.metrics.summary()
+            part = total.classes["parameter_exact"]
+            sent.append((part.sent_bytes, part.dense_bytes, total.sent_bytes, total.dense_bytes))
+    result = {"losses": losses, "sent": sent, "before": before, "after": held_out_loss(engine, held)}
+    result["weights"] = {name: tensor.clone().float() for name, tensor in engine.module.state_dict().items()}
+    engine.destroy()
+    return result
+
+
+def figures(name: str, result: dict[str, Any], same: bool | None) -> str:
+    """Return the row of a run."""
+    loss = f"{result['before']:.4f} | {result['after']:.4f}"
+    if not result["sent"]:
+        return f"| {name} | {loss} | | | | | |"
+    steps = [
+        [b - a for a, b in zip(first, second, strict=True)]
+        for first, second in zip([(0, 0, 0, 0), *result["sent"]], result["sent"], strict=False)
+    ]
+    last = [sum(column) for column in zip(*steps[-len(steps) // 4 :], strict=True)]
+    whole = result["sent"][-1]
+    worst = max(step[0] / step[1] for step in steps)
+    equal = "" if same is None else "bitwise" if same else "differ"
+    cells = f"{whole[1] / whole[0]:.1f}x | {last[1] / last[0]:.1f}x | {worst:.3f} | {last[3] / last[2]:.1f}x"
+    return f"| {name} | {loss} | {cells} | {equal} |"
+
+
+def worker(args: argparse.Namespace) -> None:
+    """One rank."""
+    import deepspeed
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    first, other = text_of(args.text)[0], sources()
+    start = {name: tensor.clone() for name, tensor in model_of(0).state_dict().items()}
+    trained = train(start, EXACT, 2e-3, first, args.pretraining, True)
+    rows = [figures("pretraining, 2e-3, exact", trained, None)]
+    for lr in args.lr:
+        dense: list[float] = []
+        for setting, section in SETTINGS.items():
+            result = train(trained["weights"], section, lr, other, args.steps, False)
+            dense = dense or result["losses"]
+            same = None if setting == "gathers" else result["losses"] == dense
+            rows.append(figures(f"{lr:g}, {setting}", result, same))
+            if dist.get_rank() == 0:
+                print(rows[-1], flush=True)
+    if dist.get_rank() == 0:
+        print(
+            "| run | loss before | after | weights | last quarter | worst step, of dense | all, last quarter "
+            "| losses |\n|---|--:|--:|--:|--:|--:|--:|---|"
+        )
+        print("\n".join(rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--text", type=Path, required=True, help="plain or gzip")
+    parser.add_argument("--pretraining", type=int, default=2000, help="steps")
+    parser.add_argument("--steps", type=int, default=1200, help="of fine-tuning")
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-5, 1e-6])
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        worker(args)
+        return
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ}
+    subprocess.run([*launcher, *sys.argv], env=environment, check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Exact updates of the weights on DeepSpeed's real engines: training is bitwise that of dense gathers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.deepspeed_launch import Results, Run, config, launch
+
+pytest.importorskip("deepspeed")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+FP16 = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 4, "hysteresis": 1}
+ACCUMULATE = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+STEPS = 20
+
+CASES: dict[str, Any] = {
+    "zero1-bf16": config(1, "bf16", optimizer="AdamW"),
+    "zero1-bf16-fp32accumulation": config(
+        1, "bf16", optimizer="AdamW", data_types={"grad_accum_dtype": "fp32"}
+    ),
+    "zero1-fp16": config(1, fp16=FP16, optimizer="AdamW"),
+    "zero2-bf16-round-robin": config(2, "bf16", optimizer="AdamW", zero={"round_robin_gradients": True}),
+    "zero2-fp16": config(2, fp16=FP16, optimizer="AdamW", **ACCUMULATE),
+}
+#: Gradients as DeepSpeed sums them: whatever differs comes from the weights.
+EXACT = {"data_parallel": {"sparsity": 0, "value_dtype": "fp32", "min_numel": 100, "parameters": "exact"}}
+AHEAD = {
+    "data_parallel": {
+        "sparsity": 0.9, "min_numel": 100, "feedback": "step_ahead", "warmup_steps": 1, "parameters": "exact",
+    }
+}  # fmt: skip
+GATHERED = {"data_parallel": {**AHEAD["data_parallel"], "parameters": None}}
+
+
+def run(kind: str, name: str, dct: dict[str, Any] | None, **more: Any) -> Run:
+    settings = CASES[name] if dct is None else {**CASES[name], "dct": dct}
+    return {"id": f"{kind}/{name}", "config": settings, "steps": STEPS, **more}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("exact")
+    plan: list[Run] = []
+    for name in CASES:
+        save = str(folder / name)
+        plan += [
+            run("plain", name, None, overwrite=[7]),
+            run("exact", name, EXACT, overwrite=[7], save=save, save_after=12),
+            run("rest", name, EXACT, load=save, seed=2),
+        ]
+    name = "zero1-bf16"
+    verified = {"data_parallel": {**EXACT["data_parallel"], "verify": {"every": 1}}}
+    experts = {**config(1, "bf16", optimizer="Adam"), "dct": AHEAD}
+    fp32 = {**config(1, optimizer="AdamW"), "dct": EXACT}
+    plan += [
+        run("ahead", name, AHEAD),
+        run("gathered", name, GATHERED),
+        {"id": "experts", "model": "experts", "config": experts, "steps": 6},
+        {"id": "fp32", "config": fp32, "steps": 1, "expect_error": True},
+        {"id": "stage3", "config": {**config(3, "bf16"), "dct": EXACT}, "steps": 1, "expect_error": True},
+        # Last: after it the ranks' weights differ.
+        run("verified", name, verified, ranks={"1": {"overwrite": [7]}}, expect_error=True),
+    ]
+    return launch(2, plan, folder / "two", DCT_TEST_FP16_ON_CPU="1")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_deepspeeds_bitwise(two: Results, name: str) -> None:
+    """Also after the script wrote a weight, after steps that overflowed, and after a checkpoint."""
+    for rank in two:
+        plain, exact, rest = (rank[f"{kind}/{name}"] for kind in ("plain", "exact", "rest"))
+        assert plain["losses"][12:] == exact["losses"] == rest["losses"]
+        for what in ("hash", "after", "skipped"):
+            assert exact[what] == plain[what], what
+        assert rest["hash"] == plain["hash"]
+        assert ("fp16" in name) == (plain["skipped"] > 0)
+        part = exact["classes"]["parameter_exact"]
+        assert 0 < part["density"] <= 1
+        assert part["sent"] < part["dense"]
+        assert "parameter_full" not in exact["classes"]
+    assert two[0][f"exact/{name}"]["hash"] == two[1][f"exact/{name}"]["hash"]
+
+
+def test_step_ahead_is_that_of_gathered_weights(two: Results) -> None:
+    for rank in two:
+        assert rank["ahead/zero1-bf16"]["displaced"] > 0
+        for what in ("losses", "hash", "residual", "coefficients"):
+            assert rank["ahead/zero1-bf16"][what] == rank["gathered/zero1-bf16"][what], what
+        assert not any("gather_parameters" in line for line in rank["ahead/zero1-bf16"]["log"])
+
+
+def test_expert_groups_stay_deepspeeds(two: Results) -> None:
+    assert two[0]["experts"]["hash"] == two[1]["experts"]["hash"]
+
+
+def test_what_cannot_be_exact_is_refused(two: Results) -> None:
+    for rank in two:
+        assert "dct.data_parallel.parameters: DeepSpeed in fp32" in rank["fp32"]["error"]
+        assert 'dct.data_parallel.parameters = "exact" under ZeRO stage 3' in rank["stage3"]["error"]
+
+
+def test_weights_that_one_rank_overwrote_are_found(two: Results) -> None:
+    for rank in two:
+        assert "head.weight" in rank["verified/zero1-bf16"]["error"]
