@@ -82,10 +82,10 @@ class reported:  # used as a statement
         what: The collective, in words.
         group: Group of the collective; None for all ranks.
         step: Optimizer steps so far, where there are any.
-        failed: Called after an error of the transport.
+        failed: Called after any error but ours: half a message may be left in the transport.
 
     Raises:
-        DesyncError: Names the lost ranks.
+        DesyncError: Names the lost ranks. Only an error of the transport becomes this one.
     """
 
     # Not a generator: it is entered several times per message.
@@ -113,10 +113,22 @@ class reported:  # used as a statement
             waits.pop(threading.get_ident(), None)
         else:
             waits[threading.get_ident()] = self._outer
-        if isinstance(error, RuntimeError) and not isinstance(error, DCTError):
-            if self._failed is not None:
-                self._failed()
+        if error is None or isinstance(error, DCTError):
+            return
+        if self._failed is not None:
+            self._failed()
+        if of_transport(error):
             raise DesyncError(describe_failure(self._what, error, self._group, self._step)) from error
+
+
+def of_transport(error: BaseException) -> bool:
+    """Return whether an error is the transport's, and not one of memory, a kernel or an argument.
+
+    gloo raises no type of its own; its messages name its source files.
+    """
+    if isinstance(error, DCTError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def describe_failure(

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .base import HEADER, Announced, Header, Transport
@@ -78,7 +79,7 @@ class TcpTransport(Transport):
     def discard(self, sizes: Sequence[int]) -> None:
         try:
             if any(size > _MOST_DISCARDED for size in sizes):
-                raise RuntimeError("too much")
+                raise dist.DistNetworkError("too much")
             for source, _ in self.peers:
                 self._connections.receive(source, torch.empty(max(0, sizes[source]), dtype=torch.uint8))
             self._connections.complete(limit=_DISCARD)
@@ -136,7 +137,7 @@ class Connections:
             limit: Seconds, in place of the group's own limit.
 
         Raises:
-            RuntimeError: A connection broke, or nothing moved for the time limit; names the rank.
+            DistNetworkError: A connection broke, or nothing moved for the time limit; names the rank.
         """
         limit = self._limit if limit is None else limit
         while True:
@@ -157,7 +158,7 @@ class Connections:
                 if events:
                     poll.register(peer.socket, events)
             if not poll.poll(1e3 * limit):
-                raise RuntimeError(f"Timed out after {limit:g} s waiting for rank(s) {waiting}")
+                raise dist.DistNetworkError(f"Timed out after {limit:g} s waiting for rank(s) {waiting}")
 
     def close(self) -> None:
         """Close all connections, which the other ranks see."""
@@ -191,7 +192,7 @@ class _Connection:
         except BlockingIOError:
             pass
         except OSError as error:
-            raise RuntimeError(f"sending to rank {self.rank}: {error}") from error
+            raise dist.DistNetworkError(f"sending to rank {self.rank}: {error}") from error
 
     def take_early(self) -> None:
         """Receive what has arrived and no buffer waits for: the system has room for some 100 kB of it."""
@@ -216,7 +217,7 @@ class _Connection:
                 else:
                     received = self.socket.recv_into(buffer)
                 if not received:
-                    raise RuntimeError(f"rank {self.rank} closed its connection")
+                    raise dist.DistNetworkError(f"rank {self.rank} closed its connection")
                 if received == len(buffer):
                     self.incoming.popleft()
                 else:
@@ -228,7 +229,7 @@ class _Connection:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake)
                 self._wake = wake
         except OSError as error:
-            raise RuntimeError(f"receiving from rank {self.rank}: {error}") from error
+            raise dist.DistNetworkError(f"receiving from rank {self.rank}: {error}") from error
 
 
 def _view(part: Tensor | bytes | bytearray) -> memoryview:

@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from dct_plugin.errors import DesyncError
 from dct_plugin.transport import lost_ranks
 from dct_plugin.transport.lost_ranks import _LOST, _REPORT, _alive_key, _lost
 
@@ -81,6 +83,32 @@ def test_of_a_group_in_which_all_live(
     group: Any = object()
     said = lost_ranks.describe_failure("sum", RuntimeError("Timed out"), group, step=7)
     assert said.startswith("rank 0: the sum in step 7 failed: " + text)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_transports"),
+    [
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:60650"), True),
+        (dist.DistBackendError("NCCL error: remote process exited"), True),
+        (dist.DistNetworkError("rank 1 closed its connection"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_only_an_error_of_the_transport_names_ranks(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_transports: bool
+) -> None:
+    monkeypatch.setattr(lost_ranks, "describe_failure", lambda *_: "rank(s) [1]")
+    failed: list[bool] = []
+    with (
+        pytest.raises(DesyncError if is_transports else type(error)) as raised,
+        lost_ranks.reported("exchange", failed=lambda: failed.append(True)),
+    ):
+        raise error
+    assert (raised.value is error) != is_transports
+    assert failed == [True]  # what the transport still holds of this message is not read as the next one
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for_beyond_the_reports(

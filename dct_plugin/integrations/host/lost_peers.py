@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from dct_plugin.errors import DCTError
 from dct_plugin.transport import lost_ranks
 from dct_plugin.transport.long_waits import LongWaits
 
@@ -40,7 +39,7 @@ class _ExceptHook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self._previous is not None:
             self._previous(kind, error, trace)
-        if self.jobs and dist.is_initialized() and _of_transport(error):
+        if self.jobs and dist.is_initialized() and lost_ranks.of_transport(error):
             what, group = _collective(trace)
             logger.error("dct: %s", lost_ranks.describe_failure(what, error, group, self.jobs[-1]()))
 
@@ -89,12 +88,6 @@ def watch(job: Job, step_of: Callable[[Job], int]) -> Callable[[], None]:
 
     _excepthook.add(steps)
     return end
-
-
-def _of_transport(error: BaseException) -> bool:
-    if isinstance(error, DCTError) or not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _collective(trace: TracebackType | None) -> tuple[str, dist.ProcessGroup | None]:
