@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codecs.copies import refuse_capture
 from ..codecs.index import IndexEncoding
 from ..codecs.message import MessageWriter
 from ..codecs.payload import Header, Payload, header_bytes, payload_bound
@@ -259,7 +260,11 @@ class Compressor(Stream):
             parts: ``(start, stop, writer)``; together they cover the tensor once.
             density: Share of entries to keep in this step; None follows the stream's own schedule.
             clear: Leave zeros in ``grad``.
+
+        Raises:
+            DCTError: A CUDA graph is recorded.
         """
+        refuse_capture(grad.device)
         numel, step = grad.numel(), self.threshold.step
         encoded = Encoded(numel=numel, density=self.schedule.density(step) if density is None else density)
         if self._transactional and self._saved_threshold is None:

@@ -8,7 +8,6 @@ import math
 import os
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from support import ROOT
 from support.host_reads import HostReads
 from support.kernel_cases import GRAD_DTYPES, Case, agree, cases, same_bits
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 pytest.importorskip("triton", reason="triton is for Linux only")
 
@@ -29,13 +29,13 @@ from dct_plugin import Compressor, kernels
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
 from dct_plugin.compression.feedback import Residual, unpacked
 from dct_plugin.config import KernelConfig
-from dct_plugin.errors import PayloadError
+from dct_plugin.errors import DCTError, PayloadError
 from dct_plugin.kernels import SMALLEST_TAU, Backend, Job, read_stats
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton import backend as triton_backend
 from dct_plugin.kernels.triton import selection_kernels
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
-from dct_plugin.kernels.triton.batch import Batch, tables
+from dct_plugin.kernels.triton.batch import Batch, upload
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
@@ -310,6 +310,35 @@ def test_a_damaged_payload_is_not_added_and_is_told_with_the_next_figures(encodi
         with pytest.raises(PayloadError, match="decoded before"):
             written(TRITON)
         written(TRITON)  # told once
+
+
+def test_an_error_is_told_by_the_stream_that_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams are numbers here: the interpreter has none."""
+    current, triton = 1, TritonBackend()
+    monkeypatch.setattr(triton_backend, "_stream_of", lambda where: (where, current))
+    damaged = written(REFERENCE)
+    damaged[-1] ^= 0x55
+
+    def told() -> bool:
+        try:
+            written(triton)
+        except PayloadError:
+            return True
+        return False
+
+    triton.decode_add(damaged, torch.ones(3000))
+    current = 2
+    assert not told()  # another stream's message
+    current = 1
+    assert told()
+    assert not told()
+    current = 3  # a stream that writes nothing
+    triton.decode_add(damaged, torch.ones(3000))
+    current = 2
+    batches = [told() for _ in range(2 * triton_backend._PATIENCE)]
+    assert batches.count(True) == 1
+    triton.decode_add(damaged, torch.ones(3000))
+    assert told()
 
 
 @pytest.mark.parametrize("encoding", WRITTEN[1:])
@@ -606,14 +635,15 @@ def test_long_gaps() -> None:
     assert torch.equal(out, grad)
 
 
-class _AppendedAtOnce(deque[Any]):
-    """Appends another thread's table right after each one, as may happen."""
-
-    def append(self, item: Any) -> None:
-        super().append(item)
-        super().append((item[0], [[0]], torch.zeros(1, 1, dtype=torch.int64)))
-
-
-def test_a_thread_gets_its_own_table_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_recent", _AppendedAtOnce())
-    assert tables.of([[3, 4], [5, 6]], torch.device("cpu")).tolist() == [[3, 4], [5, 6]]
+def test_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda's answer and the tensors are stubs: there is no device."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with FakeTensorMode():
+        gradient = torch.empty(100, device="cuda")
+    before = Compressor(sparsity=0.9)
+    with pytest.raises(DCTError, match="CUDA graph records the current stream"):
+        before.encode(gradient, [])
+    assert before.residual is None
+    with pytest.raises(DCTError, match="CUDA graph records the current stream"):
+        upload([[1]], gradient.device)
+    assert upload([[1]], torch.device("cpu")).tolist() == [[1]]

@@ -14,7 +14,7 @@ from dct_plugin.kernels.triton.launch import OPTIONS
 
 _POINTERS = {
     **dict.fromkeys(("source", "taus"), "*fp32"),
-    **dict.fromkeys(("words", "positions", "kept_counts", "errors", "magnitudes"), "*i32"),
+    **dict.fromkeys(("words", "positions", "kept_counts", "errors", "others", "magnitudes"), "*i32"),
     **dict.fromkeys(("table", "state", "sums", "counts", "bounds", "meta", "rows", "row"), "*i64"),
     **dict.fromkeys(("mask_rows", "missing", "places", "offsets", "incomplete"), "*i64"),
     **dict.fromkeys(("out", "mask", "buffer", "slot"), "*u8"),
@@ -85,6 +85,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "place": [{}],
     "add": [{"SCALED": True}],
     "mark": [{}],
+    "take_error": [{}],
     "begin_slot": [{"ANSWERS": True}],
     "fill_slot": [{}],
     "partial_sums": [{"GRAD": grad} for grad in range(3)],

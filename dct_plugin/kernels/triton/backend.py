@@ -2,7 +2,7 @@
 
 Nothing here waits for the device. Thresholds and figures stay there; what is wrong with a payload that is
 decoded is found there before anything is written, leaves the output alone, and raises
-:class:`~dct_plugin.errors.PayloadError` where the figures of a later payload are read
+:class:`~dct_plugin.errors.PayloadError` where the figures of a later payload of the same stream are read
 (:func:`~dct_plugin.codecs.read_stats`).
 """
 
@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -53,7 +54,6 @@ try:
         launched_on,
         programs,
         readable,
-        tables,
         upload,
     )
     from .launch import launch
@@ -73,16 +73,44 @@ WRITTEN = (IndexEncoding.DENSE, IndexEncoding.BITMAP, IndexEncoding.GAPS8, Index
 
 _COPIED = reading.COPIED.value
 _MOST_SAMPLES = 1 << 17  # that one program finds the threshold of
+#: Batches of other streams after which they take the errors of a stream that writes nothing.
+_PATIENCE = 16
 
 
-class _Errors(dict[torch.device, Tensor]):
-    """The errors of each device, int32 [1]: what was wrong with a payload. The next payload that is written
-    takes it to the host.
+class _Errors:
+    """What was wrong with decoded payloads, int32 [1] for each stream of a device.
+
+    The next payload that is written on the same stream takes an error to the host. A stream that only decodes
+    has none: the payloads of other streams take its errors, from time to time.
     """
 
-    def __missing__(self, where: torch.device) -> Tensor:
-        self[where] = error = torch.zeros(1, dtype=torch.int32, device=where)
-        return error
+    def __init__(self) -> None:
+        self._by_stream: dict[tuple[torch.device, int], Tensor] = {}
+        self._passed: Counter[tuple[torch.device, int]] = Counter()
+        """Batches of other streams since the last one of this stream."""
+
+    def __getitem__(self, where: torch.device) -> Tensor:
+        """Return the error of the current stream of a device."""
+        key = _stream_of(where)
+        if key not in self._by_stream:
+            self._by_stream[key] = torch.zeros(1, dtype=torch.int32, device=where)
+        return self._by_stream[key]
+
+    def for_payloads(self, where: torch.device) -> Tensor:
+        """Return the error that the next payloads of the current stream take to the host."""
+        own, key = self[where], _stream_of(where)
+        self._passed[key] = 0
+        for other, error in list(self._by_stream.items()):
+            if other[0] == where and other != key:
+                self._passed[other] += 1
+                if self._passed[other] % _PATIENCE == 0:
+                    with launched_on(where):
+                        launch(reading.take_error, 1, own, error)
+        return own
+
+
+def _stream_of(where: torch.device) -> tuple[torch.device, int]:
+    return where, torch.cuda.current_stream(where).cuda_stream if where.type == "cuda" else 0
 
 
 class TritonBackend(Backend):
@@ -135,13 +163,13 @@ class TritonBackend(Backend):
         """Give the open batch, or one that is launched at once."""
         batches: dict[torch.device, Batch] | None = getattr(self._waiting, "batches", None)
         if batches is None:
-            batch = Batch(where, self._errors[where], 1)
+            batch = Batch(where, self._errors.for_payloads(where), 1)
             yield batch
             batch.launch()
             return
         if where not in batches or batches[where].full:
             self._catch_up()
-            batches[where] = Batch(where, self._errors[where], ROOM)
+            batches[where] = Batch(where, self._errors.for_payloads(where), ROOM)
         yield batches[where]
 
     def _catch_up(self) -> None:
@@ -164,7 +192,7 @@ class TritonBackend(Backend):
             row[device.GRAD_AT.value], row[device.OUT_AT.value] = grad.data_ptr(), out.data_ptr()
             row[device.NUMEL.value], row[device.COUNT.value] = grad.numel(), nnz
             row[device.TAU_SLOT.value] = -1
-            table = tables.of([row, [0] * ROW], where)
+            table = upload([row, [0] * ROW], where)
             if mask.nonfinite:
                 state[device.FLAG.value].fill_(1)
             else:
@@ -187,7 +215,8 @@ class TritonBackend(Backend):
                     HAS_RESIDUAL=False,
                     HAS_LEFT=False,
                 )
-            launch_seal(table, state, counts, self._errors[where], 1, int(IndexEncoding.SHARED_MASK), value)
+            errors = self._errors.for_payloads(where)
+            launch_seal(table, state, counts, errors, 1, int(IndexEncoding.SHARED_MASK), value)
         return Stats.on_device(counts[0])
 
     # -- reading ---

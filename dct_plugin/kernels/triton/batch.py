@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...codecs.copies import refuse_capture
 from ...codecs.index import IndexEncoding
 from ...codecs.splitmix import signed
 from ...codecs.stats import Stats
@@ -280,7 +280,7 @@ class Batch:
             for groups in (before, after)
         )
         every = [rows for rows, _ in (*first, *drawn, *laid, *last)]
-        table = tables.of(list(itertools.chain(*every)), self.where)
+        table = upload(list(itertools.chain(*every)), self.where)
         parts = iter(table.split([len(rows) for rows in every]))
         with launched_on(self.where):
             for passes, (_, chunks) in zip(before, first, strict=True):
@@ -432,7 +432,12 @@ def _counted(jobs: Sequence[_Sample | _Pass], numels: Sequence[int]) -> tuple[li
 
 
 def upload(table: Any, where: torch.device) -> Tensor:
-    """Return an int64 tensor of numbers that the host has; nobody waits for the copy."""
+    """Return an int64 tensor of numbers that the host has; nobody waits for the copy.
+
+    Raises:
+        DCTError: A CUDA graph is recorded, which would replay the numbers of the recording.
+    """
+    refuse_capture(where)
     if where.type != "cuda":
         return torch.tensor(table, dtype=torch.int64, device=where)
     return torch.tensor(table, dtype=torch.int64, pin_memory=True).to(where, non_blocking=True)
@@ -441,31 +446,3 @@ def upload(table: Any, where: torch.device) -> Tensor:
 def launched_on(where: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Make a device the current one, on which kernels are launched."""
     return torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
-
-
-class _Tables:
-    """Tables on their devices. Nothing may be uploaded while a CUDA graph is recorded: the recorded call
-    finds here the table of the same call, which was made before the recording.
-    """
-
-    def __init__(self) -> None:
-        self._recent: deque[tuple[torch.device, Sequence[Sequence[int]], Tensor]] = deque(maxlen=64)
-        self._recorded: list[Tensor] = []
-
-    def of(self, rows: Sequence[Sequence[int]], where: torch.device) -> Tensor:
-        """Return a table on its device, int64 [rows, places]."""
-        if where.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            own = upload(rows, where)  # not the last one of the deque: another thread may append there
-            self._recent.append((where, rows, own))
-            return own
-        for there, content, table in reversed(self._recent):
-            if there == where and content == rows:
-                self._recorded.append(table)  # for as long as graphs may be replayed
-                return table
-        raise RuntimeError(
-            "CUDA graph: these tensors were not compressed before the recording; make the call once, with "
-            "the same tensors and settings, and record it then"
-        )
-
-
-tables = _Tables()

@@ -538,6 +538,12 @@ def overflow_at(source, row, positions, state, errors, GRAD: tl.constexpr):
         _flag_unless(state, kept & (kept == 0))
 
 
+@triton.jit
+def take_error(errors, others):
+    """Take the error of another stream, int32 [1], if it is the larger one."""
+    tl.atomic_max(errors, tl.atomic_xchg(others, tl.full((), 0, tl.int32)))
+
+
 # ---- slots --------------------------------------------------------------------------------------------
 
 
