@@ -243,12 +243,12 @@ class ReplicaCompression:
 
     # -- a backward pass ---
 
-    def _before_exchange(self, group: ReplicaGroup) -> None:
+    def _before_exchange(self, group: ReplicaGroup) -> bool:
         current = torch._C._current_graph_task_id()
         if current != self._pass:
             self._pass = current
             self._optimizer_steps.end_or_reject()
-            torch.autograd.Variable._execution_engine.queue_callback(self._optimizer_steps.end_pass)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
         if not self.steps.open:
             self._reduced.clear()
         if group.reducer not in self._agreed:
@@ -257,6 +257,13 @@ class ReplicaCompression:
         self._follow_unit(group)
         self._reduced.add(group.reducer)
         self._optimizer_steps.begin(each.sharded for each in group.expected)
+        return current >= 0
+
+    def _end_pass(self) -> None:
+        """Complete the sums, with one wait for the device, behind all of FSDP's reductions."""
+        for reducer in self._reducers.values():
+            reducer.finish()
+        self._optimizer_steps.end_pass()
 
     def _agree(self, group: ReplicaGroup) -> None:
         hint = "its model was not passed to compress_replicas, or it is far behind"

@@ -26,7 +26,8 @@ class ReplicaGroup(dist.ProcessGroup):
         replicas: torch's own process group of the replicas.
         parameters: All parameters of FSDP's group.
         reducer: Sums over ``replicas``.
-        before: Called with this group before every exchange.
+        before: Called with this group before every exchange. Returns whether the reducer is finished at the
+            end of the backward pass.
 
     Attributes:
         expected: Parameters of the reduction that runs now.
@@ -39,7 +40,7 @@ class ReplicaGroup(dist.ProcessGroup):
         replicas: dist.ProcessGroup,
         parameters: Sequence[ShardedParameter],
         reducer: GradientReducer,
-        before: Callable[[ReplicaGroup], None],
+        before: Callable[[ReplicaGroup], bool],
     ) -> None:
         super().__init__(replicas.rank(), replicas.size())  # type: ignore[call-arg]
         self.replicas, self.parameters, self.reducer = replicas, list(parameters), reducer
@@ -93,9 +94,24 @@ class ReplicaGroup(dist.ProcessGroup):
                 f"rank {dist.get_rank()}: FSDP all-reduces {flat.numel()} entries, and the parameters with "
                 f"gradients have {offset}"
             )
-        self._before(self)
+        finishes_later = self._before(self)
         if entries:
-            self.reducer.all_reduce(entries, scale=1.0 / self.size() if self.averages else 1.0)
+            self.reducer.begin(entries, scale=1.0 / self.size() if self.averages else 1.0).finish()
+            if not (finishes_later and self._become_gradients(flat)):
+                self.reducer.finish()
+
+    def _become_gradients(self, flat: Tensor) -> bool:
+        """Return whether the sums themselves become gradients, so that they can be corrected at the end of
+        the backward pass. Else FSDP divides, converts, copies or adds them, or shows them to a hook, at once.
+        """
+        return self.divided_by == 1.0 and not any(
+            each.sharded.grad is not None
+            or each.sharded.dtype != flat.dtype
+            or each.fsdp.offload_to_cpu
+            or getattr(each.group, "_all_reduce_hook", None) is not None
+            or getattr(each.sharded, "_post_accumulate_grad_hooks", None)
+            for each in self.expected
+        )
 
     def check_average(self) -> None:
         """Check that the shards' backend averages: gloo of some versions sums; a collective of the shards.
