@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ..codecs.slots import WORDS
 from ..codecs.stats import KERNEL_ERRORS, read_figures
-from ..errors import PayloadError
+from ..errors import DesyncError, PayloadError
 from ..kernels import GRAD_DTYPES
 from ..metrics import Record
 from ..transport.bounded_table import BoundedTable
 from ..transport.slots import AgreedCapacities, Slots
 from .plan import ReductionPlan
-from .plan_exchange import ExchangedChunk, PlanExchange, SentPhase
+from .plan_exchange import ExchangedChunk, PlanExchange, SendOrder, SentPhase
 from .stream_group import StreamGroup
 from .topology import Phase
 
@@ -43,6 +43,7 @@ class PendingExchanges:
         self._capacities: BoundedTable[list[AgreedCapacities]] = BoundedTable()
         """Those of each phase, by the fingerprint of a chunk."""
         self._pending: list[PlanExchange] = []
+        self._order = SendOrder()
 
     def begin(self, phases: Sequence[Phase], plan: ReductionPlan, whole: Record) -> PlanExchange:
         """Return an exchange of a plan, to be posted and given to :meth:`complete`."""
@@ -54,9 +55,11 @@ class PendingExchanges:
         in_slots = bool(chunks) and all(known)
         names = {tensor.name for tensor in plan.tensors}
         # The stream of a pending tensor needs to know what it sent.
+        if chunks and not in_slots:
+            self._compare_unknown(chunks[0].fingerprint)
         if not in_slots or any(t.name in names for each in self._pending for t in each.plan.tensors):
             self.finish()
-        return PlanExchange(group, phases, plan, chunks, whole, known if in_slots else None)
+        return PlanExchange(group, self._order, phases, plan, chunks, whole, known if in_slots else None)
 
     def complete(self, exchange: PlanExchange) -> None:
         """Receive and add up the messages of an exchange, which stays pending if they are in slots."""
@@ -85,6 +88,27 @@ class PendingExchanges:
         known = self._capacities[chunk.fingerprint]
         fits = len(known) == len(phases) and all(each.tensor.dtype in GRAD_DTYPES for each in chunk.tensors)
         return known if fits else []
+
+    def _compare_unknown(self, fingerprint: int) -> None:
+        """Compare a plan that this rank does not know with those of the others, before its messages travel
+        with their lengths. Ranks that reduce what they reduced in the last step send slots.
+
+        Raises:
+            DesyncError: The others know their plan, or it is another one. They find that in their slots.
+        """
+        group = self._group
+        following = self._order.following(group.step)
+        slots_of_others = [self._capacities[c][phase] for c, phase in following if self._capacities.has(c)]
+        if not slots_of_others:
+            return
+        unknown = fingerprint ^ 1
+        sent = slots_of_others[0].send_empty(group.device, 0, unknown)
+        try:
+            group.exchange.checked_sizes(sent.headers().tolist(), unknown)
+        except DesyncError:
+            for each in slots_of_others[1:]:
+                each.fail(group.device)
+            raise
 
     def _remember_first(self, chunk: ExchangedChunk) -> None:
         """Remember messages that were exchanged with their lengths: the next ones travel in slots."""

@@ -60,6 +60,29 @@ class ExchangedChunk:
     """int64 []: whether a message of the last phase did not fit its slot; None if all lengths are known."""
 
 
+class SendOrder:
+    """The order in which a step sends its messages. It is that of the step before, most often."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._last: list[tuple[int, int]] = []
+        self._now: list[tuple[int, int]] = []
+
+    def note(self, step: int, fingerprint: int, phase: int) -> None:
+        """Note that a phase of a chunk is sent."""
+        self._begin(step)
+        self._now.append((fingerprint, phase))
+
+    def following(self, step: int) -> list[tuple[int, int]]:
+        """Return the fingerprints and phases that are still to be sent, if the step is like the last one."""
+        self._begin(step)
+        return self._last[len(self._now) :]
+
+    def _begin(self, step: int) -> None:
+        if step != self._step:
+            self._step, self._last, self._now = step, self._now, []
+
+
 class PlanExchange:
     """The exchange of the chunks of a plan.
 
@@ -68,6 +91,7 @@ class PlanExchange:
 
     Args:
         group: Streams and process group.
+        order: The order of the messages in a step.
         phases: Phases of the exchange: one, or two of which the second answers the first.
         plan: The plan.
         chunks: Its parts.
@@ -82,13 +106,14 @@ class PlanExchange:
     def __init__(
         self,
         group: StreamGroup,
+        order: SendOrder,
         phases: Sequence[Phase],
         plan: ReductionPlan,
         chunks: Sequence[ReductionPlan],
         whole: Record,
         capacities: Sequence[Sequence[AgreedCapacities]] | None,
     ) -> None:
-        self._group, self._phases, self._whole = group, phases, whole
+        self._group, self._order, self._phases, self._whole = group, order, phases, whole
         self._exchange: Exchange = group.exchange
         self.plan, self.in_slots = plan, capacities is not None
         self.chunks: list[ExchangedChunk] = []
@@ -125,6 +150,8 @@ class PlanExchange:
             sent = SentPhase(phase, writers, phase.write(plan, writers))
         if phase.to_all:
             sent.writers = list(writers) * group.world_size
+        if not group.backend.lengths_on_host:
+            self._order.note(group.step, plan.fingerprint, self._phases.index(phase))
         if not self.in_slots:
             messages = read_messages(writers)
             sent.messages = messages * (group.world_size if phase.to_all else 1)

@@ -9,6 +9,7 @@ tensors.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -129,16 +130,19 @@ class AgreedCapacities:
 
     def fail(self, device: torch.device) -> None:
         """Send slots that say that this rank failed. Never raises."""
-        try:
-            slots = self.slots(device)
-            head = torch.zeros(WORDS, dtype=torch.int64)
-            head[0] = FAILED
-            for receiver in range(self.exchange.world_size):
-                if (slot := slots.slot_to(receiver)).numel():
-                    slot.view(torch.int64)[:WORDS] = to_device(head, slot.device)
-            slots.send(self.exchange)
-        except Exception:  # the transport is gone as well: the others will see that
-            return
+        with contextlib.suppress(Exception):  # the transport is gone as well: the others will see that
+            self.send_empty(device, FAILED, 0)
+
+    def send_empty(self, device: torch.device, size: int, fingerprint: int) -> Slots:
+        """Send slots without messages, with this size and fingerprint; return them."""
+        slots = self.slots(device)
+        head = to_device(torch.tensor([size, fingerprint, 0, 0]), device)
+        for receiver in range(self.exchange.world_size):
+            for slot in (slots.slot_to(receiver), slots.slot_from(self.exchange.rank)):
+                if slot.numel():
+                    slot.view(torch.int64)[:WORDS] = head
+        slots.send(self.exchange)
+        return slots
 
     def resend(
         self,

@@ -12,6 +12,7 @@ from support.processes import run
 from dct_plugin import Compressor
 from dct_plugin.config import DataParallelConfig, KernelConfig, MetricsConfig, PipelineConfig, TensorConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.errors import DesyncError
 from dct_plugin.kernels import register_backend
 from dct_plugin.metrics import Metrics
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives, FixedMessages
@@ -75,6 +76,41 @@ def test_a_reducer_reads_once_per_round_and_gives_the_same_bits(exchange: str) -
         # The first step's messages travel with their lengths; those of later ones are checked in one read.
         assert mine["reads"] == [ROUNDS[exchange], *[1] * 5]
         assert other["reads"] == [0] * 6
+
+
+def _reduce_buckets(rank: int, world_size: int, exchange: str, deviates: str) -> Any:
+    """Two buckets a step, which are completed together, as torch DDP does. In step 3 the ranks that deviate
+    reduce tensors of other names.
+    """
+    config = DataParallelConfig(sparsity=0.9, exchange=exchange)
+    backend = "reference" if deviates == "all, lengths on the host" else "deferred"
+    reducer = GradientReducer(config, kernels=kernels(backend))
+    arrived = []
+    try:
+        for step in range(5):
+            for bucket in ("first", "second"):
+                own = f"other {bucket}" if step == 3 and (rank == 1 or "all" in deviates) else bucket
+                own = own if deviates in own or "all" in deviates else bucket
+                entries = {name: tensor(20_000, 10 * rank + step) for name in (own, f"{bucket} layer")}
+                reducer.begin(list(entries.items())).finish()
+                arrived += entries.values()
+            reducer.finish()
+            reducer.end_step()
+    except DesyncError as error:
+        return str(error)
+    return arrived
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["direct", "two_phase"])
+def test_a_rank_with_other_tensors_is_named_on_all_ranks(exchange: str) -> None:
+    """It would exchange lengths while the others send slots."""
+    for deviates in ("first", "second"):
+        texts = run(3, _reduce_buckets, exchange, deviates, patience=60)
+        for rank, others in enumerate(([1], [0, 2], [1])):
+            assert texts[rank].startswith(f"rank {rank}: rank(s) {others} are exchanging other tensors")
+    found, expected = (run(2, _reduce_buckets, exchange, who) for who in ("all", "all, lengths on the host"))
+    assert all(torch.equal(one, other) for one, other in zip(found[0], expected[0], strict=True))
 
 
 def _activations(rank: int, world_size: int, backend: str) -> dict[str, Any]:
