@@ -1,6 +1,6 @@
 """Figures on a GPU: selection, decoding and whole steps, as shares of the device's copy bandwidth and in ms.
 
-    python benchmarks/gpu.py --json out/gpu.json          # all of it, under eight minutes
+    python benchmarks/gpu.py --json out/gpu.json          # all of it: a minute and a half on an H100
     python benchmarks/gpu.py --numel 67108864 --no-steps  # kernels alone
 
 Kernel times are those of many calls in a row, by CUDA events: what the device takes, unless the host cannot
@@ -141,11 +141,11 @@ def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row
         counts = torch.tensor([payload_nbytes, 0, 0, 0], device="cuda")
         writer.advance(Stats.on_device(counts))
         room = slot_bytes([payload_nbytes])
-        frames = torch.empty(2 * room, dtype=torch.uint8, device="cuda")
-        halves, bounds = frames.split(room), [(0, room), (room, 2 * room)]
-        add("write a frame", lambda: kernels.write_slot(writer, halves[0], 0), 2 * payload_nbytes)
+        slots = torch.empty(2 * room, dtype=torch.uint8, device="cuda")
+        halves, bounds = slots.split(room), [(0, room), (room, 2 * room)]
+        add("write a slot", lambda: kernels.write_slot(writer, halves[0], 0), 2 * payload_nbytes)
         kernels.write_slot(writer, halves[1], 0)
-        add("sum of 2 frames", lambda: kernels.sum_slots(frames, bounds, [target], 0.5), 2 * once)
+        add("sum of 2 slots", lambda: kernels.sum_slots(slots, bounds, [target], 0.5), 2 * once)
     return bandwidth, rows
 
 
@@ -193,7 +193,7 @@ class Training:
 
 
 class BackToSender:
-    """Compresses every gradient into one message, and puts what it holds in their place, in a frame as a
+    """Compresses every gradient into one message, and puts what it holds in their place, in a slot as a
     reduction does.
     """
 
@@ -212,9 +212,9 @@ class BackToSender:
         stats = [part for each in encoded for part in each.stats]
         late = 1
         if self.size and not self.kernels.lengths_on_host:
-            frame = torch.empty(slot_bytes([self.size]), dtype=torch.uint8, device="cuda")
-            self.kernels.write_slot(self.writer, frame, 0)
-            wrong, missing = self.kernels.sum_slots(frame, [(0, frame.numel())], grads, 1.0)
+            slot = torch.empty(slot_bytes([self.size]), dtype=torch.uint8, device="cuda")
+            self.kernels.write_slot(self.writer, slot, 0)
+            wrong, missing = self.kernels.sum_slots(slot, [(0, slot.numel())], grads, 1.0)
             _, (late,) = read_figures(stats, [wrong.to(torch.int64), missing])
             if late:
                 for grad in grads:

@@ -107,7 +107,7 @@ def test_triton_kernels_reduce_to_the_same_bits_with_one_look_in_a_step(exchange
         assert mine.keys() == other.keys()
         assert [key for key in mine if not torch.equal(mine[key], other[key])] == []
         assert looks[1] == looks[2] == ONE_LOOK
-        assert len(looks[3]) >= 1  # what did not fit its frame was sent again
+        assert len(looks[3]) >= 1  # what did not fit its slot was sent again
     assert any(len(looks[3]) > 1 for _, looks in found)
 
 
@@ -196,7 +196,7 @@ def _update(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_updates_of_weights_look_once(dtype: torch.dtype) -> None:
-    """With the bits of the reference; what did not fit its frame is sent again."""
+    """With the bits of the reference; what did not fit its slot is sent again."""
     expected, found = (run(2, _update, name, dtype, WEIGHTS) for name in ("plain", "interpreted"))
     for (mine, looks, _), (other, _, _) in zip(found, expected, strict=True):
         assert torch.equal(mine[0], other[0])
@@ -217,7 +217,7 @@ def _launched(rank: int, world_size: int) -> list[int]:
         config, backend = settings("interpreted", exchange="direct", min_numel=100)
         reducer = GradientReducer(config, kernels=backend)
         sizes = {f"{at}": (400, 30, 260, 1)[at % 4] for at in range(tensors)}
-        for step in range(2):  # the second one's messages travel in frames
+        for step in range(2):  # the second one's messages travel in slots
             with counted_launches() as names:
                 reducer.all_reduce(list(gradients(rank, step, sizes).items()), scale=0.5)
             reducer.end_step()
@@ -324,7 +324,7 @@ def _fail(rank: int, world_size: int, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["damage", "direct", "two_phase"])
-def test_a_failing_rank_and_a_damaged_frame_are_named(how: str) -> None:
+def test_a_failing_rank_and_a_damaged_slot_are_named(how: str) -> None:
     first, second = run(2, _fail, how)
     if how == "damage":
         assert first == second.replace("rank 1: ", "rank 0: ")

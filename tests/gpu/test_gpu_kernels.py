@@ -226,7 +226,7 @@ def test_a_bucket_in_one_batch_has_the_bits_of_one_tensor_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("dtype", GRAD_DTYPES)
-def test_frames_are_written_and_added_up_without_waiting(dtype: torch.dtype) -> None:
+def test_slots_are_written_and_added_up_without_waiting(dtype: torch.dtype) -> None:
     sizes, room = [5, 70_001, 0, 3000], 65_536
     bounds = [(sender * room, (sender + 1) * room) for sender in range(3)]
     buffer = torch.empty(3 * room, dtype=torch.uint8, device="cuda")
