@@ -78,7 +78,7 @@ _PATIENCE = 16
 
 
 class _Errors:
-    """What was wrong with decoded payloads, int32 [1] for each stream of a device.
+    """The errors of decoded payloads, int32 [1] for each stream of a device.
 
     The next payload that is written on the same stream takes an error to the host. A stream that only decodes
     has none: the payloads of other streams take its errors, from time to time.
