@@ -21,7 +21,7 @@ os.environ.setdefault("RUST_LOG", "error")  # which torchft reads when it is imp
 
 #: Where the plugin starts threads. All but torchft's use sockets, files and the key-value store alone.
 THREADS = {
-    "integrations/host/build_lock.py",
+    "integrations/deepspeed/build_lock.py",
     "integrations/torchft/process_groups.py",
     "transport/long_waits.py",
     "transport/lost_ranks.py",
