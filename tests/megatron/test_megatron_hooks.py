@@ -389,7 +389,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
 
     from dct_plugin.config import DCTConfig
     from dct_plugin.errors import DCTError
-    from dct_plugin.integrations.megatron import data, hooks, pipeline, tensor
+    from dct_plugin.integrations.megatron import hooks, pipeline, tensor
 
     found_early: dict[str, str] = {}
     config = SimpleNamespace(pipeline_dtype=torch.float32, num_layers=2)
@@ -412,15 +412,10 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
-    (hook,) = (hook for hook in hooks.current().hooks if isinstance(hook, data.DataParallelHook))
-    two = SimpleNamespace(size=lambda: 2)
+    ddp = DistributedDataParallelConfig()
     for name, case in {
         "torch fsdp": lambda: TorchFullyShardedDataParallel(config, ddp, torch.nn.Linear(2, 2)),
         "megatron fsdp": lambda: FullyShardedDataParallel(config, ddp, torch.nn.Linear(2, 2)),
-        "instances": lambda: hook.is_left_alone(
-            SimpleNamespace(ddp_config=ddp, buckets=[], intra_distributed_optimizer_instance_group=two)
-        ),
     }.items():
         with pytest.raises(DCTError) as refusal:
             case()
@@ -458,7 +453,6 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     assert "another configuration" in found["twice"]
     assert "TorchFullyShardedDataParallel" in found["torch fsdp"]
     assert "FullyShardedDataParallel (megatron.core.distributed.fsdp" in found["megatron fsdp"]
-    assert "num_distributed_optimizer_instances > 1" in found["instances"]
 
 
 def _identities(rank: int, world_size: int) -> tuple[int, int]:

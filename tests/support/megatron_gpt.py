@@ -29,6 +29,8 @@ class Job:
     vpp: int = 0
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
+    instances: int = 1
+    """Instances of the distributed optimizer (Megatron's HSDP)."""
     overlap_grad_reduce: bool = False
     overlap_p2p: bool = False
     bf16: bool = False
@@ -146,7 +148,7 @@ def train(
         active = hooks.install(DCTConfig.parse(job.dct), pass_through=not job.through_codec)
     ps.initialize_model_parallel(
         job.tp, job.pp, virtual_pipeline_model_parallel_size=job.vpp or None,
-        expert_model_parallel_size=job.ep,
+        expert_model_parallel_size=job.ep, num_distributed_optimizer_instances=job.instances,
     )  # fmt: skip
     try:
         tensor_parallel.model_parallel_cuda_manual_seed(job.seed)
@@ -206,7 +208,7 @@ def train(
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=job.distributed_optimizer, overlap_grad_reduce=job.overlap_grad_reduce,
             overlap_param_gather=overlap_params, grad_reduce_in_fp32=job.bf16 or job.fp16, bucket_size=40_000,
-            check_for_nan_in_grad=False,
+            check_for_nan_in_grad=False, num_distributed_optimizer_instances=job.instances,
         )  # fmt: skip
         models = [
             DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(chunks)

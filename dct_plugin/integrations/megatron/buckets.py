@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dct_plugin.errors import DCTError
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.errors import ConfigError, DCTError
+from dct_plugin.transport.nodes import Nodes
+
+from ..host.startup import nodes_of
 
 #: Attribute of a parameter: the name of its stream.
 NAME = "_dct_name"
@@ -106,10 +110,52 @@ def groups_of(model: Any) -> list[Any]:
 
 
 def ranks_of(group: Any) -> dist.ProcessGroup:
-    """Return the process group over which a bucket group is reduced."""
+    """Return the process group over which a bucket group is reduced: that of all optimizer instances."""
+    if has_instances(group):
+        from megatron.core import parallel_state as ps
+
+        if is_expert(group.buckets):
+            return ps.get_expert_data_parallel_group()
+        return ps.get_data_parallel_group(with_context_parallel=True)
     if group.ddp_config.use_distributed_optimizer:
         return group.intra_distributed_optimizer_instance_group
     return group.data_parallel_group
+
+
+def has_instances(group: Any) -> bool:
+    """Return whether several instances of the distributed optimizer share the ranks of a bucket group."""
+    return bool(group.ddp_config.num_distributed_optimizer_instances > 1)
+
+
+def nodes_in(
+    config: DataParallelConfig, ranks: dist.ProcessGroup | None, instance: dist.ProcessGroup | None
+) -> Nodes | None:
+    """Return the ranks that are summed before the exchange: optimizer instances, or else nodes.
+
+    Args:
+        config: The ``data_parallel`` settings.
+        ranks: Process group over which gradients are reduced; None for the default one.
+        instance: The ranks of this rank's instance of the distributed optimizer; None for ``ranks``.
+
+    Raises:
+        ConfigError: ``nodes`` is set, and there are several instances.
+    """
+    if ranks is None or instance is None or instance.size() == ranks.size():
+        return nodes_of(config, ranks)
+    if config.nodes not in ("auto", 1):
+        raise ConfigError(
+            f"dct.data_parallel.nodes = {config.nodes}: with Megatron's num_distributed_optimizer_instances "
+            f"= {ranks.size() // instance.size()} the instances are the nodes; leave it out"
+        )
+    every, size = dist.get_process_group_ranks(ranks), instance.size()
+    instances = tuple(tuple(every[first : first + size]) for first in range(0, len(every), size))
+    if tuple(dist.get_process_group_ranks(instance)) not in instances:
+        raise ConfigError(
+            f"rank {dist.get_rank()}: the ranks {dist.get_process_group_ranks(instance)} of an instance of "
+            f"Megatron's distributed optimizer are no consecutive part of the data-parallel ranks {every}; "
+            "switch dct.data_parallel off"
+        )
+    return Nodes(instances, dist.get_rank(), ranks)
 
 
 def is_expert(buckets: Iterable[Any]) -> bool:

@@ -31,7 +31,7 @@ from dct_plugin.transport.nodes import layout_of
 from ..host import rank_files
 from ..host.patching import Function
 from ..host.rank_files import NoState
-from ..host.startup import nodes_of
+from .buckets import nodes_in
 from .session import Hook, Session
 
 logger = logging.getLogger("dct_plugin")
@@ -132,10 +132,13 @@ def _node_layout(session: Session) -> list[list[int]]:
     """Return the data-parallel ranks of each node, where gradients are summed in nodes first."""
     from megatron.core import parallel_state as ps
 
-    group = None
+    group = instance = None
     if ps.model_parallel_is_initialized():
-        group = ps.get_data_parallel_group(with_context_parallel=True)
-    return layout_of(nodes_of(session.config.data_parallel, group))
+        group, instance = (
+            ps.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=partial)
+            for partial in (False, True)
+        )
+    return layout_of(nodes_in(session.config.data_parallel, group, instance))
 
 
 def _read(

@@ -32,7 +32,7 @@ from ..host.patching import Function
 from ..host.replica_checksums import ReplicaChecksums
 from ..host.settings import resolve_settings
 from . import step_ahead
-from .buckets import NAME, Models, fill_buffers, finish_gathers, gradients_in, is_expert, ranks_of
+from .buckets import NAME, Models, fill_buffers, finish_gathers, gradients_in, has_instances, is_expert, ranks_of
 from .reductions import Reductions
 from .session import Hook, Session
 
@@ -220,9 +220,12 @@ class DataParallelHook(Hook):
             original(group, *arguments, **keywords)
             return
         _prepare_gradients(group, all_reduce)
-        sharded = group.ddp_config.use_distributed_optimizer and not all_reduce
+        # A shard has an owner in each instance: all ranks get the whole sum.
+        several = has_instances(group)
+        sharded = group.ddp_config.use_distributed_optimizer and not all_reduce and not several
         pending = self.reductions.reduce(group, sharded=sharded)
-        group.grad_reduce_handle = pending if group.ddp_config.overlap_grad_reduce else None
+        # With several instances Megatron waits for a CUDA stream, and never for the handle.
+        group.grad_reduce_handle = pending if group.ddp_config.overlap_grad_reduce and not several else None
 
     def _counted(self, group: Any) -> AbstractContextManager[None]:
         """Surround the reduction of a bucket group that is left to Megatron."""
@@ -258,11 +261,6 @@ class DataParallelHook(Hook):
         """Return whether Megatron reduces a bucket group itself."""
         if ranks_of(group).size() == 1 or self.is_dense:
             return True
-        if group.ddp_config.num_distributed_optimizer_instances > 1:
-            raise DCTError(
-                "dct.data_parallel does not work with Megatron's num_distributed_optimizer_instances > 1: "
-                "gradients are reduced over two groups in turn"
-            )
         return is_expert(group.buckets) and not self.experts
 
 

@@ -282,8 +282,6 @@ def _unsupported(optimizer: Any, buckets: list[Any]) -> Iterator[str]:
     ):
         if getattr(holder, name, False):
             yield name
-    if getattr(ddp, "num_distributed_optimizer_instances", 1) > 1:
-        yield "num_distributed_optimizer_instances > 1"
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     if any(bucket.param_data is None or bucket.param_data.dtype not in kinds for bucket in buckets):
         yield "fp8 parameters"

@@ -21,7 +21,6 @@ from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn
 from dct_plugin.errors import ConfigError
 
 from ..host.overlap import Overlap, PendingReduction, overlap_of
-from ..host.startup import nodes_of
 from . import step_ahead
 from .buckets import (
     NAME,
@@ -29,7 +28,9 @@ from .buckets import (
     fill_buffers,
     gradients_in,
     groups_of,
+    has_instances,
     is_expert,
+    nodes_in,
     ranks_of,
     unit_of_gradients,
 )
@@ -149,9 +150,10 @@ class Reductions:
         kind = "expert" if is_expert(group.buckets) else "dense"
         same = sum(other.name.split()[0] == kind for other in self)
         name = f"{kind} {same}" if same else kind
+        instance = group.intra_distributed_optimizer_instance_group if has_instances(group) else None
         reducer = GradientReducer(
             self.session.config.data_parallel,
-            nodes_of(self.session.config.data_parallel, ranks) or ranks,
+            nodes_in(self.session.config.data_parallel, ranks, instance) or ranks,
             metrics=self.session.metrics,
             device=group.buckets[0].grad_data.device,
             kernels=self.session.config.kernels,
