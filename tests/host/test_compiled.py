@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.processes import run
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -161,6 +162,33 @@ def layers(net: Any, compiled: Any, rank: int) -> None:
     inside(net, lambda model: model, rank)
 
 
+def _with_mode(mode: Any) -> Training:
+    def training(net: nn.Module, compiled: Any, rank: int) -> None:
+        with torch._dynamo.config.patch(optimize_ddp=mode):
+            outside(net, compiled, rank)
+
+    return training
+
+
+for _mode in (False, "ddp_optimizer", "python_reducer", "python_reducer_without_compiled_forward"):
+    order("torch DDP", f"`torch.compile(DDP(model))`, `attach`, with `optimize_ddp = {_mode!r}`")(
+        _with_mode(_mode)
+    )
+
+
+def _with_compiled_autograd(training: Training) -> Training:
+    def compiling(net: nn.Module, compiled: Any, rank: int) -> None:
+        with compiled_autograd._enable(torch.compile(backend=BACKEND)):
+            training(net, compiled, rank)
+
+    return compiling
+
+
+order("torch DDP", "`torch.compile(DDP(model))`, `attach`, with compiled autograd")(
+    _with_compiled_autograd(outside)
+)
+
+
 # -- FSDP2 ---
 
 
@@ -194,6 +222,11 @@ def sharded_in_place(net: nn.Module, compiled: Any, rank: int) -> None:
 def sharded_layers(net: Any, compiled: Any, rank: int) -> None:
     net.first, net.norm = compiled(net.first), compiled(net.norm)
     sharded_outside(net, lambda model: model, rank)
+
+
+order("FSDP2", "`fully_shard`, `torch.compile`, `attach`, with compiled autograd")(
+    _with_compiled_autograd(sharded_compiled)
+)
 
 
 # -- DeepSpeed ---

@@ -12,7 +12,7 @@ import pytest
 
 from dct_plugin import VersionError
 from dct_plugin.integrations.host import lost_peers, versions
-from dct_plugin.integrations.host.patching import Patches
+from dct_plugin.integrations.host.patching import Patches, given
 from dct_plugin.integrations.host.versions import Target
 
 
@@ -32,6 +32,13 @@ class Derived(Base):
 
 def double(original: Any, *arguments: Any, **keywords: Any) -> Any:
     return 2 * original(*arguments, **keywords)
+
+
+def test_arguments_are_read_by_position_and_by_name() -> None:
+    for arguments, keywords, size in (((5,), {}, 5), ((), {"size": 5}, 5), ((), {}, 1)):
+        assert given(Base().step, "size", arguments, keywords) == size
+    assert given(Base.step, "size", (Base(), 5), {}) == 5
+    assert given(Base.step, "colour", (Base(), 5), {}) is None
 
 
 @pytest.mark.parametrize("make", [lambda: Base, lambda: Derived, Base, Derived])

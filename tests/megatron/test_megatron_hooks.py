@@ -320,14 +320,15 @@ def test_linears_that_are_frozen_called_by_position_or_outside_of_layers() -> No
     """They are compressed alike, or counted."""
     job = Job(tp=2, sequence_parallel=True)
     gathered = job.with_dct(section(tensor=0.5, gather=True))
-    found, by_position, plain, frozen, frozen_found, outside, alone = run(
+    found, by_position, plain, frozen, frozen_found, outside, mamba, alone = run(
         2,
         gathered,
         replace(gathered, positional=True),
         replace(job, frozen_linears=True),
         replace(job.with_dct(section(tensor=0.0, gather=True), through_codec=True), frozen_linears=True),
         replace(gathered, frozen_linears=True),
-        replace(gathered, outside=True),
+        replace(gathered, outside="linear"),
+        replace(gathered, outside="mamba"),
         job.with_dct(section(tensor=0.5), sequence_parallel=False),
     )
     for ours, same in zip(found, by_position, strict=True):
@@ -344,16 +345,44 @@ def test_linears_that_are_frozen_called_by_position_or_outside_of_layers() -> No
     assert reasons(alone[0]) == {"other_tensors", "input_gradients"}
     more = outside[0].classes["uncompressed/tensor/other_layers"]["sent_bytes"]
     assert more > found[0].classes["uncompressed/tensor/other_layers"]["sent_bytes"]
-    told = [next(line for line in some[0].log if "active: " in line) for some in (found, outside, alone)]
+    told = [
+        next(line for line in some[0].log if "active: " in line) for some in (found, outside, mamba, alone)
+    ]
     assert [line.partition("active: ")[2] for line in told] == [
         "tensor on 8 of 9 parallel linear layers",
         "tensor on 8 of 10 parallel linear layers",
+        "tensor on 8 of 11 parallel linear layers",  # a stub of Mamba's mixer, with two of them
         "tensor on 4 of 9 parallel linear layers",
     ]
-    for outcomes in (found, outside, alone):
+    for outcomes in (found, outside, mamba, alone):
         (line,) = (line for line in outcomes[0].log if "% of tensor-parallel bytes went uncompressed" in line)
         assert "gradients of the inputs of column-parallel layers" in line
         assert not any("uncompressed" in line for line in outcomes[1].log)
+
+
+def test_adapters_of_frozen_layers() -> None:
+    """LoRA: the gradients of the adapters alone, and the activations of both, are compressed."""
+    sharded = Job(tp=2, sequence_parallel=True, adapters=True)
+    job = Job(distributed_optimizer=True, adapters=True)
+    plain, same, sparse, data_plain, data_same, data_sparse, unfrozen = run(
+        2,
+        sharded,
+        sharded.with_dct(section(tensor=0.0, gather=True), through_codec=True),
+        sharded.with_dct(section(tensor=0.9, gather=True)),
+        job,
+        job.with_dct(section(data=0.0), through_codec=True),
+        job.with_dct(section(data=0.9), steps=10),
+        job.with_dct(section(data=0.9), steps=3, unfreeze=2),
+    )
+    assert_same(plain, same, {"tensor"})
+    assert_same(data_plain, data_same, {"data_parallel"})
+    assert ratio(sparse, "tensor") > 6
+    assert ratio(data_sparse, "gradient") > 8
+    assert data_sparse[0].parameters == data_sparse[1].parameters
+    assert any("tensor on 12 of 13 parallel linear layers" in line for line in sparse[0].log)
+    (line,) = (line for line in unfrozen[0].log if "unfrozen during the training" in line)
+    assert "Megatron's DistributedDataParallel has no buckets for them" in line
+    assert not any("unfrozen" in line for line in unfrozen[1].log + data_sparse[0].log)
 
 
 def test_pipeline_with_data_parallel() -> None:

@@ -57,14 +57,22 @@ class Job:
     """The pipeline stage whose parameters are not trained."""
     frozen_linears: bool = False
     """Train embeddings and norms alone."""
+    adapters: bool = False
+    """Freeze all parameters, and give row-parallel linears LoRA adapters."""
+    unfreeze: int | None = None
+    """Before this step the frozen parameters are unfrozen, but the model is not wrapped anew."""
     positional: bool = False
     """Give the functions of parallel linears their arguments by position."""
-    outside: bool = False
-    """Put a parallel linear behind the transformer layers."""
+    outside: str = ""
+    """Put this behind the transformer layers: a parallel ``linear``, or a ``mamba`` layer with a stub of its
+    mixer, which needs CUDA.
+    """
     save: tuple[str, int] | None = None
     """Folder, and after how many steps a checkpoint goes there."""
     load: tuple[str, int] | None = None
     """Folder, and how many steps the checkpoint there has seen."""
+    load_optimizer: bool = True
+    """Load the optimizer's shards, too, which are those of as many ranks and instances."""
     watch: bool = False
     """Keep the plugin's state after every step."""
     evaluate: bool = False
@@ -199,8 +207,15 @@ def train(
                 linears = (tensor_parallel.RowParallelLinear, tensor_parallel.ColumnParallelLinear)
                 for module in filter(lambda module: isinstance(module, linears), chunk.decoder.modules()):
                     module.weight.requires_grad_(False)
+            if job.adapters:
+                chunk.requires_grad_(False)
+                rows = (
+                    m for m in chunk.decoder.modules() if isinstance(m, tensor_parallel.RowParallelLinear)
+                )
+                for number, linear in enumerate(list(rows)):
+                    _adapt(linear, config, job.seed + number)
             if job.outside:
-                chunk.decoder.register_forward_hook(_outside(config))
+                chunk.decoder.register_forward_hook(_outside(config, job.outside))
         if job.bf16 or job.fp16:
             chunks = [Float16Module(config, chunk) for chunk in chunks]
         chunks = [chunk.to(job.device) for chunk in chunks]
@@ -254,14 +269,61 @@ def _by_position(linear: Any, input: Any, weight: Any, **given: Any) -> torch.Te
     return function(input, weight, *first.values(), *rest, *(given.get(name) for name in parameters))
 
 
-def _outside(config: Any) -> Callable[..., torch.Tensor]:
-    """Return a forward hook that sends a module's output through a parallel linear."""
+def _adapt(linear: Any, config: Any, seed: int, rank: int = 8) -> None:
+    """Give a row-parallel linear a LoRA adapter, whose first half is a row-parallel linear, too."""
+    generator = torch.Generator().manual_seed(seed)
+    down = _row_parallel(linear.input_size, rank, config)
+    up = torch.nn.Linear(rank, linear.output_size, bias=False)
+    for part in (down, up):
+        part.weight.data.copy_(0.1 * torch.randn(part.weight.shape, generator=generator))
+    up.weight.sequence_parallel = config.sequence_parallel
+    linear.adapter = torch.nn.ModuleList([down, up])
+
+    def forward(module: Any, arguments: Any, output: Any) -> Any:
+        return output[0] + up(down(arguments[0])[0]), *output[1:]
+
+    linear.register_forward_hook(forward)
+
+
+def _row_parallel(inputs: int, outputs: int, config: Any) -> Any:
     from megatron.core.tensor_parallel import RowParallelLinear
 
-    linear = RowParallelLinear(
-        config.hidden_size, config.hidden_size, config=config, init_method=torch.nn.init.zeros_, bias=False,
-        input_is_parallel=True, skip_bias_add=False,
+    return RowParallelLinear(
+        inputs, outputs, config=config, init_method=torch.nn.init.zeros_, bias=False, input_is_parallel=True,
+        skip_bias_add=False,
     )  # fmt: skip
+
+
+def _mamba_layer(config: Any) -> Any:
+    """Return Megatron's Mamba layer with a stub of its mixer: the parallel linears without what they mix."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    class Mixer(torch.nn.Module):
+        def __init__(self, config: Any, d_model: int, **_: Any) -> None:
+            super().__init__()
+            self.in_proj = ColumnParallelLinear(
+                d_model, 2 * d_model, config=config, init_method=torch.nn.init.normal_, bias=False,
+                skip_bias_add=False, gather_output=False,
+            )  # fmt: skip
+            self.out_proj = _row_parallel(2 * d_model, d_model, config)
+
+        def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+            return self.out_proj(torch.tanh(self.in_proj(hidden)[0]))[0], None
+
+    parts = MambaLayerSubmodules(mixer=Mixer, mamba_bda=get_bias_dropout_add)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return MambaLayer(config, parts, layer_number=config.num_layers, pg_collection=groups)
+
+
+def _outside(config: Any, kind: str) -> Callable[..., torch.Tensor]:
+    """Return a forward hook that sends a module's output through a layer that is no transformer layer."""
+    if kind == "mamba":
+        layer = _mamba_layer(config)
+        return lambda module, arguments, output: layer(output)
+    linear = _row_parallel(config.hidden_size, config.hidden_size, config)
 
     def forward(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         part = output[..., : linear.weight.shape[1]]
@@ -305,12 +367,15 @@ def _run(
     first = 0
     if job.load is not None:
         folder, first = job.load
-        _load(folder, models, optimizer)
+        _load(folder, models, optimizer if job.load_optimizer else None)
         hooks.load_checkpoint(folder)
         for source in data:
             for _ in range(first * job.micro_batches):
                 next(source)
     for step in range(first, job.steps):
+        if step == job.unfreeze:
+            for model in models:
+                model.module.requires_grad_(True)
         for model in models:
             model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -382,10 +447,12 @@ def _save(folder: str, models: list[Any], optimizer: Any) -> None:
 def _load(folder: str, models: list[Any], optimizer: Any) -> None:
     from megatron.core import dist_checkpointing
 
-    if hasattr(_only(optimizer), "save_parameter_state"):
+    if optimizer is None or hasattr(_only(optimizer), "save_parameter_state"):
         state = torch.load(f"{folder}/rank{dist.get_rank()}.pt", weights_only=False)
         for model, part in zip(models, state["models"], strict=True):
             model.load_state_dict(part)
+        if optimizer is None:
+            return
         _only(optimizer).optimizer.load_state_dict(state["optimizer"])
         masters = _only(optimizer).shard_fp32_from_float16_groups
         for group, saved in zip(masters, state["masters"], strict=True):

@@ -42,6 +42,10 @@ class ParameterNames:
         self._reduced.setdefault(name, parameter)
         return name
 
+    def is_reduced(self, parameter: Tensor) -> bool:
+        """Return whether a parameter was reduced so far."""
+        return self._names.get(id(parameter)) in self._reduced
+
     def reduced(self) -> list[tuple[str, Tensor]]:
         """Return the parameters that were reduced so far, in the order of their names: the same on all
         ranks.

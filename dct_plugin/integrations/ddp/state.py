@@ -27,6 +27,7 @@ from dct_plugin.metrics import Metrics
 from dct_plugin.transport.nodes import Nodes, layout_of
 
 from ..host import attachments, lost_peers, reducer_files, startup
+from ..host.frozen import FrozenParameters
 from ..host.nonfinite import PoisonedSteps
 from ..host.overlap import Overlap, overlap_of
 from ..host.replica_checksums import ReplicaChecksums
@@ -44,6 +45,10 @@ logger = logging.getLogger("dct_plugin")
 
 #: Seconds in which all ranks begin a save that needs all of them.
 _SAVE_LIMIT = 10.0
+_PYTHON_REDUCER = (
+    "torch._dynamo.config.optimize_ddp = 'python_reducer' has DistributedDataParallel reduce single "
+    "gradients: set it to 'ddp_optimizer' before the model is wrapped"
+)
 _HINT = "its model has no dct_hook (register_comm_hook), or it is far behind"
 
 
@@ -158,6 +163,8 @@ class DCTState:
         """
         if not isinstance(model, DistributedDataParallel):
             raise ConfigError(f"DCTState.register: {type(model).__name__} is no DistributedDataParallel")
+        if getattr(model, "_use_python_reducer", False):
+            raise ConfigError(f"DCTState.register: {_PYTHON_REDUCER}")
         if self.process_group is None and model.process_group is not dist.group.WORLD:
             self.process_group = model.process_group
         earlier = next((each for _, each in model._comm_hooks if isinstance(each, DCTState)), None)
@@ -173,6 +180,13 @@ class DCTState:
             sparsity=self.config.data_parallel.sparsity,
             warns=not dist.is_initialized() or dist.get_rank(self.process_group) == 0,
         )
+        if not dist.is_initialized() or dist.get_rank(self.process_group) == 0:
+            self.steps.frozen = FrozenParameters(
+                model.module.named_parameters(),
+                "torch DDP does not reduce their gradients, and the ranks drift apart; make "
+                "DistributedDataParallel(model) anew and call dct_plugin.attach again",
+                self.parameters.is_reduced,
+            )
         if earlier is None:
             model.register_comm_hook(self, dct_hook)
         else:  # DDP takes one hook, and keeps it
@@ -497,9 +511,8 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
     if not isinstance(bucket, dist.GradBucket):
         raise ConfigError(
             "dct_hook reduces buckets of DistributedDataParallel, and was handed a single gradient. For a "
-            "model under FSDP, dct_plugin.attach(model, optimizer, section) says what there is. Under "
-            "DistributedDataParallel, torch._dynamo.config.optimize_ddp = 'python_reducer' does so: set it "
-            "to 'ddp_optimizer' before the model is wrapped"
+            "model under FSDP, dct_plugin.attach(model, optimizer, section) says what there is. "
+            f"{_PYTHON_REDUCER}"
         )
     buffer = bucket.buffer()
     if buffer.layout is not torch.strided:

@@ -19,6 +19,7 @@ from dct_plugin.metrics import Event, Metrics, Sink
 from dct_plugin.transport.agreement import HINT
 
 from ..host import attachments, lost_peers, startup
+from ..host.frozen import FrozenParameters
 from ..host.patching import Function, Patches
 from ..host.replica_checksums import ReplicaChecksums
 from ..host.reporting import Reporting
@@ -175,6 +176,12 @@ class Attachment:
             part.install(self._patches)
         replicas = ReplicaChecksums(self.config.data_parallel, self._path.replicated, self.reducer.group)
         self.steps.replicas = [replicas]
+        if engine.global_rank == 0 and not self._path.trains_unfrozen:
+            self.steps.frozen = FrozenParameters(
+                engine.module.named_parameters(),
+                "DeepSpeed's optimizer has left them out, and does not train them; call "
+                "deepspeed.initialize anew with the model and a new optimizer",
+            )
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
         self._reporting = Reporting(self.metrics, _sink(engine.monitor) if engine.monitor.enabled else None)
         count = functools.partial(self.metrics.uncompressed, "gradient", "shared_weights")

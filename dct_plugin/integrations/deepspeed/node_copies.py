@@ -31,7 +31,7 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.transport.nodes import KEY, Nodes
 
 from ..host.gathered_slice import GatheredSlice
-from ..host.patching import Function, Patches
+from ..host.patching import Function, Patches, given
 from .engine import EngineContext, EnginePart
 from .path import GradientPath
 from .weight_updates import WeightUpdates, updates_of
@@ -256,7 +256,8 @@ class NodeCopies(WeightUpdates):
         self._shown = True
 
     def _partition(self, original: Function, *args: Any, **keywords: Any) -> Any:
-        if keywords.get("has_been_updated") and self._held:  # weights were written in GatheredParameters
+        # Weights were written in GatheredParameters.
+        if self._held and given(original, "has_been_updated", args, keywords):
             self._stale = True
             self._drop()
         return original(*args, **keywords)

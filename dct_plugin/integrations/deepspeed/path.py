@@ -37,6 +37,7 @@ class GradientPath(EnginePart, ABC):
         reducer_class: The class of reducer that the path needs.
         without_nodes: Where ``dct.data_parallel.nodes`` does not work, the name of the path, for errors.
         loss_scaled: Whether what the reducers exchange carries the loss scale of fp16.
+        trains_unfrozen: Whether DeepSpeed trains parameters that are unfrozen during the training.
         unit: Factor that DeepSpeed has multiplied into gradients before the path reduces them.
         reducer: Sums the gradients; holds residuals and thresholds.
         experts: The same for experts, by the name of their group; empty unless they are thresholded.
@@ -48,6 +49,7 @@ class GradientPath(EnginePart, ABC):
     reducer_class: ClassVar[type[GradientReducer]] = GradientReducer
     without_nodes: ClassVar[str] = ""
     loss_scaled: ClassVar[bool] = True
+    trains_unfrozen: ClassVar[bool] = False
     unit = 1.0
 
     def __init__(self, context: EngineContext) -> None:

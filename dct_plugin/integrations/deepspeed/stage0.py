@@ -37,6 +37,7 @@ class Stage0Path(GradientPath):
     """The all-reduce of an engine that does not shard its optimizer."""
 
     targets = TARGETS
+    trains_unfrozen = True
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)

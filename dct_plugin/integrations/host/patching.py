@@ -6,8 +6,9 @@ Imports the standard library only.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 
 _INHERITED = object()
+
+
+def given(function: Function, name: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """Return an argument of a call, by position or by name, or its default; None without such a parameter."""
+    call = inspect.signature(function).bind(*arguments, **keywords)
+    call.apply_defaults()
+    return call.arguments.get(name)
 
 
 class Patches:

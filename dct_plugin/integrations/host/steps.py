@@ -66,6 +66,7 @@ class LossScale:
             self._mirror.begin(scale)
         self._updated()
 
+from .frozen import FrozenParameters
 
 logger = logging.getLogger("dct_plugin")
 
@@ -92,6 +93,8 @@ class StepHooks:
         step: Optimizer steps so far, skipped ones included; a host sets it when it restores a checkpoint.
         open: Whether gradients were reduced since the last step.
         replicas: Compare the ranks' parameters after a step, where the host says which they are.
+        frozen: Warns about unfrozen parameters after a step; None where the host picks them up, and on
+            ranks that do not warn.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class StepHooks:
         self.step = 0
         self.open = False
         self.replicas: list[ReplicaChecksums] = []
+        self.frozen: FrozenParameters | None = None
         self._warns = rank == 0
         self._unchecked: int | None = None
         """A step whose comparison of parameters waits for the other ranks."""
@@ -130,6 +134,8 @@ class StepHooks:
             member.end_step(skipped=skipped, loss_scale=loss_scale)
         if self.metrics is not None:
             self.metrics.step(self.step)
+        if self.frozen is not None:
+            self.frozen.check()
         self._unchecked = self.step
         if not alone:
             self.check()

@@ -27,14 +27,24 @@ from dct_plugin.config import DataParallelConfig
 from dct_plugin.errors import DCTError
 from dct_plugin.host_traffic import count_group, counted_by
 
+from ..host.frozen import FrozenParameters
 from ..host.nonfinite import PoisonedSteps
-from ..host.patching import Function
+from ..host.patching import Function, given
 from ..host.replica_checksums import ReplicaChecksums
 from ..host.settings import resolve_settings
 from . import step_ahead
-from .buckets import NAME, Models, fill_buffers, finish_gathers, gradients_in, has_instances, is_expert, ranks_of
+from .buckets import (
+    NAME,
+    Models,
+    fill_buffers,
+    finish_gathers,
+    gradients_in,
+    has_instances,
+    is_expert,
+    ranks_of,
+)
 from .reductions import Reductions
-from .session import Hook, Session
+from .session import Hook, Session, is_first_of_stage
 
 logger = logging.getLogger("dct_plugin")
 
@@ -58,6 +68,7 @@ class DataParallelHook(Hook):
         self.reductions = Reductions(session, self.models, self._optimizers)
         self._steps = _OptimizerSteps(self.config, self.models)
         self._verified = 0
+        self._frozen: list[FrozenParameters] = []
         self._patch()
 
     def _patch(self) -> None:
@@ -149,6 +160,8 @@ class DataParallelHook(Hook):
     def end_step(self) -> None:
         self.reductions.end_step(skipped=self._steps.overflow, scales=self._steps.scales)
         self._steps.end_step()
+        for frozen in self._frozen:
+            frozen.check()
 
     def state_dict(self) -> dict[str, Any]:
         return {"reducers": self.reductions.state_dict()}
@@ -190,6 +203,15 @@ class DataParallelHook(Hook):
             self._is_settled, self.session.config = False, self.session.written
             self.config = self.session.config.data_parallel
         self.models.add(ddp)
+        if is_first_of_stage():
+            self._frozen.append(
+                FrozenParameters(
+                    ddp.module.named_parameters(),
+                    "Megatron's DistributedDataParallel has no buckets for them, and does not train them; "
+                    "make it and the optimizer anew",
+                    self.models.has_bucket_of,
+                )
+            )
         if self._steps.skips and ddp.ddp_config.check_for_nan_in_grad and is_first:
             logger.warning(
                 "dct: Megatron's check_for_nan_in_grad stops the job before a step can be skipped "
@@ -206,7 +228,7 @@ class DataParallelHook(Hook):
         return self._steps.prepare_grads(optimizer, original, self.session.step)
 
     def _start_grad_sync(self, original: Function, group: Any, *arguments: Any, **keywords: Any) -> None:
-        all_reduce = bool(arguments[0] if arguments else keywords.get("force_all_reduce", False))
+        all_reduce = bool(given(original, "force_all_reduce", (group, *arguments), keywords))
         if self.is_left_alone(group):
             with self._counted(group):
                 original(group, *arguments, **keywords)

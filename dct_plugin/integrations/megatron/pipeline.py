@@ -25,7 +25,7 @@ from dct_plugin.model_parallel import FixedMessages, Kept
 from dct_plugin.model_parallel.fixed import number_of
 
 from ..host.activation_streams import PipelineMetrics
-from ..host.patching import Function
+from ..host.patching import Function, given
 from .session import Session
 from .streams import ActivationHook, data_parallel_group
 
@@ -68,7 +68,7 @@ class PipelineHook(ActivationHook):
 
     def _forward_step(self, original: Function, *arguments: Any, **keywords: Any) -> Any:
         result = original(*arguments, **keywords)
-        chunk = keywords.get("vp_stage")
+        chunk = given(original, "vp_stage", arguments, keywords)
         if chunk:
             outputs = result[0] if isinstance(result[0], list) else [result[0]]
             for output in outputs:

@@ -174,7 +174,7 @@ class Session:
             hook.end_step()
         if not self._sites_told:
             self._sites_told = True
-            self.metrics.warns = _is_first_of_stage()
+            self.metrics.warns = is_first_of_stage()
             sites = [each for hook in self.hooks if (each := hook.sites())]
             if sites and self.metrics.warns:
                 logger.warning("dct: active: %s", ", ".join(sites))
@@ -235,7 +235,7 @@ class Session:
                 self.metrics.add_sink(functools.partial(write, writer))
 
 
-def _is_first_of_stage() -> bool:
+def is_first_of_stage() -> bool:
     """Return whether this rank speaks for its pipeline stage."""
     from megatron.core import parallel_state as ps
 

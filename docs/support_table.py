@@ -1,0 +1,104 @@
+"""The table of hosts in ``docs/support.md``, written by this program:
+
+python docs/support_table.py
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+_BEGIN, _END = (f"<!-- generated from the rows of hosts: {place} -->" for place in ("begin", "end"))
+
+
+class State(Enum):
+    """What was run of a row."""
+
+    CPU = "run on CPU"
+    GPU = "run on CPU and on a GPU"
+    STUB = "run on CPU with a stub"
+    REFUSED = "refused by name"
+
+
+class Row(NamedTuple):
+    """One combination, and the tests that show it: ``folder/file::function`` below ``tests/``."""
+
+    host: str
+    parallelism: str
+    optimizer: str
+    state: State
+    tests: tuple[str, ...]
+
+
+_COMPILED, _FROZEN = "host/test_compiled::test_the_table_of_orders", "host/test_frozen::"
+_GPU, _HOOKS = "gpu/test_gpu_defaults::", "megatron/test_megatron_hooks::"
+_LORA = (_FROZEN + "test_adapters_are_trained_and_unfrozen_layers_follow",)
+
+ROWS = (
+    Row("torch DDP", "replicas", "AdamW", State.GPU, (_GPU + "test_ddp_with_adamw",)),
+    Row("torch DDP", "replicas, nodes", "AdamW", State.GPU, (_GPU + "test_two_nodes_of_two_ranks",)),
+    Row(
+        "torch DDP", "replicas", "SGD, momentum, Adagrad, Lion", State.CPU,
+        ("ddp/test_attach::test_feedback_follows_the_optimizer",),
+    ),
+    Row("torch DDP", "replicas, LoRA by hand and `peft`", "AdamW", State.CPU, _LORA),
+    Row("torch DDP", "replicas, `torch.compile`", "AdamW", State.CPU, (_COMPILED,)),
+    Row(
+        "torch DDP", "`optimize_ddp = 'python_reducer'`", "any", State.REFUSED,
+        (_COMPILED, "ddp/test_ddp::test_the_reducer_in_python_is_refused"),
+    ),
+    Row("FSDP2", "replicas of shards (two mesh dimensions)", "AdamW", State.GPU,
+        (_GPU + "test_fsdp2_with_adamw",)),
+    Row("FSDP2", "replicas of shards, LoRA by hand and `peft`", "AdamW", State.CPU, _LORA),
+    Row("FSDP2", "replicas of shards, `torch.compile`", "AdamW", State.CPU, (_COMPILED,)),
+    Row("FSDP2, FSDP1", "shards alone (one mesh dimension), FSDP1", "any", State.REFUSED,
+        ("fsdp/test_fsdp_refused::test_refused",)),
+    Row("DeepSpeed", "ZeRO-0 to 3", "AdamW", State.GPU, (_GPU + "test_deepspeed_with_adamw",)),
+    Row("DeepSpeed", "ZeRO-2, updated weights", "AdamW", State.GPU,
+        (_GPU + "test_deepspeed_with_updates_of_weights",)),
+    Row("DeepSpeed", "ZeRO-0 to 2, LoRA by hand and `peft`", "AdamW", State.CPU, _LORA),
+    Row("DeepSpeed", "ZeRO-1, `torch.compile`", "AdamW", State.CPU, (_COMPILED,)),
+    Row("DeepSpeed", "pipeline", "Adam", State.CPU,
+        ("deepspeed/test_deepspeed_pipeline::test_the_loss_falls_and_evaluation_is_as_trained",)),
+    Row("DeepSpeed", "experts", "Adam", State.CPU,
+        ("deepspeed/test_deepspeed_experts::test_gradients_of_experts_by_option",)),
+    Row("DeepSpeed", "any", "Muon", State.REFUSED,
+        ("cli/test_config_check::test_wrong_files",)),
+    Row("Megatron", "data, with and without the distributed optimizer", "Adam", State.GPU,
+        (_GPU + "test_megatron_with_adam",)),
+    Row("Megatron", "data, several instances of the distributed optimizer", "Adam", State.CPU,
+        ("megatron/test_megatron_instances::test_instances_are_summed_densely_and_thresholded_between",)),
+    Row("Megatron", "data", "SGD", State.CPU,
+        ("megatron/test_megatron_step_ahead::test_sgd_has_a_unit_of_its_own",)),
+    Row("Megatron", "pipeline", "Adam", State.CPU, (_HOOKS + "test_pipeline_1f1b",)),
+    Row("Megatron", "tensor, sequence", "Adam", State.CPU, (_HOOKS + "test_tensor_and_sequence_parallel",)),
+    Row("Megatron", "tensor, data; LoRA by hand", "Adam", State.CPU,
+        (_HOOKS + "test_adapters_of_frozen_layers",)),
+    Row("Megatron", "tensor, Mamba layers left dense and counted", "Adam", State.STUB,
+        (_HOOKS + "test_linears_that_are_frozen_called_by_position_or_outside_of_layers",)),
+    Row("Megatron", "experts", "Adam", State.CPU,
+        (_HOOKS + "test_experts_are_left_alone_unless_asked",)),
+    Row("Megatron", "tensor with Transformer Engine; Megatron-FSDP, PyTorch FSDP2", "any", State.REFUSED,
+        (_HOOKS + "test_what_cannot_work_is_refused_by_name",)),
+    Row("torchft", "replicas of a quorum, HSDP", "AdamW", State.CPU,
+        ("torchft/test_torchft::test_sparsity_zero_is_as_torchft", "torchft/test_torchft::test_hsdp")),
+    Row("Accelerate, Trainer, Lightning", "DDP", "AdamW", State.CPU,
+        ("huggingface/test_huggingface::test_one_call_for_torch_ddp",
+         "huggingface/test_huggingface::test_lightning")),
+    Row("TorchRec", "embedding tables", "any", State.CPU, ("dlrm/test_torchrec::test_in_torchrec",)),
+)  # fmt: skip
+
+
+def updated(page: str) -> str:
+    """Return the page with the table of these rows."""
+    before, found, rest = page.partition(_BEGIN)
+    lines = ["| host | parallelism | optimizer | state |", "|---|---|---|---|"]
+    lines += [f"| {row.host} | {row.parallelism} | {row.optimizer} | {row.state.value} |" for row in ROWS]
+    table = "\n".join(lines)
+    return f"{before}{_BEGIN}\n\n{table}\n\n{_END}{rest.partition(_END)[2]}" if found else page
+
+
+if __name__ == "__main__":
+    path = Path(__file__).with_name("support.md")
+    path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
