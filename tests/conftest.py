@@ -53,6 +53,7 @@ LONGEST = (
     "deepspeed/test_deepspeed_pipeline.py",
     "megatron/test_megatron_automatic.py",
     "megatron/test_megatron_nodes.py",
+    "megatron/test_megatron_instances.py",
     "links/test_links.py",
     "host/test_compiled.py",
     "huggingface/test_huggingface.py",

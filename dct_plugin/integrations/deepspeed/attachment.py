@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
+from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import count_group
 from dct_plugin.metrics import Event, Metrics, Sink
 from dct_plugin.transport.agreement import HINT
 
 from ..host import attachments, lost_peers, startup
 from ..host.frozen import FrozenParameters
-from ..host.patching import Function, Patches
+from ..host.patching import Function, Patches, given
 from ..host.replica_checksums import ReplicaChecksums
 from ..host.reporting import Reporting
 from ..host.settings import resolve_settings, steps_of
@@ -189,6 +190,7 @@ class Attachment:
         if self.config.data_parallel.enabled:
             self._at_end += [count_group(group, count) for _, group in tied_weights(engine)]
         self._patches.intercept(engine, "_take_model_step", self._step)
+        self._patches.intercept(engine, "compile", self._compile)
         self._patches.intercept(engine, "destroy", self._destroy)
 
     def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
@@ -205,6 +207,15 @@ class Attachment:
         if self._leaves and self.reducer.flushed:
             self.close()
         return result
+
+    def _compile(self, original: Function, *args: Any, **keywords: Any) -> Any:
+        if given(original, "compiled_autograd_enabled", args, keywords):
+            raise ConfigError(
+                f"rank {dist.get_rank()}: dct does not work with compiled autograd (engine.compile("
+                "compiled_autograd_enabled=True)): hooks of the backward pass are no part of a graph; "
+                "leave it out"
+            )
+        return original(*args, **keywords)
 
     def _destroy(self, original: Function, *args: Any, **keywords: Any) -> Any:
         self.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -143,6 +144,7 @@ class ReplicaCompression:
         self.ends.callback(_seam().leave)
         self.groups = [self._connect(group, parameters) for group, parameters in groups]
         self.steps.members = list(self._reducers.values())
+        self._before_forward(_refuse_compiled_autograd)
         self._before_forward(self._close_if_done)
         if self.config.data_parallel.feedback.looks_ahead:
             self._step_ahead()
@@ -244,6 +246,7 @@ class ReplicaCompression:
     # -- a backward pass ---
 
     def _before_exchange(self, group: ReplicaGroup) -> bool:
+        _refuse_compiled_autograd()
         current = torch._C._current_graph_task_id()
         if current != self._pass:
             self._pass = current
@@ -350,6 +353,20 @@ class ReplicaCompression:
 
 #: Makes the state of a training; the name that scripts use.
 compress_replicas = ReplicaCompression
+
+
+def _refuse_compiled_autograd() -> None:
+    """Refuse compiled autograd, under which FSDP2 trains other weights without the plugin, too.
+
+    Raises:
+        ConfigError: Names it.
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(module, "compiled_autograd_enabled", False):
+        raise ConfigError(
+            f"rank {dist.get_rank()}: compress_replicas: under torch's compiled autograd FSDP2 does not "
+            "train as without it; switch it off (torch._dynamo.config.compiled_autograd = False)"
+        )
 
 
 def _check_settings(config: DCTConfig, *, has_optimizer: bool) -> None:

@@ -21,6 +21,7 @@ from dct_plugin.host_traffic import own_traffic
 from dct_plugin.metrics import Metrics
 from dct_plugin.transport import lost_ranks
 
+from .frozen import FrozenParameters
 from .nonfinite import PoisonedSteps, collective_device
 from .patching import Function, Patches
 from .replica_checksums import ReplicaChecksums
@@ -66,7 +67,6 @@ class LossScale:
             self._mirror.begin(scale)
         self._updated()
 
-from .frozen import FrozenParameters
 
 logger = logging.getLogger("dct_plugin")
 
