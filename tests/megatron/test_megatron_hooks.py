@@ -418,7 +418,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
 
     from dct_plugin.config import DCTConfig
     from dct_plugin.errors import DCTError
-    from dct_plugin.integrations.megatron import hooks, pipeline, tensor
+    from dct_plugin.integrations.megatron import buckets, hooks, pipeline, tensor
 
     found_early: dict[str, str] = {}
     config = SimpleNamespace(pipeline_dtype=torch.float32, num_layers=2)
@@ -442,8 +442,11 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
     ddp = DistributedDataParallelConfig()
+    two, four = (SimpleNamespace(size=lambda size=size: size) for size in (2, 4))
+    nodes = DCTConfig.parse({"data_parallel": {"nodes": 2}}).data_parallel
     for name, case in {
         "torch fsdp": lambda: TorchFullyShardedDataParallel(config, ddp, torch.nn.Linear(2, 2)),
+        "instances": lambda: buckets.nodes_in(nodes, four, two),
         "megatron fsdp": lambda: FullyShardedDataParallel(config, ddp, torch.nn.Linear(2, 2)),
     }.items():
         with pytest.raises(DCTError) as refusal:
@@ -480,6 +483,7 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     assert "fp8 = hybrid" in found["fp8"]
     assert "CUDA graphs" in found["graphs"]
     assert "another configuration" in found["twice"]
+    assert "num_distributed_optimizer_instances = 2 the instances are the nodes" in found["instances"]
     assert "TorchFullyShardedDataParallel" in found["torch fsdp"]
     assert "FullyShardedDataParallel (megatron.core.distributed.fsdp" in found["megatron fsdp"]
 

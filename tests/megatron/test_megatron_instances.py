@@ -49,15 +49,19 @@ def test_instances_are_summed_densely_and_thresholded_between(tmp_path: Path) ->
         assert [each.losses for each in ours] == [each.losses for each in dense]
         assert [each.parameters for each in ours] == [each.parameters for each in dense]
         assert all(each.classes["gradient"]["sent_bytes"] for each in ours)
-    sparse, displaced, updated, whole = run(
+    sparse, displaced, updated, gathered, as_gathered, whole = run(
         job.with_dct(section(verify={"every": 1}), steps=10, watch=True),
         job.with_dct(ahead, steps=6, overlap_grad_reduce=True),
         job.with_dct(section(verify={"every": 1}, parameters={"sparsity": 0.9}), steps=6, bf16=True),
+        job.with_dct(section(), bf16=True),
+        job.with_dct(section(parameters="exact"), bf16=True),
         job.with_dct(ahead, steps=6, save=(folder, 4)),
     )
-    for outcomes in (sparse, displaced, updated, whole):
+    for outcomes in (sparse, displaced, updated, as_gathered, whole):
         assert len({outcome.parameters for outcome in outcomes}) == 1
         assert outcomes[0].losses[-1] < outcomes[0].losses[0]
+    assert [each.parameters for each in as_gathered] == [each.parameters for each in gathered]
+    assert "parameters" in as_gathered[0].active
     # An instance is one compressor: each of its ranks holds a part of the residual.
     first, second, third, _ = (reducer(outcome, -1) for outcome in sparse)
     assert first["layout"] == [[0, 1], [2, 3]]
