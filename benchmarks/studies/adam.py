@@ -130,15 +130,15 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def text_of(path: Path) -> tuple[Any, Any]:
-    """Training and held-out part of a text as symbols, int64."""
+def text_of(path: Path, other: str | None = None) -> tuple[Any, Any]:
+    """Training and held-out part of a text, or of another one in its symbols, int64."""
     import torch
 
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
         text = file.read()
     numbers = {symbol: i for i, (symbol, _) in enumerate(Counter(text).most_common(SYMBOLS))}
-    data = torch.tensor([numbers.get(symbol, 0) for symbol in text])
+    data = torch.tensor([numbers.get(symbol, 0) for symbol in (text if other is None else other)])
     cut = int(0.9 * len(data))
     return data[:cut], data[cut:]
 

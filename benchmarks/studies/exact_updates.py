@@ -32,20 +32,20 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def sources() -> Tensor:
-    """The other text as symbols: the modules of the standard library, in order of their names."""
+def sources() -> str:
+    """The other text: the modules of the standard library, in order of their names."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
-    text = "".join(file.read_text(encoding="utf-8") for file in files)
-    return torch.tensor([ord(symbol) % SYMBOLS for symbol in text])
+    return "".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def train(
     weights: dict[str, Tensor],
     section: dict[str, Any] | None,
     lr: float,
-    text: Tensor,
+    text: tuple[Tensor, Tensor],
     steps: int,
-    cosine: bool,
+    *,
+    cosine: bool = False,
 ) -> dict[str, Any]:
     """Train from some weights; losses, bytes and weights of this rank."""
     import torch.distributed as dist
@@ -59,13 +59,13 @@ def train(
         "steps_per_print": 10**9,
     }
     if section is not None:
-        config["dct"] = {"data_parallel": section}
+        config["dct"] = {"data_parallel": {**section, "total_steps": steps}}
     model = model_of(0)
     model.load_state_dict(weights)
     engine, rank = initialize(model, config), dist.get_rank()
     generator, offsets = torch.Generator().manual_seed(1), torch.arange(SEQUENCE)
     losses, sent = list[float](), list[tuple[int, int, int, int]]()
-    held, seen = text[int(0.95 * len(text)) :][:50_000], text[: int(0.95 * len(text))]
+    seen, held = text[0], text[1][:50_000]
     before = held_out_loss(engine, held)
     for step in range(steps):
         rate = lr * min(1.0, (step + 1) / 60)
@@ -114,14 +114,14 @@ def worker(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
-    first, other = text_of(args.text)[0], sources()
+    (first, first_held), other = text_of(args.text), text_of(args.text, sources())
     start = {name: tensor.clone() for name, tensor in model_of(0).state_dict().items()}
-    trained = train(start, EXACT, 2e-3, first, args.pretraining, True)
+    trained = train(start, EXACT, 2e-3, (first, first_held), args.pretraining, cosine=True)
     rows = [figures("pretraining, 2e-3, exact", trained, None)]
     for lr in args.lr:
         dense: list[float] = []
         for setting, section in SETTINGS.items():
-            result = train(trained["weights"], section, lr, other, args.steps, False)
+            result = train(trained["weights"], section, lr, other, args.steps)
             dense = dense or result["losses"]
             same = None if setting == "gathers" else result["losses"] == dense
             rows.append(figures(f"{lr:g}, {setting}", result, same))
@@ -140,8 +140,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--text", type=Path, required=True, help="plain or gzip")
-    parser.add_argument("--pretraining", type=int, default=2000, help="steps")
-    parser.add_argument("--steps", type=int, default=1200, help="of fine-tuning")
+    parser.add_argument("--pretraining", type=int, default=1200, help="steps")
+    parser.add_argument("--steps", type=int, default=400, help="of fine-tuning")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-5, 1e-6])
     args = parser.parse_args()
     if "RANK" in os.environ:

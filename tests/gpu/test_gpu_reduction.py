@@ -119,6 +119,27 @@ def _update(rank: int, world_size: int, device: str, dtype: torch.dtype) -> Tens
     return working.cpu()
 
 
+def _update_exactly(rank: int, world_size: int, device: str, dtype: torch.dtype) -> Tensor:
+    """Working weights after masters have drifted, a little and far."""
+    updates = ParameterUpdates(DataParallelConfig.of(parameters="exact"), device=device)
+    half = 1_100_000
+    working = gradient(2 * half, 0, dtype).to(device)
+    master = working[rank * half : (rank + 1) * half].float().clone()
+    for step in range(4):
+        master += (9.0 if step == 3 else 1e-3) * gradient(half, 1 + step + 10 * rank).to(device)
+        updates.update([("all", working, shards_in(0, 2 * half, half))], lambda name: master)
+        updates.end_step()
+    return working.cpu()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_exact_updates_have_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
+    expected, found = (run(2, _update_exactly, device, dtype) for device in ("cpu", "cuda"))
+    for each in (*expected, *found):
+        assert torch.equal(each.view(torch.int16), expected[0].view(torch.int16))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_updates_of_weights_have_the_bits_of_the_cpu(dtype: torch.dtype) -> None:

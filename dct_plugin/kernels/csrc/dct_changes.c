@@ -5,23 +5,32 @@ enum { CHANGES_MAGIC = 0xDC7B, CHANGES_PART = 64 };
 /* The place of a float, given by its bits, in the order of the floats; and the bits of a place. */
 static inline int16_t ordinal(uint16_t bits) { return (int16_t)(bits & 0x8000 ? bits ^ 0x7FFF : bits); }
 
-/* Sections of n codes from one of so many bits on; codes are reordered. */
-static void write_differences(int16_t *code, uint64_t n, int bits, uint8_t *out) {
-    for (; bits < 16; bits *= 2) {
-        const int escape = -(1 << (bits - 1)), mask = (1 << bits) - 1;
-        uint64_t rest = 0;
-        unsigned pending = 0, count = 0;
-        for (uint64_t j = 0; j < n; j++) {
+/* A section of n codes, of so many bits each; the codes that do not fit are moved to the front. Returns their number. */
+INLINE uint64_t write_section(int16_t *code, uint64_t n, int bits, uint8_t *out) {
+    const int escape = -(1 << (bits - 1)), mask = (1 << bits) - 1;
+    uint64_t rest = 0;
+    for (uint64_t j = 0; j < n; out++) {
+        unsigned byte = 0;
+        for (int at = 0; at < 8 && j < n; at += bits, j++) {
             const int16_t e = code[j];
             const int fits = e > escape && e < -escape;
-            pending |= (unsigned)((fits ? e : escape) & mask) << count;
+            byte |= (unsigned)((fits ? e : escape) & mask) << at;
             code[rest] = e;
             rest += !fits;
-            count += (unsigned)bits;
-            if (count == 8) *out++ = (uint8_t)pending, pending = count = 0;
         }
-        if (count) *out++ = (uint8_t)pending;
-        n = rest;
+        *out = (uint8_t)byte;
+    }
+    return rest;
+}
+
+/* Sections of n codes from one of so many bits on. */
+static void write_differences(int16_t *code, uint64_t n, int bits, uint8_t *out) {
+    for (; bits < 16; bits *= 2) {
+        const uint64_t size = ceil_div(n * (uint64_t)bits, 8);
+        n = bits == 2 ? write_section(code, n, 2, out)
+          : bits == 4 ? write_section(code, n, 4, out)
+                      : write_section(code, n, 8, out);
+        out += size;
     }
     if (n) memcpy(out, code, 2 * n);
 }

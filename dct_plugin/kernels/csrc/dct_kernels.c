@@ -711,6 +711,10 @@ typedef struct {
 static index_plan_t plan_indices(const uint32_t *idx, uint64_t nnz, uint64_t numel, int encoding) {
     if (encoding == ENC_DENSE || encoding == ENC_SHARED || (encoding == ENC_AUTO && nnz == numel))
         return (index_plan_t){encoding == ENC_AUTO ? ENC_DENSE : encoding, 0, 0};
+    if (encoding == ENC_AUTO && nnz > numel - nnz) { /* most entries: a bit each, up to the last one, is the least */
+        const uint64_t rice = ceil_div((uint64_t)idx[nnz - 1] + 1, 8), bitmap = ceil_div(numel, 8);
+        return rice < bitmap ? (index_plan_t){ENC_RICE, 0, rice} : (index_plan_t){ENC_BITMAP, 0, bitmap};
+    }
     /* Rice: floor(log2(mean gap)) and its neighbours */
     const int b = nnz ? bit_length((numel - nnz) / nnz) : 0;
     int k[3];
@@ -792,7 +796,12 @@ static void encode_rice(const uint32_t *idx, uint64_t nnz, int k, uint8_t *out, 
 static void encode_indices(const uint32_t *idx, uint64_t nnz, uint64_t numel, index_plan_t plan, uint8_t *out) {
     if (plan.encoding == ENC_BITMAP) {
         if (plan.nbytes) memset(out, 0, plan.nbytes);
-        for (uint64_t j = 0; j < nnz; j++) out[idx[j] >> 3] |= (uint8_t)(1u << (idx[j] & 7u));
+        for (uint64_t j = 0; j < nnz;) { /* a word at once: bits that follow each other would wait for each other */
+            const uint64_t at = idx[j] >> 6, left = plan.nbytes - 8 * at;
+            uint64_t word = 0;
+            for (; j < nnz && idx[j] >> 6 == at; j++) word |= 1ull << (idx[j] & 63u);
+            memcpy(out + 8 * at, &word, left < 8 ? left : 8);
+        }
     } else if (plan.encoding == ENC_GAPS8) {
         for (uint64_t j = 0; j < nnz; j++) {
             uint32_t gap = gap_at(idx, j);
@@ -1675,6 +1684,6 @@ API int32_t dct_move(void *from, void *to, uint64_t nbytes) {
     return OK;
 }
 
-#include "dct_changes.c"
 #include "dct_embedding.c"
 #include "dct_residual.c"
+#include "dct_changes.c"
