@@ -127,7 +127,7 @@ def _update_exactly(rank: int, world_size: int, device: str, dtype: torch.dtype)
     master = working[rank * half : (rank + 1) * half].float().clone()
     for step in range(4):
         master += (9.0 if step == 3 else 1e-3) * gradient(half, 1 + step + 10 * rank).to(device)
-        updates.update([("all", working, shards_in(0, 2 * half, half))], lambda name: master)
+        updates.update([("all", working, shards_in(0, 2 * half, half))], {"all": master}.__getitem__)
         updates.end_step()
     return working.cpu()
 
