@@ -143,9 +143,9 @@ def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row
         room = slot_bytes([payload_nbytes])
         slots = torch.empty(2 * room, dtype=torch.uint8, device="cuda")
         halves, bounds = slots.split(room), [(0, room), (room, 2 * room)]
-        add("write a slot", lambda: kernels.write_slot(writer, halves[0], 0), 2 * payload_nbytes)
-        kernels.write_slot(writer, halves[1], 0)
-        add("sum of 2 slots", lambda: kernels.sum_slots(slots, bounds, [target], 0.5), 2 * once)
+        add("write a slot", lambda: kernels.write_slots([(writer, halves[0])], 0), 2 * payload_nbytes)
+        kernels.write_slots([(writer, halves[1])], 0)
+        add("sum of 2 slots", lambda: kernels.sum_slots(slots, bounds, [[target]], 0.5), 2 * once)
     return bandwidth, rows
 
 
@@ -213,8 +213,8 @@ class BackToSender:
         late = 1
         if self.size and not self.kernels.lengths_on_host:
             slot = torch.empty(slot_bytes([self.size]), dtype=torch.uint8, device="cuda")
-            self.kernels.write_slot(self.writer, slot, 0)
-            wrong, missing = self.kernels.sum_slots(slot, [(0, slot.numel())], grads, 1.0)
+            self.kernels.write_slots([(self.writer, slot)], 0)
+            wrong, missing = self.kernels.sum_slots(slot, [(0, slot.numel())], [grads], 1.0)
             _, (late,) = read_figures(stats, [wrong.to(torch.int64), missing])
             if late:
                 for grad in grads:

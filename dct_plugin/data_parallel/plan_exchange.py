@@ -70,17 +70,14 @@ class SendOrder:
 
     def note(self, step: int, fingerprint: int, phase: int) -> None:
         """Note that a phase of a chunk is sent."""
-        self._begin(step)
+        self.following(step)
         self._now.append((fingerprint, phase))
 
     def following(self, step: int) -> list[tuple[int, int]]:
         """Return the fingerprints and phases that are still to be sent, if the step is like the last one."""
-        self._begin(step)
-        return self._last[len(self._now) :]
-
-    def _begin(self, step: int) -> None:
         if step != self._step:
             self._step, self._last, self._now = step, self._now, []
+        return self._last[len(self._now) :]
 
 
 class PlanExchange:
@@ -161,11 +158,9 @@ class PlanExchange:
         else:
             capacities = self._unsent[0]
             sent.slots = slots = capacities.slots(group.device)
-            for receiver in [group.rank] if phase.to_all else range(group.world_size):
-                own = receiver == group.rank
-                slot = slots.slot_from(receiver) if own else slots.slot_to(receiver)
-                lacks = chunk.lacks if own else None
-                group.backend.write_slot(sent.writers[receiver], slot, plan.fingerprint, lacks)
+            receivers = [group.rank] if phase.to_all else range(group.world_size)
+            pairs = [(writer, slots.slot_to(r)) for writer, r in zip(writers, receivers, strict=True)]
+            group.backend.write_slots(pairs, plan.fingerprint, chunk.lacks)
             self._unsent.popleft()
             with self._whole.timed("exchange"):
                 slots.send(self._exchange)
@@ -186,14 +181,12 @@ class PlanExchange:
         """Add up the messages of the last phase."""
         sent = chunk.sent[-1]
         with self._whole.timed("decode"):
-            destinations = sent.phase.destinations(chunk.plan)
             if sent.slots is None:
-                for destination in destinations:
+                for destination in sent.phase.destinations(chunk.plan):
                     destination.add_messages([messages[sender] for sender in destination.senders])
                 return
-            found = [destination.add_slots(sent.slots) for destination in destinations]
-        sent.errors = torch.cat([errors for errors, _ in found]).to(torch.int64)
-        chunk.lacks = torch.cat([missing for _, missing in found]).amax()
+            errors, missing = sent.phase.add_slots(chunk.plan, sent.slots)
+        sent.errors, chunk.lacks = errors.to(torch.int64), missing.amax()
 
     @contextmanager
     def _preparing(self, count: int) -> Iterator[None]:

@@ -71,7 +71,7 @@ class Sum(Destination):
 
     def add_slots(self, slots: Slots) -> tuple[Tensor, Tensor]:
         bounds = [slots.bounds[sender] for sender in self.senders]
-        return self.group.backend.sum_slots(slots.received, bounds, self.tensors, self.scale)
+        return self.group.backend.sum_slots(slots.received, bounds, [self.tensors], self.scale)
 
     def add_again(self, messages: Sequence[Tensor]) -> None:
         for tensor in self.tensors:
@@ -100,6 +100,12 @@ class Phase(ABC):
     @abstractmethod
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
         """Return the tensors that messages are added to, by senders."""
+
+    def add_slots(self, plan: ReductionPlan, slots: Slots) -> tuple[Tensor, Tensor]:
+        """Add the messages in slots to all destinations; return as :meth:`Destination.add_slots` does."""
+        found = [destination.add_slots(slots) for destination in self.destinations(plan)]
+        errors, missing = zip(*found, strict=True)
+        return torch.cat(errors), torch.cat(missing)
 
     def largest_messages(self, plan: ReductionPlan) -> list[int]:
         """Return, for each sender, bytes that its message cannot reach."""

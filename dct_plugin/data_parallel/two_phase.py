@@ -14,6 +14,7 @@ from torch import Tensor
 from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
 from ..compression.stream import encode_all
+from ..transport.slots import Slots
 from .gradient_messages import GradientMessages
 from .plan import PlannedTensor, ReductionPlan, Shard, shards_of
 from .stream_group import StreamGroup, WrittenTensor
@@ -97,6 +98,10 @@ class _Answers(Phase):
             Sum(self.group, [owner], plan.views_of(owner), plan.scale)
             for owner in range(self.group.world_size)
         ]
+
+    def add_slots(self, plan: ReductionPlan, slots: Slots) -> tuple[Tensor, Tensor]:
+        outs = [plan.views_of(owner) for owner in range(self.group.world_size)]
+        return self.group.backend.sum_slots(slots.received, slots.bounds, outs, plan.scale)
 
 
 def _stream_of(name: str, shard: Shard) -> str:

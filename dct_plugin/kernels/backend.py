@@ -41,7 +41,7 @@ class Backend(ABC):
         name: The name that :func:`~dct_plugin.kernels.register_backend` knows it by.
         batches: Whether kernels may run later than they are called, see :meth:`batched`.
         lengths_on_host: Whether the host knows the length of a payload when it is written. If not, messages
-            travel in slots: :meth:`write_slot` and :meth:`sum_slots`.
+            travel in slots: :meth:`write_slots` and :meth:`sum_slots`.
         message_entries: Entries sent that are worth a message of their own. While it travels, the next one is
             made.
         encodings: The index encodings that it writes; it takes the smallest.
@@ -248,15 +248,15 @@ class Backend(ABC):
 
     # -- messages in slots of fixed size (codecs.slots), where lengths stay on the device ---
 
-    def write_slot(
-        self, writer: MessageWriter, out: Tensor, fingerprint: int, incomplete: Tensor | None = None
+    def write_slots(
+        self, slots: Sequence[tuple[MessageWriter, Tensor]], fingerprint: int, lacks: Tensor | None = None
     ) -> None:
-        """Put the message of ``writer``, of which no figure was read, into a slot, as far as it fits.
+        """Put messages, of which no figure was read, into a slot each, as far as they fit.
 
         Args:
-            out: uint8, the slot, which begins at a multiple of 8 bytes.
+            slots: The writer of each message, and its slot: uint8, which begins at a multiple of 8 bytes.
             fingerprint: The fingerprint of the operation.
-            incomplete: int64 [], for the slot's word of that name; 0 when None.
+            lacks: int64 [], for the slots' word about a message that did not fit; 0 when None.
         """
         raise NotImplementedError(f"{self.name} kernels write no slots")
 
@@ -264,7 +264,7 @@ class Backend(ABC):
         self,
         buffer: Tensor,
         bounds: Sequence[tuple[int, int]],
-        outs: Sequence[Tensor],
+        outs: Sequence[Sequence[Tensor]],
         scale: float,
         *,
         spare: bool = False,
@@ -274,7 +274,9 @@ class Backend(ABC):
         Args:
             buffer: uint8, with the slots.
             bounds: First byte of each (a multiple of 8), and the one behind it.
-            outs, scale: See :meth:`sum_messages`; with one slot, ``outs`` may hold anything.
+            outs: The tensors of all slots, see :meth:`sum_messages`; or, for each slot, tensors of its own.
+                Those that a single message is added to may hold anything.
+            scale: See :meth:`sum_messages`.
             spare: A slot that does not hold its message leaves ``outs`` alone; else it makes them NaN.
 
         Returns:

@@ -69,8 +69,9 @@ class Slots:
         self._slots_to = self._sent.split(self._sizes_to)
 
     def slot_to(self, receiver: int) -> Tensor:
-        """Return the slot for the message to ``receiver``; if all ranks get the same, the own slot."""
-        return self.slot_from(self._rank) if self._shared else self._slots_to[receiver]
+        """Return the slot for the message to ``receiver``: the own one, if that is this rank or all."""
+        own = self._shared or receiver == self._rank
+        return self.slot_from(self._rank) if own else self._slots_to[receiver]
 
     def slot_from(self, sender: int) -> Tensor:
         """Return the slot that arrives from ``sender``."""
@@ -138,9 +139,8 @@ class AgreedCapacities:
         slots = self.slots(device)
         head = to_device(torch.tensor([size, fingerprint, 0, 0]), device)
         for receiver in range(self.exchange.world_size):
-            for slot in (slots.slot_to(receiver), slots.slot_from(self.exchange.rank)):
-                if slot.numel():
-                    slot.view(torch.int64)[:WORDS] = head
+            if (slot := slots.slot_to(receiver)).numel():
+                slot.view(torch.int64)[:WORDS] = head
         slots.send(self.exchange)
         return slots
 

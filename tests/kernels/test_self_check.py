@@ -98,8 +98,9 @@ class _WrongThreshold(TritonBackend):
 
 
 class _WrongSlot(TritonBackend):
-    def write_slot(self, writer: Any, out: Tensor, fingerprint: int, incomplete: Any = None) -> None:
-        super().write_slot(writer, out, fingerprint, incomplete)
+    def write_slots(self, slots: Any, fingerprint: int, lacks: Any = None) -> None:
+        super().write_slots(slots, fingerprint, lacks)
+        ((_, out),) = slots
         out[600] ^= 1
 
 

@@ -179,17 +179,23 @@ def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> No
                 room = writer.reserve(payload_bound(size, None, value_dtype))
                 tau = 0.0 if size <= 5 else torch.tensor(1.5)
                 writer.advance(TRITON.compress(Job(tensor, None, tau, room, value_dtype=value_dtype)))
-            frame = torch.full((16_384,), 0xA5, dtype=torch.uint8)
-            TRITON.write_slot(writer, frame, 7)
-            frames.append(frame)
+            frames.append(torch.full((16_384,), 0xA5, dtype=torch.uint8))
             messages.append(writer)
+        empty, short = torch.zeros(288, dtype=torch.uint8), torch.zeros(1056, dtype=torch.uint8)
+        with counted_launches() as launched:  # one slot has no payload, one has too little room
+            writers = [messages[0], MessageWriter(torch.device("cpu")), *messages[1:], messages[2]]
+            TRITON.write_slots(list(zip(writers, [frames[0], empty, *frames[1:], short], strict=True)), 7)
+        assert launched == ["begin_slots", "fill_slots"]
         buffer, bounds = torch.cat(frames), [(at, at + 16_384) for at in (0, 16_384, 32_768)]
         found = [torch.zeros(size, dtype=dtype) for size in sizes]
-        wrong, missing = TRITON.sum_slots(buffer, bounds, found, 1 / 3)
+        wrong, missing = TRITON.sum_slots(buffer, bounds, [found], 1 / 3)
     assert reads.places == []
     assert (wrong.tolist(), missing.tolist()) == ([0, 0, 0], [0, 0, 0])
     expected = [torch.zeros(size, dtype=dtype) for size in sizes]
     contents = read_messages(messages)
+    assert empty.view(torch.int64).tolist() == [0, 7, *[0] * 34]
+    assert short.view(torch.int64)[:4].tolist() == [contents[2].numel(), 7, 0, 0]
+    assert same_bits(short[32:], contents[2][:1024])
     REFERENCE.sum_messages(contents, expected, 1 / 3)
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
     for frame, content in zip(frames, contents, strict=True):
@@ -198,10 +204,10 @@ def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> No
         assert bool((frame[32 + content.numel() :] == 0xA5).all())
     expected, found = ([torch.linspace(-1, 1, size).to(dtype) for size in sizes] for _ in BOTH)
     untouched = [out.clone() for out in found]
-    wrong, missing = TRITON.sum_slots(buffer, [(0, 1024)], found, 1.0, spare=True)
+    wrong, missing = TRITON.sum_slots(buffer, [(0, 1024)], [found], 1.0, spare=True)
     assert (wrong.tolist(), missing.tolist()) == ([0], [1])
     assert all(same_bits(one, other) for one, other in zip(found, untouched, strict=True))
-    wrong, missing = TRITON.sum_slots(buffer, bounds[:1], found, 1.0, spare=True)
+    wrong, missing = TRITON.sum_slots(buffer, bounds[:1], [found], 1.0, spare=True)
     assert (wrong.tolist(), missing.tolist()) == ([0], [0])
     for payload, out in zip(Payload.split(contents[0]), expected, strict=True):
         total = out.to(torch.float32)
@@ -210,14 +216,52 @@ def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> No
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
     buffer[16_384 + 300] ^= 1
     found = [torch.zeros(size, dtype=dtype) for size in sizes]
-    wrong, missing = TRITON.sum_slots(buffer, [(0, 1024), bounds[1]], found, 1.0)
+    wrong, missing = TRITON.sum_slots(buffer, [(0, 1024), bounds[1]], [found], 1.0)
     assert (wrong.tolist(), missing.tolist()) == ([0, 1], [1, 0])
     assert all(bool(out.isnan().all()) for out in found)
     buffer[16_384 + 32] ^= 1  # no header at all
     found = [torch.zeros(size, dtype=dtype) for size in sizes]
-    wrong, _ = TRITON.sum_slots(buffer, bounds[1:2], found, 1.0)
+    wrong, _ = TRITON.sum_slots(buffer, bounds[1:2], [found], 1.0)
     assert wrong.tolist() == [7]
     assert not any(bool(out.any()) for out in found)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1 / 3), (torch.bfloat16, 0.5)])
+def test_slots_of_owners_are_added_at_once(dtype: torch.dtype, scale: float) -> None:
+    """Each to tensors of its own, none or several; one is damaged, one does not fit its slot."""
+    generator = torch.Generator().manual_seed(5)
+    sizes: list[list[int]] = [[3000, 5], [], [70_001], [900, 0, 2000], [4000], [500, 600], [64]]
+    writers, slots = [], []
+    for each in sizes:
+        writers.append(MessageWriter(torch.device("cpu")))
+        for size in each:
+            room = writers[-1].reserve(payload_bound(size, None, ValueDtype.BF16))
+            job = Job(torch.randn(size, generator=generator), None, 1.5, room, value_dtype=ValueDtype.BF16)
+            writers[-1].advance(TRITON.compress(job))
+        slots.append(torch.zeros(1056 if each == [4000] else 32_800, dtype=torch.uint8))
+    TRITON.write_slots(list(zip(writers, slots, strict=True)), 7)
+    slots[5][32 + 60] ^= 0x55
+    slots[6][:8] = torch.tensor([32_800 - 32]).view(torch.uint8)  # more than its payload
+    buffer, ends = torch.cat(slots), [*torch.tensor([slot.numel() for slot in slots]).cumsum(0).tolist()]
+    bounds = [(end - slot.numel(), end) for slot, end in zip(slots, ends, strict=True)]
+    results = []
+    for at_once in (False, True):
+        outs = [[torch.zeros(size, dtype=dtype) for size in each] for each in sizes]
+        with counted_launches() as launched:
+            if at_once:
+                found = [TRITON.sum_slots(buffer, bounds, outs, scale)]
+            else:
+                pairs = zip(bounds, outs, strict=True)
+                found = [TRITON.sum_slots(buffer, [place], [own], scale) for place, own in pairs]
+        wrong, missing = (torch.cat(parts) for parts in zip(*found, strict=True))
+        results.append((wrong, missing, [out for each in outs for out in each]))
+    assert launched == ["open_messages", "check", "scan", "place", "add"]
+    (one, lacks, expected), (other, missing, sums) = results
+    assert one.tolist() == other.tolist() == [0, 0, 0, 0, 0, 1, 7]
+    assert lacks.tolist() == missing.tolist() == [0, 0, 0, 0, 1, 0, 0]
+    for mine, theirs in zip(sums, expected, strict=True):
+        assert same_bits(mine, theirs) or bool((mine.isnan() & theirs.isnan()).all())
+    assert sum(bool(out.any()) for out in sums) >= 5
 
 
 def bucket(tensors: int) -> list[tuple[Tensor, Tensor]]:

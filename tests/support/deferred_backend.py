@@ -68,24 +68,39 @@ class DeferredBackend(ReferenceBackend):
         tau = super().sample_threshold(grad, residual, keep_fraction, num_samples, seed)
         return on_device(tau, torch.float32)
 
-    def write_slot(
-        self, writer: MessageWriter, out: Tensor, fingerprint: int, incomplete: Tensor | None = None
+    def write_slots(
+        self, slots: Sequence[tuple[MessageWriter, Tensor]], fingerprint: int, lacks: Tensor | None = None
     ) -> None:
-        parts = [room[: stats.device_counts.as_subclass(Tensor)[0]] for room, stats in writer.parts]
-        message = torch.cat([out[:0], *parts])
-        lacks = 0 if incomplete is None else int(incomplete.as_subclass(Tensor))
-        out.view(torch.int64)[:WORDS] = torch.tensor([message.numel(), fingerprint, lacks, 0])
-        room = out[PREFIX:]
-        room[: message.numel()] = message[: room.numel()]
+        lacking = 0 if lacks is None else int(lacks.as_subclass(Tensor))
+        for writer, out in slots:
+            parts = [room[: stats.device_counts.as_subclass(Tensor)[0]] for room, stats in writer.parts]
+            message = torch.cat([out[:0], *parts])
+            out.view(torch.int64)[:WORDS] = torch.tensor([message.numel(), fingerprint, lacking, 0])
+            room = out[PREFIX:]
+            room[: message.numel()] = message[: room.numel()]
 
     def sum_slots(
         self,
         buffer: Tensor,
         bounds: Sequence[tuple[int, int]],
-        outs: Sequence[Tensor],
+        outs: Sequence[Sequence[Tensor]],
         scale: float,
         *,
         spare: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        pairs = zip(bounds, outs, strict=True) if len(outs) > 1 else ()
+        found = [self._sum_slots(buffer, [place], own, scale, spare) for place, own in pairs]
+        if not found:
+            return self._sum_slots(buffer, bounds, outs[0], scale, spare)
+        return torch.cat([errors for errors, _ in found]), torch.cat([missing for _, missing in found])
+
+    def _sum_slots(
+        self,
+        buffer: Tensor,
+        bounds: Sequence[tuple[int, int]],
+        outs: Sequence[Tensor],
+        scale: float,
+        spare: bool,
     ) -> tuple[Tensor, Tensor]:
         slots = [buffer[slice(*each)] for each in bounds]
         heads = [slot.view(torch.int64)[:WORDS].tolist() for slot in slots]

@@ -27,8 +27,7 @@ _POINTERS = {
 #: Where a name means something else.
 _OTHERWISE = {
     "open_messages": {"words": "*i64"},
-    "begin_slot": {"words": "*i64", "fingerprint": "i64", "parts": "i32"},
-    "fill_slot": {"parts": "i32"},
+    "begin_slots": {"fingerprint": "i64"},
     "add": {"message": "i32"},
 }
 _FEEDBACK = {"GRAD": 0, "HAS_RESIDUAL": True}
@@ -86,8 +85,8 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "add": [{"SCALED": True}],
     "mark": [{}],
     "take_error": [{}],
-    "begin_slot": [{"ANSWERS": True}],
-    "fill_slot": [{}],
+    "begin_slots": [{"ANSWERS": True}],
+    "fill_slots": [{}],
     "partial_sums": [{"GRAD": grad} for grad in range(3)],
     "add_partial_sums": [{}],
     "mean_rows": [{}],

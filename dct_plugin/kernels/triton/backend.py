@@ -255,45 +255,48 @@ class TritonBackend(Backend):
         if any(p.header.encoding is IndexEncoding.RICE for split in payloads for p in split):
             self._reference.sum_messages(messages, outs, scale)
             return
-        wrong = opened.sum_into(outs, scale)
+        wrong = opened.sum_into([outs], scale)
         error = self._errors[wrong.device]
         torch.maximum(error, wrong.amax(0, keepdim=True), out=error)
 
     # -- slots ---
 
-    def write_slot(
-        self, writer: MessageWriter, out: Tensor, fingerprint: int, incomplete: Tensor | None = None
+    def write_slots(
+        self, slots: Sequence[tuple[MessageWriter, Tensor]], fingerprint: int, lacks: Tensor | None = None
     ) -> None:
-        parts = writer.parts
-        *firsts, units = itertools.accumulate((-(-len(room) // _COPIED) for room, _ in parts), initial=0)
-        columns = zip(parts, firsts, strict=True)
-        rows = [[room.data_ptr(), first, stats.device_counts.data_ptr()] for (room, stats), first in columns]
-        places = upload(rows, out.device)
-        offsets = torch.empty(len(parts), dtype=torch.int64, device=out.device)
-        with launched_on(out.device):
-            launch(
-                reading.begin_slot,
-                1,
-                *(places, offsets, incomplete, out.view(torch.int64), len(parts), fingerprint),
-                ANSWERS=incomplete is not None,
-            )
+        where, units = slots[0][1].device, 0
+        heads, rows = list[list[int]](), list[list[int]]()
+        for writer, out in slots:
+            parts = writer.parts
+            *firsts, last = itertools.accumulate((-(-len(room) // _COPIED) for room, _ in parts), initial=0)
+            heads.append([len(rows), len(parts), out.data_ptr(), out.numel() - PREFIX])
+            columns = zip(parts, firsts, strict=True)
+            rows += [
+                [r.data_ptr(), first, stats.device_counts.data_ptr(), 0] for (r, stats), first in columns
+            ]
+            units = max(units, last)
+        places = upload([*heads, *rows], where)
+        offsets = torch.empty(len(rows), dtype=torch.int64, device=where)
+        count, more = len(slots), {"ANSWERS": lacks is not None}
+        with launched_on(where):
+            launch(reading.begin_slots, count, places, offsets, lacks, count, fingerprint, **more)
             if units:
-                launch(reading.fill_slot, units, places, offsets, out, len(parts), out.numel() - PREFIX)
+                launch(reading.fill_slots, (units, count), places, offsets, count)
 
     def sum_slots(
         self,
         buffer: Tensor,
         bounds: Sequence[tuple[int, int]],
-        outs: Sequence[Tensor],
+        outs: Sequence[Sequence[Tensor]],
         scale: float,
         *,
         spare: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        if not outs:
+        if not any(outs):
             nothing = torch.zeros(len(bounds), dtype=torch.int64, device=buffer.device)
             return nothing, nothing
         self._catch_up()
-        numels = [out.numel() for out in outs]
+        numels = [[out.numel() for out in each] for each in outs]
         opened = OpenedMessages.open(buffer, bounds, numels, slots=True, spare=spare)
         return opened.sum_into(outs, scale), opened.missing
 

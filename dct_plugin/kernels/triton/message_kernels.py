@@ -76,8 +76,8 @@ META = tl.constexpr(3)
 
 #: Bytes of a slot before its message; words of it: size, fingerprint, incomplete.
 PREFIX = tl.constexpr(32)
-#: Numbers of a payload that is put into a slot.
-PART = tl.constexpr(3)
+#: Numbers of a slot, and of a payload that is put into one.
+PART = tl.constexpr(4)
 #: Bytes that a program copies into a slot.
 COPIED = tl.constexpr(4096)
 
@@ -141,23 +141,26 @@ def _read_header(buffer, at, end, numel, SINGLE: tl.constexpr):
     return kind, value, nnz, index, flagged, wanted1, wanted2, bad
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "stride"])
 def open_messages(
-    buffer, words, bounds, meta, rows, missing, count, SLOTS: tl.constexpr, SINGLE: tl.constexpr,
+    buffer, words, bounds, meta, rows, missing, count, stride, SLOTS: tl.constexpr, SINGLE: tl.constexpr,
     ABSENT: tl.constexpr,
 ):  # fmt: skip
     """Make the rows of messages, which lie between two bytes of ``buffer`` (``words``: the same memory).
 
     One program opens one message.
 
-    ``meta``, int64 [count, META], has the entries of the tensors that the payloads are for. SINGLE payloads
-    may have shared positions, or Rice code. A header that is damaged ends the walk. ABSENT: the state of what
-    is missing.
+    ``bounds``, int64 [messages, 3], has the two bytes, and the number of payloads. ``meta``, int64 [count,
+    META], has the entries of the tensors that the payloads are for; that of the next message begins
+    ``stride`` numbers on. SINGLE payloads may have shared positions, or Rice code. A header that is damaged
+    ends the walk. ABSENT: the state of what is missing.
     """
     message = tl.program_id(0).to(tl.int64)
     rows += message * (count + 1) * ROW
-    at = tl.load(bounds + 2 * message)
-    end = tl.load(bounds + 2 * message + 1)
+    meta += message * stride
+    at = tl.load(bounds + 3 * message)
+    end = tl.load(bounds + 3 * message + 1)
+    payloads = tl.load(bounds + 3 * message + 2)
     absent = at * 0
     if SLOTS:
         size = tl.load(words + at // 8)
@@ -175,8 +178,9 @@ def open_messages(
         here = rows + row * ROW
         numel = tl.load(meta + META * row)
         kind, value, nnz, index, flagged, wanted1, wanted2, bad = _read_header(buffer, at, end, numel, SINGLE)
-        bad = (bad | (broken != 0)) & (absent == 0)
-        gone = bad | (absent != 0)
+        exists = row < payloads
+        bad = (bad | (broken != 0)) & (absent == 0) & exists
+        gone = bad | (absent != 0) | (exists == 0)
         broken = tl.where(bad, 1, broken)
         kind = tl.where(gone, 0, kind)
         nnz = tl.where(gone, 0, nnz)
@@ -199,14 +203,14 @@ def open_messages(
         checks += (tl.maximum((nbytes + 3) // 4, nnz) + CHUNK - 1) // CHUNK
         blocks = tl.where((kind == BITMAP) | (kind == BLOCK16), (numel + BLOCK - 1) // BLOCK, 0)
         scans += tl.where(kind == GAPS8, (index + CHUNK - 1) // CHUNK, blocks)
-        sums += tl.maximum((nnz + CHUNK - 1) // CHUNK, 1)
+        sums += tl.where(exists, tl.maximum((nnz + CHUNK - 1) // CHUNK, 1), 0)
         places += tl.where((kind == DENSE) | (kind == SHARED), 0, nnz)
-        at = tl.where(gone, end, at + HEADER + nbytes)
+        at = tl.where(exists, tl.where(gone, end, at + HEADER + nbytes), at)
         row += 1
     last = rows + count * ROW
     _store_units(last, checks, scans, sums, places)
-    if at != end:  # the message goes on behind its payloads
-        tl.store(last - ROW + WRONG, tl.full((), BAD_HEADER, tl.int64))
+    if (at != end) & (payloads > 0):  # the message goes on behind its payloads
+        tl.store(rows + (payloads - 1) * ROW + WRONG, tl.full((), BAD_HEADER, tl.int64))
 
 
 @triton.jit
@@ -298,14 +302,15 @@ def _steps(index, nbytes, chunk):
     return tl.where(at < nbytes, byte, 0) + ends.to(tl.int64), ends.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["count", "units"])
-def scan(buffer, rows, meta, counts, count, units):
+@triton.jit(do_not_specialize=["count", "stride", "units"])
+def scan(buffer, rows, meta, counts, count, stride, units):
     """Write ``counts``, int64 [messages, 2, units]: entries of a unit of positions, what its bytes step
     over.
     """
     unit = tl.program_id(0).to(tl.int64)
     message = tl.program_id(1).to(tl.int64)
     rows += message * (count + 1) * ROW
+    meta += message * stride
     counts += message * 2 * units
     row = _row_of(rows, count, unit, SCANS)
     if row < count:
@@ -365,12 +370,13 @@ def _place_block16(index, positions, here, block, numel, nnz):
         tl.atomic_max(here + WRONG, tl.max(worst, 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["count", "units", "room"])
-def place(buffer, rows, meta, counts, positions, count, units, room):
+@triton.jit(do_not_specialize=["count", "stride", "units", "room"])
+def place(buffer, rows, meta, counts, positions, count, stride, units, room):
     """Write ``positions``, int32 [messages, room]: those of the kept entries of every payload."""
     unit = tl.program_id(0).to(tl.int64)
     message = tl.program_id(1).to(tl.int64)
     rows += message * (count + 1) * ROW
+    meta += message * stride
     counts += message * 2 * units
     row = _row_of(rows, count, unit, SCANS)
     if row < count:
@@ -457,16 +463,20 @@ def _add_at(address, at, value, kept, KIND: tl.constexpr):
     tl.store(out + at, _rounded(total, KIND), mask=kept)
 
 
-@triton.jit(do_not_specialize=["message", "count", "room"])
+@triton.jit(do_not_specialize=["message", "count", "stride", "room"])
 def add(
-    buffer, rows, mask_rows, meta, positions, errors, scale, message, count, room, SCALED: tl.constexpr
+    buffer, rows, mask_rows, meta, positions, errors, scale, message, count, stride, room,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Set ``outs[position] += value`` for the payloads of one message with which nothing is wrong.
+    """Set ``outs[position] += value`` for the payloads of one message with which nothing is wrong, or of
+    several messages, from this one on, that are for different tensors.
 
     Each sum is rounded to the output's type. ``mask_rows`` has the payloads that the positions come from.
     """
     unit = tl.program_id(0).to(tl.int64)
+    message += tl.program_id(1)
     first_row = tl.full((), 0, tl.int64) + message
+    meta += first_row * stride
     rows += first_row * (count + 1) * ROW
     mask_rows += first_row * (count + 1) * ROW
     row = _row_of(rows, count, unit, SUMS)
@@ -554,11 +564,20 @@ def _sizes(places, part, mask):
     return tl.load(figures, mask=mask, other=0)
 
 
-@triton.jit(do_not_specialize=["parts", "fingerprint"])
-def begin_slot(places, offsets, incomplete, words, parts, fingerprint, ANSWERS: tl.constexpr):
-    """Write the place of each payload, and the slot's first words; ``places`` as of :func:`fill_slot`."""
+@triton.jit(do_not_specialize=["slots", "fingerprint"])
+def begin_slots(places, offsets, incomplete, slots, fingerprint, ANSWERS: tl.constexpr):
+    """Write the place of each payload, and the first words of the slots. One program begins one slot.
+
+    ``places``, int64 [slots + payloads, PART]. Of a slot: its first payload, number of payloads, address, and
+    bytes for its message. Of a payload: address, first unit of work in its slot, address of its figures.
+    """
+    head = places + tl.program_id(0).to(tl.int64) * PART
+    begin = tl.load(head)
+    parts = tl.load(head + 1)
+    places += (slots + begin) * PART
+    offsets += begin
     lanes = tl.arange(0, STEP)
-    total = tl.full((), 0, tl.int64)
+    total = begin * 0
     first = 0
     while first < parts:
         at = first + lanes
@@ -566,6 +585,7 @@ def begin_slot(places, offsets, incomplete, words, parts, fingerprint, ANSWERS: 
         tl.store(offsets + at, total + tl.cumsum(nbytes, 0) - nbytes, mask=at < parts)
         total += tl.sum(nbytes, 0)
         first += STEP
+    words = tl.load(head + 2).to(tl.pointer_type(tl.int64))
     tl.store(words, total)
     tl.store(words + 1, fingerprint.to(tl.int64))
     lacking = total * 0
@@ -575,18 +595,20 @@ def begin_slot(places, offsets, incomplete, words, parts, fingerprint, ANSWERS: 
     tl.store(words + 3, total * 0)
 
 
-@triton.jit(do_not_specialize=["parts", "room"])
-def fill_slot(places, offsets, slot, parts, room):
-    """Copy payloads into a slot, as far as there is ``room``.
-
-    ``places``, int64 [parts, PART]: address of a payload, its first unit of work, address of its figures.
-    """
+@triton.jit(do_not_specialize=["slots"])
+def fill_slots(places, offsets, slots):
+    """Copy payloads into their slots, as far as there is room; ``places`` as of :func:`begin_slots`."""
     unit = tl.program_id(0).to(tl.int64)
-    mine = _row_of(places, parts - 1, unit, 1, PART)
-    source = tl.load(places + mine * PART).to(tl.pointer_type(tl.uint8))
-    within = (unit - tl.load(places + mine * PART + 1)) * COPIED + tl.arange(0, COPIED)
-    nbytes = tl.load(tl.load(places + mine * PART + 2).to(tl.pointer_type(tl.int64)))
-    target = tl.load(offsets + mine) + within
-    there = (within < nbytes) & (target < room)
-    byte = tl.load(source + within, mask=there, other=0)
-    tl.store(slot + PREFIX + target, byte, mask=there)
+    head = places + tl.program_id(1).to(tl.int64) * PART
+    begin = tl.load(head)
+    parts = tl.load(head + 1).to(tl.int32)
+    if parts > 0:
+        places += (slots + begin) * PART
+        mine = _row_of(places, parts - 1, unit, 1, PART)
+        source = tl.load(places + mine * PART).to(tl.pointer_type(tl.uint8))
+        within = (unit - tl.load(places + mine * PART + 1)) * COPIED + tl.arange(0, COPIED)
+        nbytes = tl.load(tl.load(places + mine * PART + 2).to(tl.pointer_type(tl.int64)))
+        target = tl.load(offsets + begin + mine) + within
+        there = (within < nbytes) & (target < tl.load(head + 3))
+        byte = tl.load(source + within, mask=there, other=0)
+        tl.store(tl.load(head + 2).to(tl.pointer_type(tl.uint8)) + PREFIX + target, byte, mask=there)

@@ -52,7 +52,7 @@ class OpenedMessages(NamedTuple):
         cls,
         buffer: Tensor,
         bounds: Sequence[tuple[int, int]],
-        numels: Sequence[int],
+        numels: Sequence[Sequence[int]],
         *,
         slots: bool = False,
         single: bool = False,
@@ -63,26 +63,27 @@ class OpenedMessages(NamedTuple):
         Args:
             buffer: uint8, with the messages.
             bounds: First byte of each, and the one behind it.
-            numels: Entries of the tensors.
+            numels: Entries of the tensors of each message; one list if all are for the same tensors.
             slots: The messages are in slots (:mod:`dct_plugin.codecs.slots`).
             single: The message is one payload, whose header the host has checked.
             spare: Tensors stay as they are where a message is missing; else they become NaN.
         """
-        where, count, several = buffer.device, len(numels), len(bounds)
-        longest, entries = max(end - begin for begin, end in bounds), sum(numels)
+        where, count, several = buffer.device, max(map(len, numels)), len(bounds)
+        longest, entries = max(end - begin for begin, end in bounds), max(map(sum, numels))
         at_most = min(4 * longest, entries)  # values have 2 bits at least, which a dense payload has alone
         room = min(3 * longest, entries)  # with a bit or more for the position
-        meta = upload([[numel, 0, 0] for numel in numels], where)
+        meta, stride = _padded([[[numel, 0, 0] for numel in each] for each in numels], where)
+        places = upload([[*b, len(numels[i % len(numels)])] for i, b in enumerate(bounds)], where)
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
         missing = torch.zeros(several, dtype=torch.int64, device=where)
         sums = -(-at_most // CHUNK) + count
-        units = sum(-(-numel // BLOCK) for numel in numels) + longest // CHUNK + count
+        units = max(sum(-(-n // BLOCK) for n in each) for each in numels) + longest // CHUNK + count
         with launched_on(where):
             launch(
                 device.open_messages,
                 several,
                 *(buffer, buffer.view(torch.int64) if slots else None),
-                *(upload(bounds, where), meta, rows, missing, count),
+                *(places, meta, rows, missing, count, stride),
                 SLOTS=slots,
                 SINGLE=single,
                 ABSENT=device.ADDED.value if spare else device.POISONED.value,
@@ -91,28 +92,29 @@ class OpenedMessages(NamedTuple):
             launch(device.check, (programs, several), buffer, rows, count)
             counts = torch.empty(several, 2, units, dtype=torch.int64, device=where)
             positions = torch.empty(several, room, dtype=torch.int32, device=where)
-            launch(device.scan, (units, several), buffer, rows, meta, counts, count, units)
-            launch(device.place, (units, several), buffer, rows, meta, counts, positions, count, units, room)
+            sizes = (count, stride, units)
+            launch(device.scan, (units, several), buffer, rows, meta, counts, *sizes)
+            launch(device.place, (units, several), buffer, rows, meta, counts, positions, *sizes, room)
         return cls(buffer, rows, positions, missing, sums)
 
-    def sum_into(self, outs: Sequence[Tensor], scale: float) -> Tensor:
-        """Do what :meth:`.backend.Backend.sum_messages` does. Return int32 [messages]: what is wrong with
-        each.
-        """
+    def sum_into(self, outs: Sequence[Sequence[Tensor]], scale: float) -> Tensor:
+        """Do what :meth:`.backend.Backend.sum_slots` does; return int32 [messages]: what is wrong."""
         where, count = self.buffer.device, len(self.rows)
         wrong = torch.zeros(count, dtype=torch.int32, device=where)
-        once = count == 1  # and rounded there
-        apart = [out.numel() for out in outs if not once and out.dtype != torch.float32]
+        once = count == 1 or len(outs) > 1  # messages to each tensor; its sum is rounded there
+        flat = [out for each in outs for out in each]
+        apart = [out.numel() for out in flat if not once and out.dtype != torch.float32]
         beside = iter(torch.zeros(sum(apart), dtype=torch.float32, device=where).split(apart))
-        totals = [out if once or out.dtype == torch.float32 else next(beside) for out in outs]
-        early = scales_first(count, scale)
-        meta = _targets(totals)
-        for message in range(count):
-            self._add(self, meta, wrong, message, scale if early else 1.0)
+        totals = [out if once or out.dtype == torch.float32 else next(beside) for out in flat]
+        early = scales_first(1 if once else count, scale)
+        meta = _padded([_targets(each) for each in outs] if once else [_targets(totals)], where)
+        launches = [range(count)] if once else [range(message, message + 1) for message in range(count)]
+        for messages in launches:
+            self._add(self, meta, wrong, scale if early else 1.0, messages)
         if not early:
             torch._foreach_mul_(totals, scale)
         if apart:
-            pairs = [pair for pair in zip(outs, totals, strict=True) if pair[0] is not pair[1]]
+            pairs = [pair for pair in zip(flat, totals, strict=True) if pair[0] is not pair[1]]
             torch._foreach_copy_([out for out, _ in pairs], [total for _, total in pairs])
         return wrong
 
@@ -120,15 +122,18 @@ class OpenedMessages(NamedTuple):
         """Add a single payload to ``out`` at the positions of ``mask``; ``error``, int32 [1], becomes what is
         wrong with them.
         """
-        self._add(mask, _targets([out]), error, 0, 1.0)
+        self._add(mask, _padded([_targets([out])], out.device), error, 1.0, range(1))
 
-    def _add(self, mask: OpenedMessages, meta: Tensor, wrong: Tensor, message: int, scale: float) -> None:
-        with launched_on(meta.device):
+    def _add(
+        self, mask: OpenedMessages, meta: tuple[Tensor, int], wrong: Tensor, scale: float, messages: range
+    ) -> None:
+        targets, stride = meta
+        with launched_on(targets.device):
             launch(
                 device.add,
-                self.sums,
-                *(self.buffer, self.rows, mask.rows, meta, mask.positions),
-                *(wrong, scale, message, len(meta), mask.positions.shape[-1]),
+                (self.sums, len(messages)),
+                *(self.buffer, self.rows, mask.rows, targets, mask.positions, wrong, scale, messages.start),
+                *(self.rows.shape[1] - 1, stride, mask.positions.shape[-1]),
                 SCALED=scale != 1.0,
             )
 
@@ -136,7 +141,7 @@ class OpenedMessages(NamedTuple):
 def open_payload_on_device(payload: Payload) -> OpenedMessages:
     """Open a single payload, whose header the host has."""
     nbytes = payload.header.nbytes
-    opened = OpenedMessages.open(payload.data, [(0, nbytes)], [payload.numel], single=True)
+    opened = OpenedMessages.open(payload.data, [(0, nbytes)], [[payload.numel]], single=True)
     if payload.header.encoding is IndexEncoding.RICE and not payload.nonfinite:
         say_once(RICE_ON_HOST)
         header, index = payload.header, payload.data[HEADER_NBYTES:]
@@ -151,7 +156,7 @@ def open_all(messages: Sequence[Tensor], outs: Sequence[Tensor]) -> OpenedMessag
     """Open messages of one payload for each of ``outs``."""
     ends = list(itertools.accumulate((message.numel() for message in messages), initial=0))
     bounds = list(itertools.pairwise(ends))
-    return OpenedMessages.open(torch.cat([*messages]), bounds, [out.numel() for out in outs])
+    return OpenedMessages.open(torch.cat([*messages]), bounds, [[out.numel() for out in outs]])
 
 
 def split_messages(
@@ -180,7 +185,15 @@ def split_messages(
     return split
 
 
-def _targets(outs: Sequence[Tensor]) -> Tensor:
-    """Return where payloads are added, int64 [outs, META]."""
-    rows = [[out.numel(), out.data_ptr(), GRAD_CODES[out.dtype]] for out in outs]
-    return upload(rows, outs[0].device)
+def _targets(outs: Sequence[Tensor]) -> list[list[int]]:
+    """Return where payloads are added, [outs, META]."""
+    return [[out.numel(), out.data_ptr(), GRAD_CODES[out.dtype]] for out in outs]
+
+
+def _padded(rows: Sequence[list[list[int]]], where: torch.device) -> tuple[Tensor, int]:
+    """Upload rows of META numbers of each message, or of all; return them, and the numbers from one message
+    to the next.
+    """
+    most = max(map(len, rows))
+    table = [row for each in rows for row in (*each, *[[0, 0, 0]] * (most - len(each)))]
+    return upload(table, where), most * device.META.value if len(rows) > 1 else 0

@@ -1,0 +1,208 @@
+"""Count the host's work for a bucket on a GPU: launches of kernels, uploads, waits, and microseconds.
+
+    python benchmarks/host_work.py
+
+It runs anywhere. Kernels are not run: their launches are counted, and they leave plausible figures. Messages
+go back to their sender, so one process stands for a rank of 2 to 64. Microseconds are those of the thread
+that runs the backward pass on this machine's processor; the other columns do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from dct_plugin.codecs.slots import WORDS
+from dct_plugin.config import DataParallelConfig, KernelConfig
+from dct_plugin.data_parallel import GradientReducer, pending_exchanges
+from dct_plugin.data_parallel.step_ahead.add_on import StepAheadAddOn
+from dct_plugin.data_parallel.step_units import units_of
+from dct_plugin.kernels import register_backend
+from dct_plugin.kernels.triton import backend, batch, messages, step_ahead
+from dct_plugin.transport.base import Announced, Header, Transport
+from dct_plugin.transport.peers import Peers
+
+#: The bucket of the table: 16.8 million entries in 8 tensors.
+TENSORS, ENTRIES = 8, 1 << 21
+_NBYTES, _KEPT = 200, 100
+
+
+class LoopedTransport(Transport):
+    """Gives every message back: what comes from a rank is what was sent to it."""
+
+    def receive_headers(self, announced: Announced) -> list[Header]:
+        return list(announced.headers)
+
+    def receive_messages(
+        self, messages: Sequence[Tensor], sizes: Sequence[int], *, more: bool
+    ) -> list[Tensor]:
+        return list(messages)
+
+    def transfer(self, messages: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
+        for source, _ in self.peers:
+            buffers[source].copy_(messages[source])
+
+    def gather(self, received: Tensor) -> None:
+        parts = received.chunk(self.world_size)
+        for source, _ in self.peers:
+            parts[source].copy_(parts[self.rank])
+
+
+class LoopedPeers(Peers):
+    """Ranks of which this process is the first."""
+
+    def message_device(self, device: torch.device) -> torch.device:
+        return device
+
+    def open_transport(self, device: torch.device) -> Transport:
+        return LoopedTransport(self.rank, self.ranks)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        tensor.mul_(len(self.ranks))
+
+    def guard(self, what: str, step: int | None, failed: Callable[[], None]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the launches, by kernel, the uploads and the waits of the block, in which no kernel runs."""
+    counts: Counter[str] = Counter()
+    upload, read_figures = batch.upload, pending_exchanges.read_figures
+
+    def launch(kernel: Any, programs: Any, *arguments: Any, **constants: Any) -> None:
+        name = kernel.fn.__name__
+        counts[name] += 1
+        if name == "seal":
+            arguments[2][:] = torch.tensor([_NBYTES, _KEPT, _KEPT, 0])
+        elif name == "kth_largest":
+            arguments[2].fill_(1.0)
+        elif name == "begin_slots":
+            places, fingerprint = arguments[0], arguments[4]
+            for _, parts, address, _ in places[: arguments[3]].tolist():
+                head = torch.tensor([_NBYTES * parts, fingerprint, 0, 0])
+                ctypes.memmove(address, head.data_ptr(), 8 * WORDS)
+
+    def counted_upload(table: Any, where: torch.device) -> Tensor:
+        counts["uploads"] += 1
+        return upload(table, where)
+
+    def counted_read(*arguments: Any) -> Any:
+        counts["waits"] += 1
+        return read_figures(*arguments)
+
+    patches = [
+        *(mock.patch.object(module, "launch", launch) for module in (backend, batch, messages, step_ahead)),
+        *(mock.patch.object(m, "upload", counted_upload) for m in (backend, batch, messages, step_ahead)),
+        mock.patch.object(pending_exchanges, "read_figures", counted_read),
+        mock.patch.object(backend, "split_messages", return_value=[]),
+    ]
+    for patch in patches:
+        patch.start()
+    try:
+        yield counts
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+class HostWork(NamedTuple):
+    """The host's work for a bucket in one step."""
+
+    launches: int
+    uploads: int
+    waits: int
+    microseconds: float
+    kernels: Counter[str]
+
+
+def _settings(ranks: int, **settings: Any) -> GradientReducer:
+    register_backend("counted", backend.TritonBackend)
+    config = DataParallelConfig(sparsity=0.99, **settings)
+    return GradientReducer(config, LoopedPeers(0, range(ranks)), kernels=KernelConfig(backend="counted"))
+
+
+def _measured(step: Callable[[], None], steps: int) -> HostWork:
+    """Return the work of a step that repeats."""
+    taken, found = [], Counter[str]()
+    with counted() as counts:
+        for _ in range(3):  # the first exchanges lengths
+            step()
+        for _ in range(steps):
+            counts.clear()
+            began = time.thread_time()
+            step()
+            taken.append(1e6 * (time.thread_time() - began))
+            found = counts.copy()
+    kernels = found.copy()
+    uploads, waits = kernels.pop("uploads", 0), kernels.pop("waits", 0)
+    return HostWork(kernels.total(), uploads, waits, statistics.median(taken), kernels)
+
+
+def bucket(ranks: int, exchange: str, *, entries: int = ENTRIES, steps: int = 5) -> HostWork:
+    """Return the work for one bucket."""
+    reducer = _settings(
+        ranks, exchange=exchange, feedback="local", warmup_steps=0, expert={"threshold": "fixed"}
+    )
+    gradients = [(f"layer {i}", torch.zeros(entries)) for i in range(TENSORS)]
+
+    def step() -> None:
+        reducer.begin(gradients).finish()
+        reducer.finish()
+        reducer.end_step()
+
+    return _measured(step, steps)
+
+
+def displacement(tensors: int = 200, *, width: int = 64, steps: int = 5) -> HostWork:
+    """Return the work for a step of AdamW with step-ahead: moments, displaced weights, and a bucket."""
+    reducer = _settings(2, feedback="step_ahead", warmup_steps=0)
+    weights = [(f"layer {i}", nn.Parameter(torch.zeros(width, width))) for i in range(tensors)]
+    optimizer = torch.optim.AdamW([weight for _, weight in weights])
+    ahead = reducer.add_ons.of(StepAheadAddOn).prepare(weights, units_of(optimizer))
+    gradients = [(name, torch.zeros(width * width)) for name, _ in weights]
+
+    def step() -> None:
+        ahead.displace()
+        ahead.restore()
+        reducer.begin(gradients).finish()
+        reducer.finish()
+        reducer.end_step()
+
+    return _measured(step, steps)
+
+
+ROWS: dict[str, Callable[..., HostWork]] = {
+    **{
+        f"{ranks} ranks, {exchange}": partial(bucket, ranks, exchange)
+        for ranks in (2, 8, 64)
+        for exchange in ("direct", "two_phase")
+    },
+    "step-ahead with AdamW, 200 tensors": displacement,
+}
+
+
+def main() -> None:
+    """Print the table."""
+    table = Table("bucket of 16.8M entries", "host, us", "launches", "uploads", "waits")
+    for name, measure in ROWS.items():
+        work = measure()
+        table.add_row(name, f"{work.microseconds:.0f}", *map(str, work[:3]))
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

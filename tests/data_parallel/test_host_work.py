@@ -1,0 +1,34 @@
+"""The host's work for a bucket on a GPU, as benchmarks/host_work.py counts it: numbers that may fall only."""
+
+from __future__ import annotations
+
+import pytest
+from support import ROOT
+
+pytest.importorskip("triton", reason="triton is for Linux only")
+
+from benchmarks import host_work
+
+#: Launches and uploads. The host waits once in a step.
+EXPECTED = {
+    "2 ranks, direct": (16, 5),
+    "2 ranks, two_phase": (31, 10),
+    "8 ranks, direct": (22, 5),
+    "8 ranks, two_phase": (37, 10),
+    "64 ranks, direct": (78, 5),
+    "64 ranks, two_phase": (101, 11),
+    "step-ahead with AdamW, 200 tensors": (22, 7),
+}
+
+
+@pytest.mark.parametrize("row", EXPECTED)
+def test_launches_uploads_and_waits(row: str) -> None:
+    work = host_work.ROWS[row](steps=1)
+    assert (work.launches, work.uploads, work.waits) == (*EXPECTED[row], 1), work.kernels
+
+
+def test_the_table_has_these_rows() -> None:
+    assert EXPECTED.keys() == host_work.ROWS.keys()
+    page = (ROOT / "docs" / "gpu-internals.md").read_text()
+    for launches, uploads in EXPECTED.values():
+        assert f"| {launches} | {uploads} | 1 |" in page
