@@ -124,11 +124,12 @@ class reported:  # used as a statement
 def of_transport(error: BaseException) -> bool:
     """Return whether an error is the transport's, and not one of memory, a kernel or an argument.
 
-    gloo raises no type of its own; its messages name its source files.
+    gloo raises no type of its own; its messages name its source files, or say that an operation timed out.
     """
     if isinstance(error, DCTError) or not isinstance(error, RuntimeError):
         return False
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    text = str(error)
+    return isinstance(error, dist.DistError) or "gloo" in text or "timed out" in text.lower()
 
 
 def describe_failure(

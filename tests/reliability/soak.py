@@ -238,7 +238,9 @@ def finish(processes: Processes, folder: Path) -> list[dict[str, Any]] | None:
             raise SystemExit("a rank failed by itself:\n" + "\n".join(texts))
         return None
     outputs = [(folder / f"rank{rank}.out").read_text() for rank in range(len(codes))]
-    return [json.loads(text.strip().splitlines()[-1]) for text in outputs]
+    # The plugin's summary follows when the worker drops its model.
+    said = [[line for line in text.splitlines() if line.startswith("{")] for text in outputs]
+    return [json.loads(lines[-1]) for lines in said]
 
 
 if __name__ == "__main__":

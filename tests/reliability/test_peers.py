@@ -104,7 +104,7 @@ def lose(folder: Path, how: str, world_size: int = 3, victim: int = 1) -> list[d
 def test_a_lost_peer_is_named(tmp_path: Path, how: str) -> None:
     """Killed, failed elsewhere, or stopped; the process group's time limit is short."""
     for rank in lose(tmp_path, how):
-        assert rank["error"] == "DesyncError"
+        assert rank["error"] == "DesyncError", rank["text"]
         assert "rank(s) [1] gave no sign of life since" in rank["text"]
         assert "in step 3 failed" in rank["text"]
         assert "exchange of sizes" in rank["text"]
@@ -112,14 +112,14 @@ def test_a_lost_peer_is_named(tmp_path: Path, how: str) -> None:
 
 def test_a_rank_killed_in_a_node_is_named_on_both_nodes(tmp_path: Path) -> None:
     for rank in lose(tmp_path, "kill nodes", world_size=4):
-        assert rank["error"] == "DesyncError"
+        assert rank["error"] == "DesyncError", rank["text"]
         assert "rank(s) [1] gave no sign of life since" in rank["text"]
         assert "in step 3" in rank["text"]
 
 
 def test_a_rank_that_stops_while_ranks_connect_is_named_at_the_time_limit(tmp_path: Path) -> None:
     for rank in lose(tmp_path, "stop connecting"):
-        assert rank["error"] == "DesyncError"
+        assert rank["error"] == "DesyncError", rank["text"]
         assert "rank(s) [1] gave no sign of life since" in rank["text"]
 
 
