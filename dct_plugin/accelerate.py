@@ -9,7 +9,7 @@ from typing import Any
 from .config import DCTConfig
 from .integrations.attach import attach as attach_to_model
 from .integrations.ddp import DCTState
-from .integrations.fsdp import ReplicaCompression
+from .integrations.host.attachments import Attachment
 from .metrics import Event
 
 __all__ = ["attach"]
@@ -22,7 +22,7 @@ def attach(
     section: DCTConfig | Mapping[str, Any] | None = None,
     *,
     total_steps: int | None = None,
-) -> DCTState | ReplicaCompression | None:
+) -> Attachment | None:
     """Compress the gradients of a prepared model, as :func:`dct_plugin.attach` does.
 
     ``accelerator.save_state`` saves the residuals of every rank that calls it. ``load_state`` restores them

@@ -9,7 +9,6 @@ from .config import DCTConfig
 from .errors import ConfigError
 from .integrations.attach import attach
 from .integrations.ddp import AveragedResiduals, DCTState
-from .integrations.fsdp import ReplicaCompression
 from .metrics import Event
 
 try:
@@ -63,7 +62,7 @@ class DCTCallback(Callback):
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             total_steps=int(steps) if steps != float("inf") else None,
         )
-        if isinstance(state, ReplicaCompression):
+        if not isinstance(state, DCTState | None):
             raise ConfigError(
                 "DCTCallback: Lightning's checkpoints do not take FSDP2's residuals; use the strategy 'ddp'"
             )

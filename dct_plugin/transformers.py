@@ -10,8 +10,7 @@ from transformers import Trainer, TrainerCallback
 
 from .config import DCTConfig
 from .integrations.attach import attach
-from .integrations.ddp import DCTState
-from .integrations.fsdp import ReplicaCompression
+from .integrations.host.attachments import Attachment
 from .metrics import Metrics
 
 __all__ = ["DCTCallback"]
@@ -24,19 +23,19 @@ class DCTCallback(TrainerCallback):
     Trainer's log, and so to TensorBoard, W&B or MLflow. The loss goes to the metrics' file.
 
     Args:
-        trainer: The Trainer that the callback is added to, which wraps the model when training begins.
         section: The keys of the ``dct`` section; without it the defaults, which follow the optimizer.
+        trainer: The Trainer that the callback is added to, which wraps the model when training begins.
 
     Attributes:
         state: The state of the training, once it has begun; None on a single process.
 
     Example:
-        >>> trainer.add_callback(DCTCallback(trainer, {"data_parallel": {"sparsity": 0.99}}))
+        >>> trainer.add_callback(DCTCallback({"data_parallel": {"sparsity": 0.99}}, trainer=trainer))
     """
 
-    def __init__(self, trainer: Trainer, section: DCTConfig | Mapping[str, Any] | None = None) -> None:
-        self.trainer, self.section = trainer, section
-        self.state: DCTState | ReplicaCompression | None = None
+    def __init__(self, section: DCTConfig | Mapping[str, Any] | None = None, *, trainer: Trainer) -> None:
+        self.trainer, self.section = trainer, DCTConfig.given(section)
+        self.state: Attachment | None = None
         self._metrics: Metrics | None = None
         self._unlogged: dict[str, float] = {}
 

@@ -74,7 +74,7 @@ def main(arguments=None):
         ),
         train_dataset=sequences(4096, seed=1),
     )
-    trainer.add_callback(DCTCallback(trainer, section))
+    trainer.add_callback(DCTCallback(section, trainer=trainer))
     trainer.train(
         resume_from_checkpoint=f"{options.folder}/checkpoint-{options.steps // 2}" if options.resume else None
     )

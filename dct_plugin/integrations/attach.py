@@ -15,8 +15,8 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.errors import ConfigError
 
 from .ddp import DCTState
-from .ddp import detach as ddp_detach
-from .fsdp import ReplicaCompression, compress_replicas
+from .fsdp import compress_replicas
+from .host.attachments import Attachment
 from .host.settings import optimizers_of
 
 logger = logging.getLogger("dct_plugin")
@@ -29,7 +29,7 @@ def attach(
     *,
     scaler: torch.amp.GradScaler | None = None,
     total_steps: int | None = None,
-) -> DCTState | ReplicaCompression | None:
+) -> Attachment | None:
     """Compress the gradients of a wrapped model; call it on every rank, between two steps.
 
     A second call, for the same model or a wrapper around the same modules, removes the hooks of the first.
@@ -79,9 +79,6 @@ def detach(attached: Any) -> None:
     Raises:
         ConfigError: Nothing is attached to it.
     """
-    if isinstance(attached, DCTState):
-        ddp_detach(attached)
-        return
     found = vars(attached).get("dct") if isinstance(attached, torch.nn.Module) else attached
     if found is None or not hasattr(found, "detach"):
         raise ConfigError(

@@ -469,10 +469,11 @@ def _pickled(rank: int, world_size: int, folder: str) -> bool:
     for other in (loaded, copied):
         for one, two in zip(ddp.parameters(), other.parameters(), strict=True):
             assert torch.equal(one, two)
-        (_, settings), *_ = other._comm_hooks
-        assert settings == state.config
+        (_, again), *_ = other._comm_hooks
+        assert isinstance(again, DCTState)
+        assert again.config == state.config
         # As with every hook of torch: it is registered again.
-        again = DCTState(settings).register(other)
+        again.register(other)
         again.load_state_dict(state.state_dict())
     assert residuals(state).keys() == kept.keys()
     expected = train(ddp, rank, range(3, 6))
@@ -553,6 +554,7 @@ dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, wor
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
 model.register_comm_hook(DCTState(), dct_hook)
 for _ in range(2):
+    model.zero_grad()
     model(torch.ones(1, 10)).sum().backward()
 print("done")
 """

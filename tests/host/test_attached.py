@@ -6,6 +6,9 @@ Megatron's are in ``tests/megatron/test_megatron_step_ahead.py``.
 from __future__ import annotations
 
 import gc
+import sys
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +204,106 @@ def _gone(rank: int, world_size: int) -> tuple[float, int]:
 
 def test_hooks_leave_with_the_wrapper() -> None:
     assert run(2, _gone) == [(0.0, 0)] * 2
+
+
+class Scaled:
+    """The training of a model with a scaler or without, and with an optimizer that was told or not."""
+
+    def __init__(self, *, scaler: bool) -> None:
+        self.net = Net()
+        self.ddp = DistributedDataParallel(self.net)
+        self.optimizer = adamw(self.ddp)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=True) if scaler else None
+
+    def step(self, rank: int, passes: int = 1) -> None:
+        self.optimizer.zero_grad()
+        for number in range(passes):
+            loss = self.ddp(inputs(rank, number))
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def found(self) -> dict[str, Any]:
+        """Return all that can hold a hook of the training or of the process."""
+        left: dict[str, Any] = {}
+        owners = {
+            "optimizer": self.optimizer,
+            "scaler": self.scaler,
+            "optimizers": optimizers,
+            "modules": nn.modules.module,
+            **dict(self.ddp.named_modules()),
+        }
+        for place, owner in owners.items():
+            for name, value in vars(owner).items() if owner is not None else ():
+                if "hook" in name and isinstance(value, dict):
+                    left[f"{place}.{name}"] = len(value)
+        for name, parameter in self.net.named_parameters():
+            hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+            left[name] = [len(each or ()) for each in hooks]
+        for owner in (self.net, self.optimizer, *([self.scaler] if self.scaler else [])):
+            left[f"attributes of {type(owner).__name__}"] = sorted(vars(owner))
+        methods = {name: id(value) for name, value in vars(torch.distributed.ProcessGroup).items()}
+        finalizers = [each for each in weakref.finalize._registry if "dct_plugin" in repr(each.peek())]
+        threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("dct"))
+        return left | {"process": (sys.excepthook, methods, len(finalizers), threads)}
+
+
+def _everything(rank: int, world_size: int) -> list[tuple[str, Any, Any]]:
+    differ = []
+    for scaler in (False, True):
+        for feedback in ("local", "step_ahead"):
+            for ends in ("detach", "close"):
+                training = Scaled(scaler=scaler)
+                before = training.found()
+                data = {**DATA, "feedback": feedback, "verify": {"every": 1}}
+                section = {"data_parallel": data}
+                state = dct_plugin.attach(training.ddp, training.optimizer, section, scaler=training.scaler)
+                assert state is not None
+                training.step(rank)
+                training.step(rank, passes=2)
+                assert training.found() != before
+                getattr(state, ends)()
+                training.step(rank)
+                after = training.found()
+                differ += [
+                    (f"{scaler} {feedback} {ends} {k}", v, after[k])
+                    for k, v in before.items()
+                    if v != after[k]
+                ]
+    return differ
+
+
+def test_detach_leaves_no_hook_of_any_kind() -> None:
+    assert run(2, _everything) == [[], []]
+
+
+def _counted(rank: int, world_size: int) -> dict[str, int]:
+    """Optimizer steps that are counted, of five steps of three passes that are all reduced."""
+    counted = {}
+    for case in ("attach", "not told", "by hand"):
+        training = Scaled(scaler=False)
+        data = {"data_parallel": {**DATA, "feedback": "local", "warmup_steps": 2}}
+        told = training.optimizer if case == "attach" else None
+        state: Any = dct_plugin.attach(training.ddp, told, data)
+        for step in range(5):
+            if case != "by hand":
+                training.step(rank, passes=3)
+                continue
+            training.ddp(inputs(rank, step)).backward()
+            for parameter in training.ddp.parameters():
+                parameter.data.sub_(parameter.grad, alpha=0.01)
+                parameter.grad = None
+        state.state_dict()
+        counted[case] = state.steps.step
+        state.close()
+    return counted
+
+
+def test_optimizer_steps_are_counted_where_passes_accumulate() -> None:
+    assert run(2, _counted) == [{"attach": 5, "not told": 5, "by hand": 5}] * 2
 
 
 # -- FSDP2 ---

@@ -325,7 +325,7 @@ def trained(net: nn.Module, compiled: Any, rank: int) -> None:
         **({"torch_compile": True, "torch_compile_backend": BACKEND} if compiled(None) else {}),
     )  # fmt: skip
     trainer = Trainer(Labelled(), arguments, train_dataset=data)
-    trainer.add_callback(DCTCallback(trainer, SECTION))
+    trainer.add_callback(DCTCallback(SECTION, trainer=trainer))
     trainer.train()
     AcceleratorState._reset_state(True)
 

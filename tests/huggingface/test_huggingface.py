@@ -303,7 +303,7 @@ def _fits(rank: int, world_size: int, folder: str) -> tuple[list[list[float]], l
             report_to=[], save_strategy="no", disable_tqdm=True, auto_find_batch_size=number == 2,
         )  # fmt: skip
         trainer = Trainer(model, arguments, train_dataset=data)
-        trainer.add_callback(DCTCallback(trainer, section))
+        trainer.add_callback(DCTCallback(section, trainer=trainer))
         if number == 1:
             trainer.train()
             model.off = []

@@ -72,7 +72,9 @@ def test_ddp_goes_on_as_if_the_batch_had_not_been(ranks: int, options: dict[str,
 
 def _refused(rank: int, world_size: int) -> str:
     with pytest.raises(ConfigError) as error:
-        DCTState({"data_parallel": {"nonfinite_action": "skip"}})
+        DCTState({"data_parallel": {"nonfinite_action": "skip"}}).register(
+            DistributedDataParallel(nn.Linear(2, 1))
+        )
     return str(error.value)
 
 

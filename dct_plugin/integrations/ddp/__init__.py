@@ -6,6 +6,5 @@
 
 from .averaged_residuals import AveragedResiduals
 from .state import DCTState, dct_hook
-from .switched_off import detach
 
-__all__ = ["AveragedResiduals", "DCTState", "dct_hook", "detach"]
+__all__ = ["AveragedResiduals", "DCTState", "dct_hook"]

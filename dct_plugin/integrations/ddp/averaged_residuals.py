@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from dct_plugin import checkpoint
 from dct_plugin.compression.stream import fresh_state
 from dct_plugin.errors import ConfigError
-from dct_plugin.host_traffic import own_traffic
-from dct_plugin.transport import lost_ranks
 
+from .fallback import mean_residuals
 from .state import DCTState
 
 
@@ -44,12 +38,7 @@ class AveragedResiduals:
     def state_dict(self) -> dict[str, Any]:
         """Return the residuals by parameter, fp32 [numel], with the step and the loss scale."""
         own = self._state.state_dict()["reducer"]
-        content = checkpoint.content_of(own, rank=0, world_size=1, unit=1.0)
-        streams = checkpoint.reshard([content])["streams"]
-        residuals = {}
-        for name, numel in self._sizes.items():
-            own_residual = streams[name]["residual"] if name in streams else torch.zeros(numel)
-            residuals[name] = _mean(own_residual, self._state.process_group)
+        residuals = mean_residuals(own, self._sizes, self._state.process_group)
         return {"step": own["step"], "loss_scale": own["loss_scale"], "residuals": residuals}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -57,13 +46,3 @@ class AveragedResiduals:
         streams = {name: fresh_state(residual) for name, residual in saved["residuals"].items()}
         state = {"step": saved["step"], "loss_scale": saved["loss_scale"], "streams": streams}
         self._state.load_state_dict({"reducer": state})
-
-
-@own_traffic(recorded=False)
-def _mean(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the mean over the ranks, on CPU; a collective."""
-    on_cuda = dist.get_backend(group) == "nccl"
-    total = tensor.to("cuda" if on_cuda else "cpu", copy=True)
-    with lost_ranks.reported("average of residuals", group):
-        dist.all_reduce(total, group=group)
-    return total.div_(dist.get_world_size(group)).cpu()

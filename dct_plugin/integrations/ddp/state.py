@@ -35,11 +35,9 @@ from ..host.reporting import Reporting
 from ..host.settings import check_parameters, optimizers_of, resolve_settings
 from ..host.startup import nodes_of
 from ..host.steps import OptimizerSteps, StepHooks
-from .bucket import Bucket
-from .complex_parameters import RealView, as_real
-from .join import refuse_join
-from .next_pass import NextPass
-from .parameter_names import ParameterNames
+from .backward import BucketReductions
+from .fallback import DenseAverages, mean_residuals
+from .parameters import ParameterNames, RealView, as_real, entries_of
 
 logger = logging.getLogger("dct_plugin")
 
@@ -66,10 +64,11 @@ class DCTState:
         scaler: The gradient scaler of mixed precision. Residuals follow its scale, and a step that it skips
             is taken back. A step ends when the gradients of the next one come.
         optimizer: The model's optimizer, a wrapper of it, or a list of its optimizers, which ``feedback`` and
-            ``adaptive: "accordion"`` follow. Its steps are counted; without it every backward pass that
-            reduces gradients is a step. With ``nonfinite_action: "skip"`` its steps on gradients that are not
-            finite change nothing (a ``scaler`` skips them itself), and gradients that are cleared without
-            ``optimizer.step()`` leave residuals as they were.
+            ``adaptive: "accordion"`` follow. Its steps are counted. Without it the steps of an optimizer of
+            torch that uses the gradients are counted, or backward passes if there is none. With
+            ``nonfinite_action: "skip"`` its steps on gradients that are not finite change nothing (a
+            ``scaler`` skips them itself), and gradients that are cleared without ``optimizer.step()`` leave
+            residuals as they were.
         total_steps: Optimizer steps of the run, to which the start adapts; None if not known.
         time_limit: Seconds in which the other ranks must reach their first bucket.
 
@@ -101,14 +100,12 @@ class DCTState:
         self.process_group, self.time_limit = process_group, time_limit
         self.parameters = ParameterNames(named_parameters)
         self._optimizers = optimizers_of(optimizer, "DCTState")
-        self.successor: Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None = None
-        """Reduces buckets in place of this state, which was switched off."""
-        self._total_steps, self._is_settled, self._note = total_steps, False, ""
+        self.fallback_hook: Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None = None
+        """Reduces buckets in place of this state, once it is closed."""
+        self._total_steps = total_steps
+        self._note: str | None = None
+        """What rank 0 logs about the settings, once they are resolved for the optimizer."""
         poisoned = PoisonedSteps(self.config.data_parallel, self.parameters.gradients, agree=False)
-        if poisoned.skips and scaler is None and not self._optimizers:
-            raise ConfigError(
-                "dct.data_parallel.nonfinite_action = 'skip' needs DCTState(..., optimizer=optimizer)"
-            )
         self.steps = StepHooks([])
         self._optimizer_steps = OptimizerSteps(
             self.steps,
@@ -118,25 +115,17 @@ class DCTState:
             sharded=False,
         )
         self._optimizer_steps.follow(self._optimizers)
-        self._next_pass = NextPass(self._optimizer_steps, self._note_earlier)
+        self._buckets = BucketReductions(self.parameters, self._optimizer_steps, self._agree)
         self._loaded = reducer_files.FRESH
         self._topic = "ddp"
         self._reducer: GradientReducer | None = None
-        self._overlap: Overlap | None = None
-        """Made when the ranks have agreed, at the first bucket."""
         self._ahead: StepAhead | None = None
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._displaced: dict[str, Any] = {}
         """The model's parameters by name, complex ones as real ones, once they are displaced."""
-        self._sparse: set[str] = set()
-        """Names of parameters with sparse gradients."""
-        self._adds = False
-        """True if gradients were reduced since :meth:`_note_earlier`."""
-        self._reduced: list[Bucket] = []
-        """Buckets of this backward pass."""
         self.ends = contextlib.ExitStack()
         """Takes off all that was put on the model, its optimizer and the process."""
-        for end in (self._optimizer_steps.close, self._next_pass.unwatch):
+        for end in (self._optimizer_steps.close, self._buckets.next_pass.unwatch):
             self.ends.callback(end)
 
     @functools.cached_property
@@ -167,10 +156,9 @@ class DCTState:
             raise ConfigError(f"DCTState.register: {_PYTHON_REDUCER}")
         if self.process_group is None and model.process_group is not dist.group.WORLD:
             self.process_group = model.process_group
-        earlier = next((each for _, each in model._comm_hooks if isinstance(each, DCTState)), None)
-        self._own(model.module)
+        self.ends.callback(attachments.note(model.module, self))
         self.parameters.add(model.module.named_parameters())
-        _settle(self)
+        self._resolve()
         check_parameters(
             self._optimizers,
             model.module,
@@ -187,35 +175,57 @@ class DCTState:
                 "DistributedDataParallel(model) anew and call dct_plugin.attach again",
                 self.parameters.is_reduced,
             )
-        if earlier is None:
+        earlier = [each for _, each in model._comm_hooks if isinstance(each, DCTState)]
+        try:
             model.register_comm_hook(self, dct_hook)
-        else:  # DDP takes one hook, and keeps it
-            earlier.successor = functools.partial(dct_hook, self)
+        except RuntimeError:  # DDP takes one hook and keeps it, but a copied model has none
+            if not earlier:
+                raise
+            model._comm_hooks.pop()
+            earlier[-1].fallback_hook = functools.partial(dct_hook, self)
         self._model = weakref.ref(model)
-        weakref.finalize(model, self.close).atexit = False
-        if self._optimizer_steps.optimizers:
-            self._next_pass.watch(model.module)
+        finalizer = weakref.finalize(model, self.close)
+        finalizer.atexit = False
+        self.ends.callback(finalizer.detach)
+        self._buckets.next_pass.watch(model.module)
         if self._optimizers and self.config.data_parallel.feedback.looks_ahead and self._ahead is None:
             self.step_ahead(model, self._optimizers)
         return self
 
+    def detach(self) -> None:
+        """Let DDP exchange gradients after the next step, which sends all residuals.
+
+        A collective, between two steps. Then all hooks are removed, and rank 0 prints the summary.
+
+        Raises:
+            DCTError: See :meth:`close`.
+        """
+        saved = self.state_dict()["reducer"]
+        sizes = self.parameters.sizes or {name: entries_of(p) for name, p in self.parameters.reduced()}
+        small = self.config.data_parallel.min_numel
+        residuals = mean_residuals(
+            saved, {name: numel for name, numel in sizes.items() if numel >= small}, self.process_group
+        )
+        owed = {name: residual for name, residual in residuals.items() if residual.any()}
+        self.close()
+        self.fallback_hook = DenseAverages(owed, self.parameters, self.process_group)
+        if dist.get_rank(self.process_group) == 0:
+            norm = sum(float(residual.norm()) ** 2 for residual in owed.values()) ** 0.5
+            logger.warning(
+                "dct: switched off after %d steps; the next step brings what was owed: a gradient of norm "
+                "%.3g in %d tensors", saved["step"], norm, len(owed),
+            )  # fmt: skip
+
     def close(self) -> None:
         """Remove all hooks from the model and its optimizer, and print the summary. Unsent entries are lost;
-        see :func:`.detach`.
+        see :meth:`detach`.
 
         Raises:
             DCTError: A parameter was written while it held displaced weights; the write is undone.
         """
-        self.successor = self.successor or functools.partial(
-            default_hooks.allreduce_hook,
-            self.process_group,  # type: ignore[arg-type]
-        )
+        if self.fallback_hook is None:
+            self.fallback_hook = DenseAverages({}, self.parameters, self.process_group)
         self.ends.close()
-
-    def _own(self, model: torch.nn.Module) -> None:
-        """Close what was attached to ``model`` before."""
-        attachments.note(model, self)
-        self.ends.callback(attachments.forget, self)
 
     def step_ahead(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -231,8 +241,8 @@ class DCTState:
         if not self._optimizers:
             self._optimizers = optimizers
             self._optimizer_steps.follow(optimizers)
-        self._own(model)
-        _settle(self)
+        self.ends.callback(attachments.note(model, self))
+        self._resolve()
         if self._ahead is not None:  # register() has displaced the same weights
             self._ahead.detach()
         units, named = units_of_all(optimizers), self.parameters.add(model.named_parameters())
@@ -245,14 +255,14 @@ class DCTState:
         )
         self._ahead.attach(model, *optimizers)
         self.ends.callback(self._ahead.detach)
-        self._next_pass.watch(model)  # before weights are displaced
+        self._buckets.next_pass.watch(model)  # before weights are displaced
 
     def reducer(self, device: torch.device) -> GradientReducer:
         """Return the reducer; the first call makes it for gradients on ``device``."""
         if self._reducer is None:
             self._reducer = GradientReducer(
                 self.config.data_parallel,
-                _nodes_of(self) or self.process_group,
+                self._nodes() or self.process_group,
                 metrics=self.metrics,
                 device=device,
                 kernels=self.config.kernels,
@@ -281,62 +291,26 @@ class DCTState:
             return [(name, as_real(parameter.data)) for name, parameter in pairs]
         return [(name, self._ahead.weight(self._displaced.get(name, p))) for name, p in pairs]
 
-    # -- a backward pass ---
+    # -- the start ---
 
-    def reduce(self, bucket: dist.GradBucket, done: Callable[[], None]) -> None:
-        """Reduce a full bucket during the backward pass, then call ``done()``.
-
-        The end of the pass waits for all reductions and raises their errors; see :func:`dct_hook`.
-        """
-        overlap = self._begin_step(bucket.buffer().device)
-        # Outside a backward pass DDP reduces zeros for a rank without inputs (join()).
-        joined = torch._C._current_graph_task_id() < 0
-        if joined:
-            has_scaler = self._optimizer_steps.scale.scaler is not None
-            refuse_join(self.config.data_parallel, overlap.reducer, has_scaler=has_scaler)
-        found = Bucket(bucket)
-        self._optimizer_steps.begin(found.parameters)
-        if not joined:
-            found.note_gradients()
-            self._reduced.append(found)
-        entries = list(zip(map(self.parameters.name_of, found.parameters), found.views, strict=True))
-        reducer = overlap.reducer
-        # With static_graph DDP hands over all buckets when the pass is over, and then waits for them.
-        overlap.submit(reducer.begin(entries, scale=1.0 / reducer.group_size), done, last=bucket.is_last())
-        self._pass_ends(bucket, joined)
-
-    def reduce_sparse(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def dense_all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Leave a bucket with a sparse gradient to DDP's own all-reduce."""
-        if self.successor is None:
-            self._begin_step(bucket.buffer().device)
-            self._optimizer_steps.begin(bucket.parameters())
-            names = {self.parameters.name_of(parameter) for parameter in bucket.parameters()}
-            if names - self._sparse and dist.get_rank(self.process_group) == 0:
-                logger.warning(
-                    "dct: DDP all-reduces sparse gradients by itself: %s", ", ".join(sorted(names))
-                )
-            self._sparse |= names
-            self._pass_ends(bucket, joined=False)
+        self._buckets.leave_sparse(bucket)
         with counted_by(functools.partial(self.metrics.uncompressed, "gradient", "sparse")):
             return default_hooks.allreduce_hook(self.process_group, bucket)  # type: ignore[arg-type]
 
-    def _pass_ends(self, bucket: dist.GradBucket, joined: bool) -> None:
-        if bucket.is_last() and joined:
-            self._end_backward(joined=True)
-        elif bucket.is_last():  # queued before DDP's own wait for the futures
-            _after_backward(self._end_backward)
-
-    def _begin_step(self, device: torch.device) -> Overlap:
-        if self._overlap is None:
-            self._overlap = self._agree(device)
-        self._optimizer_steps.end_due()
-        return self._overlap
+    def all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Reduce a full bucket; the end of the backward pass waits for it and raises its errors."""
+        buffer = bucket.buffer()
+        future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
+        self._buckets.reduce(bucket, lambda: future.set_result(buffer))
+        return future
 
     def _agree(self, device: torch.device) -> Overlap:
         agreement = startup.join("ddp", group=self.process_group, limit=self.time_limit, hint=_HINT)
         self._topic = agreement.topic
         with startup.reported(agreement):
-            _settle(self, "register_comm_hook does not tell the model, DCTState.register does")
+            self._resolve("register_comm_hook does not tell the model, DCTState.register does")
             feedback = self.config.data_parallel.feedback
             if feedback.looks_ahead and self._ahead is None:
                 raise ConfigError(
@@ -349,56 +323,43 @@ class DCTState:
         agreement.confirm(startup.facts_of(self.config, facts))
         self.ends.callback(lost_peers.watch(self, lambda state: state.steps.step))
         if reducer.group_rank == 0 and reducer.group_size > 1:
-            what = f"torch DDP, {self._coverage()}{reducer.group_size} ranks"
-            startup.log_active(what, self.config, self._note, reducer.config)
+            what = f"torch DDP, {_coverage(self._model)}{reducer.group_size} ranks"
+            startup.log_active(what, self.config, self._note or "", reducer.config)
         return overlap_of(reducer)
 
-    def _coverage(self) -> str:
-        """Return how many parameters are compressed, in words; "" if the model is not known."""
-        model = None if self._model is None else self._model()
-        if model is None:
-            return ""
-        named, ignored = list(model.module.named_parameters()), model.parameters_to_ignore
-        reduced = {id(parameter) for name, parameter in named if name not in ignored}
-        parameters = (parameter for _, parameter in named)
-        return f"{startup.coverage(model.module, parameters, lambda p: id(p) in reduced)}, "
-
-    def _note_earlier(self) -> None:
-        """Keep the gradients that DDP reduced in earlier passes of this step, and reduces again with this
-        pass's.
-        """
-        if self._ahead is not None and self._reducer is not None and self._adds:
-            gradients = self.parameters.gradients()
-            self._reducer.add_ons.earlier = {
-                name: each.detach().reshape(-1).clone() for name, each in gradients
-            }
-        self._adds = False
-
-    def _end_backward(self, *, joined: bool = False) -> None:
-        assert self._overlap is not None
-        reduced, self._reduced = self._reduced, []
-        self._overlap.wait()
-        self._optimizer_steps.end_pass(joined=joined)
-        self._adds = True
-        self._next_pass.backward_done()
-        if reduced:  # after DDP's own callback, which has been queued since
-            _after_backward(
-                functools.partial(_take_back_unused, self._overlap.reducer, self.parameters, reduced)
+    def _resolve(self, step_ahead_unavailable: str = "") -> None:
+        """Let the settings follow the optimizer, once; the argument says why step-ahead cannot be had."""
+        settings = self.config.data_parallel
+        has_scaler = self._optimizer_steps.scale.scaler is not None
+        if settings.nonfinite_action == "skip" and not (has_scaler or self._optimizers):
+            raise ConfigError(
+                "dct.data_parallel.nonfinite_action = 'skip' needs DCTState(..., optimizer=optimizer)"
             )
+        if self._note is None:
+            self.config, self._note = resolve_settings(
+                self.config,
+                self._optimizers,
+                ranks=dist.get_world_size(self.process_group),
+                steps=self._total_steps,
+                step_ahead_unavailable=step_ahead_unavailable,
+                optimizer_unknown_hint="dct_plugin.attach(model, optimizer, section) takes what suits it",
+            )
+
+    def _nodes(self) -> Nodes | None:
+        settings = self.config.data_parallel
+        return nodes_of(settings, self.process_group, limit=self.time_limit, hint=_HINT)
 
     # -- saved states ---
 
     def state_dict(self) -> dict[str, Any]:
         """Return residuals, thresholds and counters of this rank, between two steps; save one per rank."""
-        if self._overlap is not None:
-            self._overlap.wait()
+        self._buckets.wait()
         self._optimizer_steps.end_or_reject()
         return {"reducer": self._loaded if self._reducer is None else self._reducer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` of the same rank."""
-        if self._overlap is not None:
-            self._overlap.wait()
+        self._buckets.wait()
         self._loaded = state["reducer"] or reducer_files.FRESH
         self._optimizer_steps.forget()
         if self._reducer is not None:
@@ -451,46 +412,29 @@ class DCTState:
             folder,
             group=self.process_group,
             sizes=self.parameters.sizes,
-            layout=layout_of(_nodes_of(self)),
+            layout=layout_of(self._nodes()),
         )
         self.load_state_dict({"reducer": state})
         return state is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the configuration alone: ``torch.save`` of a model takes along what is registered with it,
-        and neither process groups nor other ranks' residuals can be saved there. See :meth:`save`.
+        """Pickle a state of the same configuration, for a model to be registered with.
+
+        ``torch.save`` and ``copy.deepcopy`` of a model take along what is registered with it. Process groups
+        and other ranks' residuals cannot be saved there: see :meth:`save`.
         """
-        return DCTConfig.parse, (self.config,)
+        return DCTState, (self.config,)
 
 
-def _nodes_of(state: DCTState) -> Nodes | None:
-    return nodes_of(state.config.data_parallel, state.process_group, limit=state.time_limit, hint=_HINT)
-
-
-def _settle(state: DCTState, step_ahead_unavailable: str = "") -> None:
-    """Let the feedback follow the optimizer, once; the second argument says why step-ahead cannot be had."""
-    if not state._is_settled:
-        ranks = dist.get_world_size(state.process_group)
-        state._is_settled = True
-        state.config, state._note = resolve_settings(
-            state.config,
-            state._optimizers,
-            ranks=ranks,
-            steps=state._total_steps,
-            step_ahead_unavailable=step_ahead_unavailable,
-            optimizer_unknown_hint="dct_plugin.attach(model, optimizer, section) takes what suits it",
-        )
-
-
-def _take_back_unused(reducer: GradientReducer, names: ParameterNames, buckets: Sequence[Bucket]) -> None:
-    """Add the gradients that no rank used back to the residuals."""
-    unused = [(names.name_of(p), view) for bucket in buckets for p, view in bucket.unused()]
-    if unused:
-        reducer.return_to_residual(unused)
-
-
-def _after_backward(call: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+def _coverage(reference: weakref.ref[DistributedDataParallel] | None) -> str:
+    """Return how many parameters are compressed, in words; "" if the model is not known."""
+    model = None if reference is None else reference()
+    if model is None:
+        return ""
+    named, ignored = list(model.module.named_parameters()), model.parameters_to_ignore
+    reduced = {id(parameter) for name, parameter in named if name not in ignored}
+    parameters = (parameter for _, parameter in named)
+    return f"{startup.coverage(model.module, parameters, lambda p: id(p) in reduced)}, "
 
 
 def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -514,14 +458,10 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
             "model under FSDP, dct_plugin.attach(model, optimizer, section) says what there is. "
             f"{_PYTHON_REDUCER}"
         )
-    buffer = bucket.buffer()
-    if buffer.layout is not torch.strided:
-        return state.reduce_sparse(bucket)
-    if state.successor is not None:
-        return state.successor(bucket)
-    future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
-    state.reduce(bucket, lambda: future.set_result(buffer))
-    return future
+    if state.fallback_hook is not None:
+        return state.fallback_hook(bucket)
+    is_dense = bucket.buffer().layout is torch.strided
+    return state.all_reduce(bucket) if is_dense else state.dense_all_reduce(bucket)
 
 
 # DDP checks the annotations of a hook as objects, not as the strings they are in this file.

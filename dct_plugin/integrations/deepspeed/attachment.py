@@ -19,7 +19,7 @@ from dct_plugin.host_traffic import count_group
 from dct_plugin.metrics import Event, Metrics, Sink
 from dct_plugin.transport.agreement import HINT
 
-from ..host import attachments, lost_peers, startup
+from ..host import attachments, bodies, lost_peers, startup
 from ..host.frozen import FrozenParameters
 from ..host.patching import Function, Patches, given
 from ..host.replica_checksums import ReplicaChecksums
@@ -330,6 +330,7 @@ def _report(engine: Any, attachment: Attachment, note: str) -> None:
     what = f"{attachment.description}, {attachment.coverage}, {dist.get_world_size()} ranks"
     startup.log_active(what, attachment.config, note, attachment.reducer.config)
     if attachment.weights_lag:
+        bodies.warn_of_unknown("deepspeed", type(engine.optimizer).__name__)
         logger.warning(
             "dct: the weights lack updates that dct.data_parallel.parameters has not sent yet: before an "
             "evaluation or export call engine.dct.gather_parameters() on all ranks; save_checkpoint does it"

@@ -98,10 +98,9 @@ class ReplicaCompression:
         written = DCTConfig.given(config, rank=dist.get_rank())
         self._optimizers = optimizers_of(optimizer, "compress_replicas")
         self._model, self._time_limit = model, time_limit
-        attachments.note(model, self)
         self.ends = contextlib.ExitStack()
         """Takes off all that was put on the model, its optimizer and the process."""
-        self.ends.callback(attachments.forget, self)
+        self.ends.callback(attachments.note(model, self))
         self._leaves = False
         groups = replicated_groups(model)
         self._unsharded = unsharded_parameters(model)

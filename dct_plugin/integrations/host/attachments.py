@@ -6,14 +6,20 @@ large.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+import os
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
 
+from dct_plugin.config import DCTConfig
 from dct_plugin.errors import DCTError
+from dct_plugin.metrics import Metrics
 
 logger = logging.getLogger("dct_plugin")
 
@@ -23,6 +29,39 @@ class Attached(Protocol):
 
     def close(self) -> None:
         """Take off all that was put on the model, its optimizer and the host; may be called again."""
+
+
+class Attachment(Attached, Protocol):
+    """The result of ``dct_plugin.attach``, alike for every host.
+
+    Attributes:
+        config: The section as it is applied.
+        ends: Takes off all that was put on the model, its optimizer and the process.
+    """
+
+    config: DCTConfig
+    ends: contextlib.ExitStack
+
+    @property
+    def metrics(self) -> Metrics:
+        """Bytes, densities and times so far."""
+
+    def detach(self) -> None:
+        """Let the host exchange gradients after the next step, which sends all residuals; a collective,
+        between two steps. Then all hooks are removed.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals, thresholds and counters of this rank, between two steps."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the state of all ranks; a collective."""
+
+    def load(self, folder: str | os.PathLike[str]) -> bool:
+        """Restore :meth:`save`; a collective. Return False, with residuals of zero, if there is none."""
 
 
 _ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attached]] = weakref.WeakKeyDictionary()
@@ -47,11 +86,16 @@ def take_off(model: nn.Module, but: Attached | None = None) -> None:
             logger.warning("dct: %s", error)
 
 
-def note(model: nn.Module, attached: Attached) -> None:
-    """Note what is attached to a model; an earlier attachment is closed."""
+def note(model: nn.Module, attached: Attached) -> Callable[[], None]:
+    """Note what is attached to a model, and close an earlier attachment.
+
+    Returns:
+        A function to call when this attachment is closed.
+    """
     take_off(model, but=attached)
     for module in model.modules():
         _ATTACHED[module] = weakref.ref(attached)
+    return functools.partial(forget, attached)
 
 
 def forget(attached: Attached) -> None:

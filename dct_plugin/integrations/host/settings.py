@@ -69,15 +69,15 @@ def check_parameters(
             which = f"{type(optimizer).__name__}, {number} of {len(optimizers)}"
             raise ConfigError(f"{call}: the optimizer ({which}) has no parameter of the model; {remedy}")
         told |= parameters
-    untold = [name for name, p in compressed.items() if p.requires_grad and id(p) not in told]
-    if optimizers and untold and warns:
+    without_optimizer = [name for name, p in compressed.items() if p.requires_grad and id(p) not in told]
+    if optimizers and without_optimizer and warns:
         logger.warning(
             "dct: %d parameters are in none of the optimizers that were passed, and get local error feedback "
             "at sparsity %g: %s%s; pass all optimizers in a list",
-            len(untold),
+            len(without_optimizer),
             sparsity,
-            ", ".join(untold[:5]),
-            ", ..." if len(untold) > 5 else "",
+            ", ".join(without_optimizer[:5]),
+            ", ..." if len(without_optimizer) > 5 else "",
         )
 
 

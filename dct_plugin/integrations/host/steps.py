@@ -5,6 +5,7 @@ Gradients are reduced, the optimizer steps or skips, step counters move on.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -154,6 +155,9 @@ class OptimizerSteps:
     A step is *rejected* if its gradients are cleared without ``optimizer.step()``: they are None or zero when
     the next backward pass begins. It is not counted. Several backward passes may belong to a step.
 
+    Without optimizers the first step decides: an optimizer of torch that uses the gradients is followed from
+    then on. If the gradients are cleared without one, every backward pass is a step.
+
     Args:
         steps: Ended with each optimizer step.
         reducers: Returns the reducers of the gradients.
@@ -184,24 +188,30 @@ class OptimizerSteps:
         self._updated = self._stepped = self._stepping = self._skips = False
         self._passes, self._passes_before = 0, 1
         """Backward passes of this step so far, and of the step before."""
+        self._passes_are_steps = False
         self._rejected = 0
         self._handles: list[Any] = []
+        self._finalizer = weakref.finalize(self, _remove, self._handles)
 
     def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """End steps with those of ``optimizers`` (torch's), or of others of the same parameters."""
         self.optimizers.extend(each for each in optimizers if isinstance(each, torch.optim.Optimizer))
-        if self.optimizers and not self._handles:
+        if not self._handles:
             before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
             self._handles += [
                 register_optimizer_step_pre_hook(lambda *step: _call(before, *step)),
                 register_optimizer_step_post_hook(lambda *step: _call(after, *step)),
             ]
-            weakref.finalize(self, _remove, self._handles)
 
     @property
     def awaits_optimizer(self) -> bool:
         """True if gradients were reduced that the optimizer has not used yet."""
-        return self.steps.open and bool(self.optimizers) and not self._stepping
+        return self.steps.open and (bool(self.optimizers) or self._is_undecided) and not self._stepping
+
+    @property
+    def _is_undecided(self) -> bool:
+        """True until it is known whether an optimizer of torch makes the steps."""
+        return not (self.optimizers or self.scale.scaler or self._passes_are_steps)
 
     @property
     def reduced(self) -> Iterable[Tensor]:
@@ -210,7 +220,7 @@ class OptimizerSteps:
 
     def close(self) -> None:
         """Follow the optimizers and the scaler no longer."""
-        _remove(self._handles)
+        self._finalizer()
         self.scale.close()
 
     # -- called by the host ---
@@ -231,7 +241,7 @@ class OptimizerSteps:
         """
         self._passes += 1
         is_last = joined and self._passes >= self._passes_before
-        if is_last or not (self.optimizers or self.scale.scaler):
+        if is_last or self._passes_are_steps:
             self.end()
 
     @property
@@ -259,7 +269,14 @@ class OptimizerSteps:
         """
         self.end_due()
         if self.awaits_optimizer and self._cleared(zeros=True):
-            self._reject()
+            self._passes_are_steps = self._is_undecided
+            if self._passes_are_steps:
+                self.end()
+            else:
+                self._report_rejected()
+                self.forget()
+                for reducer in self._reducers():
+                    reducer.reject_step()
 
     def end(self, *, skipped: bool = False, alone: bool = False) -> None:
         """End a step, if gradients were reduced since the last one."""
@@ -288,6 +305,8 @@ class OptimizerSteps:
         """Decide what becomes of the step that an optimizer is about to make."""
         if not self._is_followed(optimizer):
             return
+        if self._is_undecided:
+            self.optimizers.append(optimizer)
         self._stepping = True  # closures clear gradients that the optimizer has used
         if not self.steps.open:
             return
@@ -314,23 +333,16 @@ class OptimizerSteps:
 
     def _cleared(self, *, zeros: bool) -> bool:
         """Return whether no optimizer can use the gradients any more; ``zeros`` count as cleared ones."""
-        told = (
-            p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
-        )
+        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        told = itertools.chain(*groups) if groups else self._reduced.values()
         gradients = [each.grad for each in told if id(each) in self._reduced]
         left = [_local(gradient) for gradient in gradients if gradient is not None]
         if not left or not zeros:
             return bool(gradients) and not left
         is_nonzero = any(bool(gradient.any()) for gradient in left)
-        if self._sharded and self._transactional:
+        if self._sharded and (self._transactional or self._is_undecided):
             is_nonzero = _any_rank(is_nonzero, self.steps.step)
         return not is_nonzero
-
-    def _reject(self) -> None:
-        self._report_rejected()
-        self.forget()
-        for reducer in self._reducers():
-            reducer.reject_step()
 
     def _report_rejected(self) -> None:
         self._rejected += 1

@@ -119,7 +119,7 @@ def probe(target: Target) -> Probe:
     if not callable(function):
         return Probe(target, "missing", f"{target.module} has no {target.name}")
     try:
-        parameters = list(inspect.signature(_decorated(function)).parameters)
+        parameters = list(inspect.signature(undecorated(function)).parameters)
     except (TypeError, ValueError) as error:
         return Probe(target, "no signature", str(error))
     fits = tuple(parameters[: len(target.parameters)]) == target.parameters
@@ -127,7 +127,7 @@ def probe(target: Target) -> Probe:
     return Probe(target, f"({', '.join(parameters)})", problem)
 
 
-def _decorated(function: Any) -> Any:
+def undecorated(function: Any) -> Any:
     """Return the function inside a decorator that passes all arguments on (``*args, **kwargs``)."""
     kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     if kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:

@@ -61,10 +61,10 @@ class DataParallelHook(Hook):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.config = session.config.data_parallel
-        self.experts = session.config.model_parallel.expert_gradients
         self._optimizers = step_ahead.Optimizers(session.patches)
-        self._is_settled = False
+        self._is_resolved = False
         self.models = Models()
+        self._dense = _DenseGroups(session, self.models)
         self.reductions = Reductions(session, self.models, self._optimizers)
         self._steps = _OptimizerSteps(self.config, self.models)
         self._verified = 0
@@ -83,63 +83,47 @@ class DataParallelHook(Hook):
         for kind in optimizer.MixedPrecisionOptimizer, optimizer.FP32Optimizer:
             intercept(kind, "prepare_grads", self._prepare_grads)
         for module, name in _SHARDING:
-            self.session.when_imported(module, functools.partial(self._refuse, name))
+            self.session.when_imported(module, functools.partial(_refuse, self.session, name))
 
-    def _refuse(self, name: str, module: ModuleType) -> None:
-        """Stop at wrappers whose gradients do not pass by here, instead of leaving them dense silently."""
-
-        def init(*_: Any, **keywords: Any) -> None:
-            raise DCTError(
-                f"dct.data_parallel does not work with Megatron's {name} ({module.__name__}), which "
-                "reduces gradients by itself: switch one of them off"
-            )
-
-        if wrapper := getattr(module, name, None):
-            self.session.patches.intercept(wrapper, "__init__", init)
-
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Let the feedback follow the optimizers, which Megatron has made by now; once."""
-        if self._is_settled:
+        if self._is_resolved:
             return
-        self._is_settled = True
-        self._count_embeddings()
+        self._is_resolved = True
+        self._dense.count_embeddings()
         self.session.config, line = resolve_settings(
             self.session.config,
             self._optimizers.least_known,
             ranks=max((ranks_of(group).size() for group in self.models.groups()), default=1),
             steps=getattr(self.session.megatron_args, "train_iters", None),
-            step_ahead_unavailable=next(self._obstacles_to_step_ahead(), ""),
+            step_ahead_unavailable=next(self._step_ahead_unavailable(), ""),
             optimizer_unknown_hint="make the optimizer after the hooks were installed",
         )
         self.config = self.session.config.data_parallel
         if line and dist.get_rank() == 0:
             logger.warning("dct: %s", line)
 
-    def _obstacles_to_step_ahead(self) -> Iterator[str]:
+    def _step_ahead_unavailable(self) -> Iterator[str]:
         for model in self.models:
-            yield from step_ahead.obstacles(model)
+            yield from step_ahead.unavailable(model)
             per_token = getattr(model.config, "calculate_per_token_loss", False)
             if per_token and not all("betas" in group for group in self._optimizers.param_groups):
                 yield "with calculate_per_token_loss the unit of gradients is known after the step only"
-
-    @property
-    def _ahead(self) -> bool:
-        return self.config.feedback.looks_ahead
 
     # -- iterations -----------------------------------------------------------------------------------------
 
     def begin(self, training: bool) -> None:
         if not training:
             return
-        self.settle()
+        self.resolve()
         self._verify(self.session.step)
-        if not self._ahead:
+        if not self.config.feedback.looks_ahead:
             return
         for model in self.models:
             if self.session.step >= self.config.dense_steps:
                 finish_gathers(model)
         for group in self.models.groups():
-            if not self.is_left_alone(group):
+            if group not in self._dense:
                 self.reductions.of(group)
         for each in self.reductions:
             if each.ahead is not None:
@@ -200,7 +184,7 @@ class DataParallelHook(Hook):
         if self.models.replace(ddp):
             logger.warning("dct: the model is wrapped again: residuals start from zero, after a dense start")
             self.session.load_state_dict(None)
-            self._is_settled, self.session.config = False, self.session.written
+            self._is_resolved, self.session.config = False, self.session.written
             self.config = self.session.config.data_parallel
         self.models.add(ddp)
         if is_first_of_stage():
@@ -229,15 +213,15 @@ class DataParallelHook(Hook):
 
     def _start_grad_sync(self, original: Function, group: Any, *arguments: Any, **keywords: Any) -> None:
         all_reduce = bool(given(original, "force_all_reduce", (group, *arguments), keywords))
-        if self.is_left_alone(group):
-            with self._counted(group):
+        if group in self._dense:
+            with self._dense.counted(group):
                 original(group, *arguments, **keywords)
             return
         if getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None:
             return  # already done: Megatron calls again at the end of the first batch
         self.models.name_rest(group)
         if self.session.step < self.config.dense_steps and self.config.quality is None:
-            if self._ahead:
+            if self.config.feedback.looks_ahead:
                 self.reductions.show(group)
             original(group, *arguments, **keywords)
             return
@@ -249,41 +233,56 @@ class DataParallelHook(Hook):
         # With several instances Megatron waits for a CUDA stream, and never for the handle.
         group.grad_reduce_handle = pending if group.ddp_config.overlap_grad_reduce and not several else None
 
-    def _counted(self, group: Any) -> AbstractContextManager[None]:
-        """Surround the reduction of a bucket group that is left to Megatron."""
+    def sites(self) -> str:
+        return self._dense.coverage()
+
+
+class _DenseGroups:
+    """The bucket groups that Megatron reduces by itself.
+
+    Args:
+        session: What the hooks share.
+        models: The models whose gradients are reduced.
+    """
+
+    def __init__(self, session: Session, models: Models) -> None:
+        self._session, self._models = session, models
+
+    def __contains__(self, group: Any) -> bool:
+        if ranks_of(group).size() == 1 or self._has_all:
+            return True
+        return is_expert(group.buckets) and not self._session.config.model_parallel.expert_gradients
+
+    @property
+    def _has_all(self) -> bool:
+        settings = self._session.config.data_parallel
+        return settings.sparsity == 0 and settings.quality is None and self._session.pass_through
+
+    def coverage(self) -> str:
+        """Return how many parameters are not in these groups, in words; empty if there are none."""
+        groups = [group for group in self._models.groups() if ranks_of(group).size() > 1]
+        if not groups or self._has_all:
+            return ""
+        dense, all_ = (
+            sum(len(bucket.params_list) for group in some for bucket in group.buckets)
+            for some in ([group for group in groups if group in self], groups)
+        )
+        return f"data_parallel on {all_ - dense} of {all_} parameters"
+
+    def counted(self, group: Any) -> AbstractContextManager[None]:
+        """Surround the reduction of one of these groups."""
         if not is_expert(group.buckets):
             return nullcontext()
-        return counted_by(functools.partial(self.session.metrics.uncompressed, "gradient", "experts"))
+        return counted_by(functools.partial(self._session.metrics.uncompressed, "gradient", "experts"))
 
-    def _count_embeddings(self) -> None:
+    def count_embeddings(self) -> None:
         """Count the gradients of embeddings that the first and the last stage share."""
         from megatron.core import parallel_state as ps
 
         group = ps.get_embedding_group(check_initialized=False)
-        if isinstance(group, dist.ProcessGroup) and not self.is_dense:
-            count = functools.partial(self.session.metrics.uncompressed, "gradient", "shared_weights")
-            self.session.at_end(count_group(group, count))
-
-    def sites(self) -> str:
-        groups = [group for group in self.models.groups() if ranks_of(group).size() > 1]
-        if not groups or self.is_dense:
-            return ""
-        left, whole = (
-            sum(len(bucket.params_list) for group in some for bucket in group.buckets)
-            for some in (filter(self.is_left_alone, groups), groups)
-        )
-        return f"data_parallel on {whole - left} of {whole} parameters"
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether Megatron reduces everything by itself."""
-        return self.config.sparsity == 0 and self.config.quality is None and self.session.pass_through
-
-    def is_left_alone(self, group: Any) -> bool:
-        """Return whether Megatron reduces a bucket group itself."""
-        if ranks_of(group).size() == 1 or self.is_dense:
-            return True
-        return is_expert(group.buckets) and not self.experts
+        if isinstance(group, dist.ProcessGroup) and not self._has_all:
+            count = functools.partial(self._session.metrics.uncompressed, "gradient", "shared_weights")
+            self._session.at_end(count_group(group, count))
 
 
 class _OptimizerSteps:
@@ -325,6 +324,19 @@ class _OptimizerSteps:
         if scaled:
             self.scales = used, float(self._mirror.of(optimizer.get_loss_scale()))
         return overflow
+
+
+def _refuse(session: Session, name: str, module: ModuleType) -> None:
+    """Stop at wrappers whose gradients do not pass by here, instead of leaving them dense silently."""
+
+    def init(*_: Any, **keywords: Any) -> None:
+        raise DCTError(
+            f"dct.data_parallel does not work with Megatron's {name} ({module.__name__}), which reduces "
+            "gradients by itself: switch one of them off"
+        )
+
+    if wrapper := getattr(module, name, None):
+        session.patches.intercept(wrapper, "__init__", init)
 
 
 def _prepare_gradients(group: Any, all_reduce: bool) -> None:

@@ -163,7 +163,7 @@ def _add_hooks(session: Session) -> None:
 
             updates = data.parameters
             detail = updates if isinstance(updates, str) else f"sparsity {updates.sparsity:g}"
-            session.add(ParameterHook(session, hook.settle), Active("parameters", detail))
+            session.add(ParameterHook(session, hook.resolve), Active("parameters", detail))
     if session.hooks:
         from .checkpoint import CheckpointHook
 

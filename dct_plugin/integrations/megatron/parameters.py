@@ -72,14 +72,14 @@ class ParameterHook(Hook):
 
     Args:
         session: What the hooks share.
-        settle: Completes the session's configuration, once there is an optimizer.
+        resolve: Completes the session's configuration, once there is an optimizer.
     """
 
-    def __init__(self, session: Session, settle: Callable[[], None]) -> None:
+    def __init__(self, session: Session, resolve: Callable[[], None]) -> None:
         from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-        self.session, self._settle = session, settle
+        self.session, self._resolve = session, resolve
         self._owners: list[_Owner] = []
         self._loaded: dict[str, Any] = {}
         patches = session.patches
@@ -176,7 +176,7 @@ class ParameterHook(Hook):
             for model, shard in zip(models, shards, strict=True)
             for pair in zip(model, shard, strict=True)
         ]
-        self._settle()
+        self._resolve()
         exact = self.session.config.data_parallel.parameters == "exact"
         if exact and any(bucket.param_data.dtype == torch.float32 for bucket in buckets):
             raise refuse("Megatron in fp32", "'exact' is for bf16 and fp16: nearly all fp32 weights change")

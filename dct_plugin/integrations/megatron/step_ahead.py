@@ -79,11 +79,11 @@ def refuse(model: Any) -> None:
     Raises:
         ConfigError: Names Megatron's setting.
     """
-    for found in obstacles(model):
+    for found in unavailable(model):
         raise ConfigError(f"{_KEY}: {found}; leave feedback out")
 
 
-def obstacles(model: Any) -> Iterator[str]:
+def unavailable(model: Any) -> Iterator[str]:
     """Yield why the weights of a model cannot be displaced."""
     if model.config.cuda_graph_impl not in (None, "none"):
         yield "CUDA graphs (Megatron's cuda_graph_impl) keep the addresses of weights"

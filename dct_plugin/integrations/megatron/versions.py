@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..host import versions
+from ..host import bodies, versions
 from ..host.versions import Target, VersionRange, parse, unsupported
+from .options import launcher_rank
 
 SUPPORTED = VersionRange("0.16.0", "0.20.0")
 
@@ -87,6 +88,10 @@ def require_supported(core: Any, hooks: Sequence[str] | None = None) -> None:
     remedy = f"use an unmodified megatron-core {SUPPORTED}, or switch these hooks off in the dct section"
     targets = [target for target in TARGETS if hooks is None or target.part in parts]
     versions.require(targets, found, SUPPORTED, remedy)
+    if not launcher_rank():
+        for hook, module in (("data_parallel", "param_and_grad_buffer"), ("pipeline", "p2p_communication")):
+            if hooks is None or hook in hooks:
+                bodies.warn_of_unknown("megatron-core", module)
 
 
 def _advice(version: str, folder: str) -> str:

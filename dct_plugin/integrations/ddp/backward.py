@@ -1,0 +1,204 @@
+"""Backward passes under DDP: the buckets that they fill, and the moment before they add to gradients."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.module_hooks import ModuleHook
+from dct_plugin.errors import ConfigError
+
+from ..host.overlap import Overlap
+from ..host.steps import OptimizerSteps
+from .parameters import Bucket, ParameterNames
+
+logger = logging.getLogger("dct_plugin")
+
+
+class BucketReductions:
+    """Reduces the buckets of backward passes, and tells the steps when a pass ends.
+
+    Args:
+        names: The names of the parameters.
+        steps: The optimizer steps.
+        agree: Called at the first bucket, with its device; returns what runs the reductions.
+    """
+
+    def __init__(
+        self, names: ParameterNames, steps: OptimizerSteps, agree: Callable[[torch.device], Overlap]
+    ) -> None:
+        self._names, self._steps, self._agree = names, steps, agree
+        self.next_pass = NextPass(steps, self._note_earlier)
+        self._overlap: Overlap | None = None
+        self._adds = False
+        """True if gradients were reduced since :meth:`_note_earlier`."""
+        self._reduced: list[Bucket] = []
+        """Buckets of this backward pass."""
+        self._sparse: set[str] = set()
+        """Names of parameters with sparse gradients."""
+
+    def reduce(self, bucket: dist.GradBucket, done: Callable[[], None]) -> None:
+        """Reduce a full bucket during the backward pass, then call ``done()``.
+
+        The end of the pass waits for all reductions and raises their errors.
+        """
+        overlap = self._begin(bucket.buffer().device)
+        reducer = overlap.reducer
+        # Outside a backward pass DDP reduces zeros for a rank without inputs (join()).
+        joined = torch._C._current_graph_task_id() < 0
+        if joined:
+            refuse_join(reducer, has_scaler=self._steps.scale.scaler is not None)
+        found = Bucket(bucket)
+        self._steps.begin(found.parameters)
+        if not joined:
+            found.note_gradients()
+            self._reduced.append(found)
+        entries = list(zip(map(self._names.name_of, found.parameters), found.views, strict=True))
+        # With static_graph DDP hands over all buckets when the pass is over, and then waits for them.
+        overlap.submit(reducer.begin(entries, scale=1.0 / reducer.group_size), done, last=bucket.is_last())
+        self._pass_ends(bucket, joined)
+
+    def leave_sparse(self, bucket: dist.GradBucket) -> None:
+        """Note a bucket with a sparse gradient, which DDP all-reduces by itself."""
+        overlap = self._begin(bucket.buffer().device)
+        self._steps.begin(bucket.parameters())
+        names = {self._names.name_of(parameter) for parameter in bucket.parameters()}
+        if names - self._sparse and overlap.reducer.group_rank == 0:
+            logger.warning("dct: DDP all-reduces sparse gradients by itself: %s", ", ".join(sorted(names)))
+        self._sparse |= names
+        self._pass_ends(bucket, joined=False)
+
+    def wait(self) -> None:
+        """Return when the results of all reductions can be used."""
+        if self._overlap is not None:
+            self._overlap.wait()
+
+    def _begin(self, device: torch.device) -> Overlap:
+        if self._overlap is None:
+            self._overlap = self._agree(device)
+        self._steps.end_due()
+        return self._overlap
+
+    def _pass_ends(self, bucket: dist.GradBucket, joined: bool) -> None:
+        if bucket.is_last() and joined:
+            self._end_pass(joined=True)
+        elif bucket.is_last():  # queued before DDP's own wait for the futures
+            _after_backward(self._end_pass)
+
+    def _end_pass(self, *, joined: bool = False) -> None:
+        reduced, self._reduced = self._reduced, []
+        self.wait()
+        self._steps.end_pass(joined=joined)
+        self._adds = True
+        self.next_pass.backward_done()
+        if reduced:  # after DDP's own callback, which has been queued since
+            _after_backward(functools.partial(self._take_back_unused, reduced))
+
+    def _take_back_unused(self, buckets: Sequence[Bucket]) -> None:
+        """Add the gradients that no rank used back to the residuals."""
+        unused = [(self._names.name_of(p), view) for bucket in buckets for p, view in bucket.unused()]
+        if unused and self._overlap is not None:
+            self._overlap.reducer.return_to_residual(unused)
+
+    def _note_earlier(self) -> None:
+        """Keep the gradients that DDP reduced in earlier passes of this step, and reduces again with this
+        pass's.
+        """
+        if self._adds and self._overlap is not None and self._overlap.reducer.config.feedback.looks_ahead:
+            self._overlap.reducer.add_ons.earlier = {
+                name: each.detach().reshape(-1).clone() for name, each in self._names.gradients()
+            }
+        self._adds = False
+
+
+def _after_backward(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def refuse_join(reducer: GradientReducer, *, has_scaler: bool) -> None:
+    """Stop, and tell the other ranks, where a rank without batches cannot go along with them.
+
+    Raises:
+        ConfigError: Names the setting.
+    """
+    settings = reducer.config
+    if has_scaler:
+        problem = "a GradScaler: this rank does not see how the others change their loss scale"
+    elif settings.nonfinite_action == "skip":
+        problem = "nonfinite_action = 'skip': this rank does not see which steps the others skip"
+    elif settings.verify is not None:
+        problem = "verify: this rank's weights stay behind until all ranks have joined"
+    elif settings.feedback.looks_ahead:
+        problem = "feedback = 'step_ahead': this rank makes no optimizer steps"
+    else:
+        return
+    reducer.exchange.abort()
+    raise ConfigError(
+        f"rank {dist.get_rank()}: this rank has no more inputs, and DistributedDataParallel.join() does "
+        f"not work with {problem}; give all ranks the same number of batches (DistributedSampler, "
+        "drop_last=True), or leave that setting out"
+    )
+
+
+class NextPass:
+    """Has a step end or be rejected before the next backward pass of a model adds to its gradients.
+
+    Scripts clear gradients before the forward pass or after it, so the first gradient decides.
+
+    Args:
+        steps: The steps.
+        accumulates: Called if neither is so: the pass adds to gradients that were reduced.
+    """
+
+    def __init__(self, steps: OptimizerSteps, accumulates: Callable[[], None]) -> None:
+        self._steps, self._accumulates = steps, accumulates
+        self._forward: list[Any] = []
+        self._accumulators: list[Any] = []
+        """Handles of hooks that wait for the first gradient."""
+
+    def watch(self, model: nn.Module) -> None:
+        """Follow the forward passes of ``model``, before all hooks that it has."""
+        self._remove(self._forward)
+        hook = ModuleHook(lambda *_: self._before_forward(), model)
+        self._forward.append(model.register_forward_pre_hook(hook, prepend=True))
+
+    def unwatch(self) -> None:
+        """Undo :meth:`watch`."""
+        self._remove(self._forward)
+        self._remove(self._accumulators)
+
+    def backward_done(self) -> None:
+        """Wait for the next pass from now on, if forward passes are not followed."""
+        if not self._forward:
+            self._expect()
+
+    def _before_forward(self) -> None:
+        self._steps.end_due()
+        if torch.is_grad_enabled():
+            self._expect()
+
+    def _expect(self) -> None:
+        if self._steps.awaits_optimizer and not self._accumulators:
+            for parameter in self._steps.reduced:
+                accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._accumulators.append(accumulator.register_prehook(self._begin))
+
+    def _begin(self, *_: Any) -> None:
+        if self._accumulators:
+            self._remove(self._accumulators)
+            self._steps.end_or_reject()
+            if self._steps.steps.open:
+                self._accumulates()
+
+    @staticmethod
+    def _remove(handles: list[Any]) -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()

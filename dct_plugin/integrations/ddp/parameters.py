@@ -1,0 +1,139 @@
+"""The parameters of a model under DDP: their names, complex ones as real ones, and their buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as DDP reduces it; a real one as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def entries_of(parameter: Tensor) -> int:
+    """Return the number of entries of a parameter's gradient in a bucket."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+class RealView:
+    """A complex parameter as a real one, with all that step-ahead needs of a parameter."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        self.parameter = parameter
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([*self.parameter.shape, 2])
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameter.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.parameter.requires_grad
+
+    @property
+    def _version(self) -> int:
+        return self.parameter._version
+
+    @property
+    def data(self) -> Tensor:
+        return torch.view_as_real(self.parameter.data)
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.parameter.data = torch.view_as_complex(values)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def data_ptr(self) -> int:
+        return self.parameter.data_ptr()
+
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+
+class ParameterNames:
+    """Names of a model's parameters, and the parameters that were reduced so far.
+
+    Args:
+        named: ``model.named_parameters()``; parameters without a name are numbered when they are first
+            reduced, in the same order on all ranks.
+
+    Attributes:
+        sizes: Entries of the gradients of the named parameters; None without names.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self._names: dict[int, str] = {}
+        self._reduced: dict[str, Tensor] = {}
+        self.sizes: dict[str, int] | None = None
+        self.add(named)
+
+    def add(self, named: Iterable[tuple[str, AnyTensor]]) -> dict[str, AnyTensor]:
+        """Name the parameters that have no name yet; return all of them by name."""
+        found = {self._names.setdefault(id(parameter), name): parameter for name, parameter in named}
+        if found:
+            self.sizes = {**(self.sizes or {}), **{name: entries_of(p) for name, p in found.items()}}
+        return found
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Return the name of a parameter that is reduced."""
+        name = self._names.setdefault(id(parameter), f"parameter_{len(self._names):04d}")
+        self._reduced.setdefault(name, parameter)
+        return name
+
+    def is_reduced(self, parameter: Tensor) -> bool:
+        """Return whether a parameter was reduced so far."""
+        return self._names.get(id(parameter)) in self._reduced
+
+    def reduced(self) -> list[tuple[str, Tensor]]:
+        """Return the parameters that were reduced so far, in the order of their names: the same on all
+        ranks.
+        """
+        return sorted(self._reduced.items(), key=lambda item: item[0])
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradients of the parameters that were reduced so far, in the order of their reduction."""
+        for name, parameter in self._reduced.items():
+            if parameter.grad is not None:
+                yield name, as_real(parameter.grad)
+
+
+class Bucket:
+    """The layout of a bucket that DDP has filled.
+
+    Args:
+        full: The bucket.
+
+    Attributes:
+        parameters: The parameters, in the order of their gradients.
+        views: The gradients in the bucket's buffer, 1-D.
+    """
+
+    def __init__(self, full: dist.GradBucket) -> None:
+        self.parameters = list(full.parameters())
+        self.views = full.buffer().split([entries_of(parameter) for parameter in self.parameters])
+
+    def note_gradients(self) -> None:
+        """Note the parameters' own gradients, before DDP copies those of the buffer there."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        self._before = [(each, 0 if each is None else each._version) for each in gradients]
+
+    def unused(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parameter and view of the gradients that DDP, which has finished, did not copy.
+
+        Under ``find_unused_parameters`` it leaves the gradient of a parameter that no rank used in the step.
+        """
+        for parameter, view, (before, version) in zip(self.parameters, self.views, self._before, strict=True):
+            untouched = parameter.grad is before and (before is None or before._version == version)
+            # With gradient_as_bucket_view the gradient is the view.
+            if untouched and (before is None or before.data_ptr() != view.data_ptr()):
+                yield parameter, view
