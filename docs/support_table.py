@@ -13,7 +13,7 @@ _BEGIN, _END = (f"<!-- generated from the rows of hosts: {place} -->" for place 
 
 
 class State(Enum):
-    """What was run of a row."""
+    """The runs that a row of the table has behind it."""
 
     CPU = "run on CPU"
     GPU = "run on CPU and on a GPU"

@@ -54,9 +54,9 @@ class PendingExchanges:
         known = [self._known(phases, chunk) for chunk in chunks]
         in_slots = bool(chunks) and all(known)
         names = {tensor.name for tensor in plan.tensors}
-        # The stream of a pending tensor needs to know what it sent.
         if chunks and not in_slots:
             self._compare_unknown(chunks[0].fingerprint)
+        # The stream of a pending tensor needs to know what it sent.
         if not in_slots or any(t.name in names for each in self._pending for t in each.plan.tensors):
             self.finish()
         return PlanExchange(group, self._order, phases, plan, chunks, whole, known if in_slots else None)

@@ -1,4 +1,4 @@
-"""What a section becomes for a training: feedback, start and sparsity, each with its reason."""
+"""The settings that a section becomes for a training: feedback, start and sparsity, each with its reason."""
 
 from __future__ import annotations
 

@@ -166,12 +166,10 @@ class Exchange:
     def transfer(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Do an :meth:`all_to_all` where every rank knows that rank ``r`` sends it ``sizes[r]`` bytes."""
         sent = self._staging.to_send(messages)
-        received = [
-            sent[r] if r == self.rank else torch.empty(size, dtype=torch.uint8, device=sent[r].device)
-            for r, size in enumerate(sizes)
-        ]
         with self._guard("exchange of messages"):
-            self._open().transfer(sent, received)
+            transport = self._open()
+            received = transport.receive_buffers(sent, sizes)
+            transport.transfer(sent, received)
         return self._staging.received(received, messages[self.rank])
 
     def scatter_into(

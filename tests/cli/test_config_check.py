@@ -164,7 +164,7 @@ RIGHT: dict[str, Any] = {
 
 @dataclasses.dataclass
 class Said:
-    """What the command said about a file."""
+    """The output of the command about one file."""
 
     out: str = ""
     err: str = ""
@@ -190,7 +190,7 @@ def run(files: dict[str, Any], folder: Path, *options: str) -> tuple[int, dict[s
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Said]:
-    """By name, what one command says about all files."""
+    """Run the command once on all files; return what it says, by name of the file."""
     if installed("deepspeed") is None:
         pytest.skip("without DeepSpeed")
     files = {name: content for table in (WRONG, WARNED, NOTED) for name, (content, _) in table.items()}

@@ -180,7 +180,7 @@ def test_feedback_follows_the_optimizer() -> None:
 
 
 def _told_length(rank: int, world_size: int) -> dict[str, tuple[tuple[int, int], str]]:
-    """By host and by how the length was told, the start and what the log says."""
+    """Return the start and what the log says, by host and by how the length was told."""
     found, log = {}, Lines()
     for make in (model, replicated):
         for name, key, argument in (

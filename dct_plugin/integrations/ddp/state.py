@@ -104,7 +104,7 @@ class DCTState:
         """Reduces buckets in place of this state, once it is closed."""
         self._total_steps = total_steps
         self._note: str | None = None
-        """What rank 0 logs about the settings, once they are resolved for the optimizer."""
+        """The line that rank 0 logs about the settings, once they are resolved for the optimizer."""
         poisoned = PoisonedSteps(self.config.data_parallel, self.parameters.gradients, agree=False)
         self.steps = StepHooks([])
         self._optimizer_steps = OptimizerSteps(

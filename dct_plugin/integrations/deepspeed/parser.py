@@ -44,7 +44,7 @@ _REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError)
 
 
 class Answer(NamedTuple):
-    """What the installed DeepSpeed makes of a JSON.
+    """The answer of the installed DeepSpeed to a JSON.
 
     Attributes:
         keys: The keys that it reads at the top level of any JSON.

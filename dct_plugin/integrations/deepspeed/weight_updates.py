@@ -115,7 +115,7 @@ class UpdatedWeights(WeightUpdates):
         self.updates = updates_of(context, nodes)
         self._optimizer, self._layout = engine.optimizer, layout
         self._groups: dict[int, list[_FlatParameter]] = {}
-        """By index, the groups whose updates are exchanged."""
+        """The groups whose updates are exchanged, by index."""
         if self.updates.exact and any(flat.dtype == torch.float32 for flat in self._flat):
             raise refuse(
                 "DeepSpeed in fp32", "'exact' is for bf16 and fp16: nearly all fp32 weights change in a step"
@@ -129,7 +129,7 @@ class UpdatedWeights(WeightUpdates):
                     if parameter.numel()
                 ]
         self._rounded: dict[int, Tensor] = {}
-        """By index, where DeepSpeed puts this rank's rounded masters in a step."""
+        """Tensors in which DeepSpeed puts this rank's rounded masters in a step, by index of the group."""
         self._parts: dict[int, Tensor] = {}
         """While the optimizer steps: this rank's parts of the flat weights."""
 

@@ -48,7 +48,7 @@ class _Owner:
     numbers: dict[int, int] = field(default_factory=dict)
     """Numbers of its buckets, by identity."""
     rounded: dict[int, Tensor] = field(default_factory=dict)
-    """By number of a bucket, this rank's part of it after the step, for exact updates."""
+    """This rank's part of each bucket after the step, by number of the bucket, for exact updates."""
     waiting: set[int] = field(default_factory=set)
     """Identities of the buckets whose update has not been sent yet."""
     sparse: bool = False
