@@ -53,7 +53,7 @@ class Candidate(NamedTuple):
         """The section ``dct.data_parallel`` as it is pasted."""
         made: dict[str, Any] = {"sparsity": self.setting.sparsity, "value_dtype": self.setting.value_dtype}
         if self.updates is not None:
-            sparsity, value_dtype, _ = self.updates
+            sparsity, value_dtype = self.updates
             made["parameters"] = {"sparsity": sparsity, "value_dtype": value_dtype}
         return made
 

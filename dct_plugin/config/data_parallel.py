@@ -186,7 +186,7 @@ class DataParallelConfig(Section):
     exchange: Literal["auto", "direct", "two_phase"] = "auto"
     """Topology of the exchange: every rank sends its message to all (direct), or owners sum the messages and
     send the sums (two_phase). auto uses the one with fewer bytes; with `step_ahead` it uses direct on up to 4
-    ranks. With `quality` both are tried on more than 2 ranks.
+    ranks.
 
     To compare the two. It has no effect under ZeRO-1 and 2, whose owners keep the sums.
     """

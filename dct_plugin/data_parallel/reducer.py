@@ -20,6 +20,7 @@ from ..metrics import Record
 from .add_on import AddOn, ReducerContext
 from .add_ons import AddOns
 from .dense_sums import DenseSums
+from .node_ranks import NodeRanks
 from .pending_exchanges import PendingExchanges
 from .plan import PlannedTensor, ReductionPlan, Shard
 from .plan_exchange import PlanExchange
@@ -73,6 +74,10 @@ class GradientReducer(StreamGroup):
         self.flushed = False
         """True if a step has brought all that residuals held, after :meth:`flush`."""
         self._flushes = False
+        if self.nodes is not None:
+            self.node = NodeRanks(
+                self.nodes, self.device, self.settings.min_numel, self.metrics, self.backend
+            )
         self.topologies = Topologies(self)
         self.add_ons = AddOns(ReducerContext(self, self.config, self.topologies, optimizer))
         self._dense = DenseSums(self, self.config.dense_steps, self.add_ons)

@@ -38,18 +38,6 @@ def exchange_by_rule(settings: DataParallelConfig, ranks: int) -> Literal["direc
     return "direct" if ranks <= (4 if settings.feedback.looks_ahead else 2) else "two_phase"
 
 
-def alternative_exchange(settings: DataParallelConfig, by_rule: str) -> str | None:
-    """Return the topology that the automatic mode may choose in place of the one by rule, or None.
-
-    Every sparsity that is safe lost nothing measurable in both topologies, if owners answer with as many
-    entries as by default (``docs/quality.md``).
-    """
-    measured = settings.quality == "bytes" or settings.server_density >= settings.feedback.server_density
-    if settings.quality is None or settings.exchange != "auto" or not measured:
-        return None
-    return "two_phase" if by_rule == "direct" else "direct"
-
-
 def safe_sparsity(settings: DataParallelConfig, training: Training) -> float:
     """Return the highest sparsity that lost nothing measurable in a training (``docs/quality.md``)."""
     family = training.family

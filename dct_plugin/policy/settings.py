@@ -15,13 +15,11 @@ LOSSLESS = "lossless"
 
 
 class Setting(NamedTuple):
-    """A sparsity, the type of its values and the topology, as the automatic mode chooses them."""
+    """A sparsity and the type of its values, as the automatic mode chooses them."""
 
     sparsity: float = 0.0
     value_dtype: str | None = None
     """Type of the values, or :data:`LOSSLESS`; None: the dense exchange of the framework."""
-    exchange: str | None = None
-    """``"direct"`` or ``"two_phase"``; None: the topology by rule."""
 
     @property
     def is_dense(self) -> bool:
@@ -42,8 +40,7 @@ class Setting(NamedTuple):
             return "dense, lossless code"
         if self.is_dense:
             return "dense"
-        topology = f", {self.exchange.replace('_', '-')} exchange" if self.exchange else ""
-        return f"sparsity {self.sparsity:g}, {self.value_dtype} values{topology}"
+        return f"sparsity {self.sparsity:g}, {self.value_dtype} values"
 
 
 def settings_within(

@@ -2,94 +2,114 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.processes import logged
 from support.processes import run as run_ranks
 
-from dct_plugin.config import DataParallelConfig, MetricsConfig
+from dct_plugin.config import AccordionConfig, DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
-from dct_plugin.data_parallel.accordion import SAMPLES, Accordion, CriticalRegimes
+from dct_plugin.data_parallel.accordion import SAMPLES, Accordion
+from dct_plugin.data_parallel.plan import PlannedTensor, ReductionPlan
 from dct_plugin.errors import ConfigError
-from dct_plugin.metrics import Metrics
+from dct_plugin.metrics import Metrics, Record
+from dct_plugin.schedules import SparsitySchedule
 
 
-def run(accordion: Accordion, gradients: list[torch.Tensor], *, first: int = 0) -> list[bool]:
+def accordion(interval: int) -> Accordion:
+    group = SimpleNamespace(step=0, rank=1, schedule=SparsitySchedule(0.5))
+    return Accordion(group, AccordionConfig(interval=interval, sparsity=0.0))
+
+
+def planned(gradient: torch.Tensor, *, owned: list[tuple[int, int]] | None = None) -> ReductionPlan:
+    """A plan of one tensor, of which rank 1 gets the sums of some parts, or all of it."""
+    numel = gradient.numel()
+    if owned is None:
+        return ReductionPlan("sum", [PlannedTensor("w", gradient, [Shard(0, 0, numel)], False)])
+    bounds = sorted({0, numel, *(bound for part in owned for bound in part)})
+    shards = [Shard(int((a, b) in owned), a, b) for a, b in itertools.pairwise(bounds)]
+    return ReductionPlan("sum", [PlannedTensor("w", gradient, shards, False)], sums_everywhere=False)
+
+
+def run(regimes: Accordion, gradients: list[torch.Tensor], *, first: int = 0) -> list[bool]:
     """Whether the layer was critical at every step."""
     seen = []
     for step, gradient in enumerate(gradients, first):
-        due = accordion.due([("w", gradient)], step)
-        if due:
-            accordion.decide(due, accordion.squares(due), step)
-        seen.append(accordion.critical("w"))
-        accordion.observe("w", gradient, [(0, gradient.numel())], step)
-        accordion.end_step(skipped=False)
+        regimes._group.step = step
+        regimes.before_reduce(planned(gradient), Record("gradient"))
+        seen.append(regimes.critical("w"))
+        regimes.after_reduce(planned(gradient))
+        regimes.end_step(skipped=False)
     return seen
 
 
-def test_norms_that_stay_leave_the_critical_regime_and_changes_enter_it() -> None:
+def test_norms_that_stay_leave_the_critical_regime_and_changes_enter_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one = torch.ones(50)
     gradients = [one] * 8 + [2 * one] * 8
     # Nothing to compare with in the first interval; a change is seen when its interval is over.
-    assert run(CriticalRegimes(4), gradients) == [True] * 8 + [False] * 4 + [True] * 4
-    assert run(CriticalRegimes(4, change=1.5), gradients) == [True] * 8 + [False] * 8
+    assert run(accordion(4), gradients) == [True] * 8 + [False] * 4 + [True] * 4
+    monkeypatch.setattr(Accordion, "change", 1.5)
+    assert run(accordion(4), gradients) == [True] * 8 + [False] * 8
 
 
 def test_accumulated_gradients_count_not_single_ones() -> None:
     one = torch.ones(50)
     noise = [one, -one] * 8  # norms of single gradients stay; their sums are zero
-    assert all(run(CriticalRegimes(4), noise))
+    assert all(run(accordion(4), noise))
 
 
 def test_a_learning_rate_that_drops_is_critical_and_one_that_decays_is_not() -> None:
-    accordion, one = CriticalRegimes(2), torch.ones(10)
+    regimes, one = accordion(2), torch.ones(10)
     rates = iter([1.0, 1.0, 0.9, 0.8, 0.3])
-    accordion.learning_rate = lambda: next(rates)
-    assert run(accordion, [one] * 10) == [True] * 4 + [False] * 4 + [True] * 2
+    regimes.learning_rate = lambda: next(rates)
+    assert run(regimes, [one] * 10) == [True] * 4 + [False] * 4 + [True] * 2
 
 
 def test_large_tensors_are_sampled_and_owners_share_the_norm() -> None:
     numel = 3 * SAMPLES
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    whole, left, right = CriticalRegimes(1), CriticalRegimes(1), CriticalRegimes(1)
-    for accordion, parts in (
-        (whole, [(0, numel)]),
-        (left, [(0, 1000), (30_000, numel)]),
-        (right, [(1000, 30_000)]),
-    ):
-        accordion.observe("w", gradient, parts, 0)
-        accordion.end_step(skipped=False)
-    together = left.squares(["w"]) + right.squares(["w"])
-    assert torch.allclose(together, whole.squares(["w"]))
-    assert float(together) == pytest.approx(SAMPLES * (1 - 1 / 6), rel=0.05)  # unique ones of the draws
+    squares = []
+    for owned in (None, [(0, 1000), (30_000, numel)], [(1000, 30_000)]):
+        regimes = accordion(1)
+        regimes.after_reduce(planned(gradient, owned=owned))
+        regimes.end_step(skipped=False)
+        squares.append(regimes.state_dict()["w"]["total"].double().square().sum())
+    whole, left, right = squares
+    assert torch.allclose(left + right, whole)
+    assert float(whole) == pytest.approx(SAMPLES * (1 - 1 / 6), rel=0.05)  # unique ones of the draws
 
 
 def test_skipped_steps_leave_no_trace_and_states_continue() -> None:
     gradients = [torch.full((9,), float(value)) for value in (1, 1, 1, 1, 5, 5, 5, 5)]
-    expected = run(CriticalRegimes(2), gradients)
-    first = CriticalRegimes(2)
+    expected = run(accordion(2), gradients)
+    first = accordion(2)
     seen = run(first, gradients[:4])
-    first.observe("w", torch.full((9,), float("nan")), [(0, 9)], 4)
+    first.after_reduce(planned(torch.full((9,), float("nan"))))
     first.end_step(skipped=True)
-    second = CriticalRegimes(2)
-    second.load_state_dict(first.state_dict())
+    second = accordion(2)
+    second.load_state_dict(first.state_dict(), step=4)
     assert second.critical("w") == first.critical("w")
     assert seen + run(second, gradients[4:], first=4) == expected
 
 
 def test_the_unit_of_gradients_may_change() -> None:
-    accordion, one = CriticalRegimes(2), torch.ones(5)
-    assert run(accordion, [one] * 5)[-1] is False
-    accordion.rescale(1024.0)
-    assert run(accordion, [1024 * one] * 3, first=5)[-1] is False
+    regimes, one = accordion(2), torch.ones(5)
+    assert run(regimes, [one] * 5)[-1] is False
+    regimes.rescale(1024.0)
+    assert run(regimes, [1024 * one] * 3, first=5)[-1] is False
 
 
 def test_a_saved_state_follows_the_unit_of_gradients() -> None:
-    regimes, other, ones = CriticalRegimes(2), CriticalRegimes(2), [torch.ones(5)] * 3
+    regimes, other, ones = accordion(2), accordion(2), [torch.ones(5)] * 3
     run(regimes, ones)
     saved = Accordion.in_unit(regimes.state_dict(), 1024.0)
     regimes.rescale(1024.0)
-    other.load_state_dict(saved)
+    other.load_state_dict(saved, step=3)
     assert str(other.state_dict()) == str(regimes.state_dict())
 
 
@@ -116,7 +136,7 @@ def _reduced(rank: int, world_size: int, kind: str) -> tuple[list[bool], int]:
             reducer.all_reduce([("w", gradient)], scale=0.5)
         else:
             reducer.reduce_scatter([("w", gradient, shards)], scale=0.5)
-        critical.append(reducer.add_ons.of(Accordion).regimes.critical("w"))
+        critical.append(reducer.add_ons.of(Accordion).critical("w"))
         reducer.end_step()
         metrics.step(step)
         if step == 9:

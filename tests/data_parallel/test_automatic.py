@@ -8,11 +8,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.processes import run
-from torch.nn.parallel import DistributedDataParallel
 
-from dct_plugin import DCTState
 from dct_plugin.compression.feedback import unpacked
 from dct_plugin.config import DataParallelConfig, DCTConfig, KernelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard, lossless
@@ -26,11 +23,10 @@ from dct_plugin.data_parallel.autotune.decision_rules import (
 )
 from dct_plugin.data_parallel.autotune.measurements import largest
 from dct_plugin.data_parallel.stream_group import StreamGroup
-from dct_plugin.data_parallel.two_phase import TwoPhase
 from dct_plugin.errors import ConfigError, PayloadError
 from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training, resolve
-from dct_plugin.policy.rules import alternative_exchange, for_compressors
+from dct_plugin.policy.rules import for_compressors
 from dct_plugin.policy.settings import Setting, settings_within
 
 DENSE, GENTLE, STRONG = Setting(), Setting(0.9, "bf16"), Setting(0.99, "bf16")
@@ -166,31 +162,8 @@ def test_a_prediction_is_the_sum_of_its_parts_and_a_measured_reduction_counts() 
     assert _model(1e9, dense_reduction=0.5).predict(DENSE).total == pytest.approx(0.6)
     two_phase = _model(1e9, is_direct=False, ranks=8).predict(STRONG)
     assert two_phase.exchange == pytest.approx(2e-4 + 8e-9 * (0.03 * 1e7 + 4_000) / 4)
-    over = STRONG._replace(exchange="two_phase")
-    assert _model(1e9, ranks=8).predict(over) == two_phase._replace(setting=over)
-    answered = _model(1e9, ranks=8, server_density=3.0).predict(over)
+    answered = _model(1e9, is_direct=False, ranks=8, server_density=3.0).predict(STRONG)
     assert answered.exchange == pytest.approx(2e-4 + 8e-9 * (2 * 0.03 * 1e7 + 4_000) / 4)
-
-
-@pytest.mark.parametrize(
-    ("settings", "by_rule", "alternative"),
-    [
-        ({"sparsity": "auto", "feedback": "local"}, "two_phase", "direct"),
-        ({"sparsity": "auto", "feedback": "step_ahead"}, "direct", "two_phase"),
-        (
-            {"quality": "bytes", "feedback": "step_ahead", "expert": {"server_density": 1}},
-            "direct",
-            "two_phase",
-        ),
-        ({"quality": "safe", "feedback": "step_ahead", "expert": {"server_density": 1}}, "direct", None),
-        ({"quality": "bytes", "exchange": "direct"}, "direct", None),
-        ({"feedback": "local"}, "two_phase", None),
-    ],
-)
-def test_the_other_topology_is_tried_where_it_is_known_to_lose_nothing(
-    settings: dict[str, Any], by_rule: str, alternative: str | None
-) -> None:
-    assert alternative_exchange(_config(**settings), by_rule) == alternative
 
 
 def test_likely_settings_are_tried_and_the_gentlest_of_the_fast_ones_stays() -> None:
@@ -410,146 +383,3 @@ def test_ranks_switch_alike_and_what_is_owed_is_paid() -> None:
     assert torch.allclose(ranks[0]["arrived"], owed, atol=0.01)
     total = sum(each["given"] for each in ranks)
     assert torch.allclose(ranks[0]["got"], total, atol=0.05)
-
-
-# -- topologies ---
-
-_DIRECT = STRONG._replace(exchange="direct")
-#: Entries of a tensor that three ranks own together.
-_ENTRIES = 60_001
-
-
-def _unsent(reducer: GradientReducer) -> torch.Tensor:
-    """Return what this rank has not sent: of its gradients, and of the sums that it owns."""
-    streams, total = reducer.streams_state(), torch.zeros(_ENTRIES)
-    if "weight" in streams:
-        total += unpacked(streams["weight"]["residual"])
-    for shard, name in TwoPhase(reducer).owner_residuals("weight", _ENTRIES):
-        if name in streams:
-            total[shard.start : shard.stop] += unpacked(streams[name]["residual"])
-    return total / reducer.loss_scale
-
-
-def _owned(reducer: GradientReducer) -> bool:
-    return any("[" in name for name in reducer.streams_state())
-
-
-def _changed_topology(rank: int, world_size: int) -> dict[str, Any]:
-    """Reduce gradients, whose unit changes in every step, while the best topology changes in mid-run."""
-    rules = DecisionRules(
-        dense_steps=2, settling_steps=1, trial_steps=2, rounds=1, window_steps=3, trial_ratio=100.0
-    )
-
-    def median(self: AutomaticSparsity) -> float:
-        direct = 0.5 if step < _STEPS // 2 else 1.5
-        return largest(reducer, [{STRONG: 1.0, _DIRECT: direct}.get(self.current, 3.0)])[0]
-
-    with (
-        patch.multiple(AutomaticSparsity, rules=rules, _median=median),
-        patch(f"{add_on.__name__}.probe_link", lambda _: Link(1e-4, 1e-6)),
-        patch(
-            "dct_plugin.data_parallel.autotune.add_on.settings_within", lambda config, **_: [DENSE, STRONG]
-        ),
-    ):
-        settings: dict[str, Any] = {"quality": "bytes", "feedback": "local"}
-        reducer, step = GradientReducer(_config(**settings), transactional=True), 0
-        automatic = reducer.add_ons.of(AutomaticSparsity)
-        generator = torch.Generator().manual_seed(rank)
-        given, got, used, lost, continued = torch.zeros(_ENTRIES), torch.zeros(_ENTRIES), [], [], []
-        for step in range(_STEPS):
-            scale, gradient = reducer.loss_scale, torch.randn(_ENTRIES, generator=generator)
-            state, tensor = reducer.state_dict(), gradient * scale
-            reducer.all_reduce([("weight", tensor), ("bias", torch.ones(5))])
-            if step % 6 == 3 and automatic.current in (STRONG, _DIRECT) and state["automatic"]["is_decided"]:
-                resumed = GradientReducer(_config(**settings), transactional=True)
-                resumed.load_state_dict(state)
-                again = gradient * scale
-                resumed.all_reduce([("weight", again), ("bias", torch.ones(5))])
-                continued.append((resumed.topologies.exchange, torch.equal(again, tensor)))
-            skipped = step % 7 == 6
-            if not skipped:
-                given, got = given + gradient, got + tensor / scale
-            used.append(automatic.current)
-            reducer.end_step(skipped=skipped, loss_scale=2.0 if scale == 1.0 else 1.0)
-            missing = given - _unsent(reducer)
-            dist.all_reduce(missing)
-            lost.append(float((missing - got).abs().max()))
-        assert _owned(reducer)
-        other = GradientReducer(_config(quality="bytes", feedback="local", exchange="direct"))
-        other.load_state_dict(reducer.state_dict())
-        unsent = _unsent(reducer)
-        return {
-            "used": used,
-            "got": got,
-            "lost": max(lost),
-            "continued": continued,
-            "elsewhere": (other.topologies.exchange, _owned(other)),
-            "moved": float((_unsent(other) - unsent).abs().max()),
-        }
-
-
-@pytest.mark.slow
-def test_a_change_of_topology_loses_nothing_and_a_resumed_run_goes_on_with_it() -> None:
-    ranks = run(3, _changed_topology)
-    used = ranks[0]["used"]
-    assert used[_STEPS // 2 - 1] == _DIRECT
-    assert used[-1] == STRONG
-    assert {DENSE, STRONG, _DIRECT} <= set(used)
-    for each in ranks:
-        assert each["used"] == used
-        assert torch.equal(each["got"], ranks[0]["got"])
-        assert each["lost"] < 1e-3
-        assert {topology for topology, _ in each["continued"]} == {"direct", "two_phase"}
-        assert all(same for _, same in each["continued"])
-        # Where the configuration names the other topology, owners' residuals have become the ranks' own.
-        assert each["elsewhere"] == ("direct", False)
-        assert each["moved"] < 1e-6
-
-
-def _trained_ahead(rank: int, world_size: int) -> dict[str, Any]:
-    """Train with AdamW and step-ahead, for which the direct exchange is the rule, while topologies change."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rules = DecisionRules(
-        dense_steps=2, settling_steps=1, trial_steps=2, rounds=1, window_steps=3, trial_ratio=100.0
-    )
-    two_phase, used, exchanges = STRONG._replace(exchange="two_phase"), [], set()
-
-    def median(self: AutomaticSparsity) -> float:
-        seconds = {STRONG: 1.0, two_phase: 0.5 if len(used) < 40 else 1.5}
-        return largest(self._group, [seconds.get(self.current, 3.0)])[0]
-
-    with (
-        patch.multiple(AutomaticSparsity, rules=rules, _median=median),
-        patch(f"{add_on.__name__}.probe_link", lambda _: Link(1e-4, 1e-6)),
-        patch(
-            "dct_plugin.data_parallel.autotune.add_on.settings_within", lambda config, **_: [DENSE, STRONG]
-        ),
-    ):
-        section = {"quality": "bytes", "warmup_steps": 3, "sparsity_warmup_steps": 3}
-        state = DCTState({"data_parallel": section}, optimizer=optimizer).register(ddp)
-        generator = torch.Generator().manual_seed(rank)
-        for _ in range(80):
-            x = torch.randn(16, 200, generator=generator)
-            torch.nn.functional.mse_loss(ddp(x), x[:, :1]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            reducer = state.reducer(x.device)
-            used.append(reducer.add_ons.of(AutomaticSparsity).current)
-            exchanges.add((reducer.topologies.exchange, reducer.config.feedback.label()))
-    weights = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
-    return {"used": used, "exchanges": exchanges, "weights": weights}
-
-
-@pytest.mark.slow
-def test_weights_stay_bitwise_the_same_when_the_topology_changes_under_step_ahead() -> None:
-    ranks = run(3, _trained_ahead)
-    used = ranks[0]["used"]
-    assert (used[38], used[-1]) == (STRONG._replace(exchange="two_phase"), STRONG)
-    assert ranks[0]["exchanges"] == {("direct", "step_ahead"), ("two_phase", "step_ahead")}
-    assert ranks[0]["weights"].isfinite().all()
-    for each in ranks[1:]:
-        assert each["used"] == used
-        assert torch.equal(each["weights"], ranks[0]["weights"])

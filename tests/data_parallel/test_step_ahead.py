@@ -20,7 +20,7 @@ from dct_plugin.data_parallel import GradientReducer, weights
 from dct_plugin.data_parallel.plan import MIN_SHARD, Shard, shards_in
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn, Unsent, displacement
 from dct_plugin.data_parallel.step_ahead.residual_coefficients import INTERVAL
-from dct_plugin.data_parallel.step_ahead.second_moments import LIMIT, Moments, MomentsPart
+from dct_plugin.data_parallel.step_ahead.second_moments import LIMIT, Moments, _add_steps
 from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.kernels.displacement import denominator
@@ -38,8 +38,14 @@ def add(moments: Moments, gradient: Tensor) -> None:
     ReferenceBackend().add_squares([moments.squares(gradient)])
 
 
-def denominators(moments: Moments | MomentsPart, numel: int, **settings: Any) -> Tensor:
-    return denominator(moments.moment(**settings), torch.empty(numel))
+def end_step(moments: Moments, *, skipped: bool = False, decay: float | None = None) -> None:
+    if not skipped:
+        _add_steps(moments.memory, [moments], decay)
+    moments.memory[1].zero_()
+
+
+def denominators(moments: Moments, numel: int, *, decay: float | None, eps: float) -> Tensor:
+    return denominator(moments.moment(StepUnit(1.0, True, decay, eps)), torch.empty(numel))
 
 
 def displaced(
@@ -64,7 +70,7 @@ def test_moments_are_those_of_adam(dtype: torch.dtype) -> None:
         weight.grad = gradient.float()
         adam.step()
         add(moments, gradient.view(-1))
-        moments.end_step(skipped=False, decay=0.95)
+        end_step(moments, decay=0.95)
     second = adam.state[weight]["exp_avg_sq"] / (1 - 0.95**5)
     found = denominators(moments, 48, decay=0.95, eps=0.01).view(6, 8)
     torch.testing.assert_close(
@@ -78,7 +84,7 @@ def test_moments_of_a_sum_and_of_steps_that_it_has_not_seen() -> None:
     for each in (moments, late):
         for _ in range(2):
             add(each, rank_one(0).view(-1))
-            each.end_step(skipped=False, decay=None)
+            end_step(each, decay=None)
     expected = rank_one(0).abs().view(-1) * 2**0.5
     found = denominators(moments, 48, decay=None, eps=0.0)
     torch.testing.assert_close(found, expected)
@@ -90,30 +96,30 @@ def test_moments_of_any_shape(shape: tuple[int, ...]) -> None:
     numel = torch.Size(shape).numel()
     moments = Moments(shape, torch.device("cpu"))
     add(moments, torch.full((numel,), 3.0))
-    moments.end_step(skipped=False, decay=0.9)
+    end_step(moments, decay=0.9)
     torch.testing.assert_close(denominators(moments, numel, decay=0.9, eps=0.0), torch.full((numel,), 3.0))
 
 
 def test_moments_skip_rescale_restore_and_non_finite() -> None:
     moments = Moments((6, 8), torch.device("cpu"))
     add(moments, rank_one(0).view(-1))
-    moments.end_step(skipped=False, decay=0.9)
+    end_step(moments, decay=0.9)
     before = moments.state_dict()
     add(moments, rank_one(1).view(-1))
-    moments.end_step(skipped=True, decay=0.9)
+    end_step(moments, skipped=True, decay=0.9)
     assert torch.equal(moments.rows, before["rows"])
     assert moments.steps == 1
     poisoned = rank_one(0)
     poisoned[2, 3] = torch.nan
     add(moments, poisoned.view(-1))
-    moments.end_step(skipped=False, decay=0.9)
+    end_step(moments, decay=0.9)
     add(moments, rank_one(0).view(-1))
-    moments.end_step(skipped=False, decay=0.9)
+    end_step(moments, decay=0.9)
     found = denominators(moments, 48, decay=0.9, eps=0.0)
     assert found.isfinite().all()
     other = Moments((6, 8), torch.device("cpu"))
     other.load_state_dict(moments.state_dict())
-    other.rescale(4.0)
+    other.memory.mul_(16.0)
     assert torch.equal(denominators(other, 48, decay=0.9, eps=0.0), 4 * found)
     products = {"products": {"w": (1.0, 2.0)}, "gradients": {"w": (4.0, 3.0)}}
     saved = StepAheadAddOn.in_unit({"moments": {"w": moments.state_dict()}, **products}, 4.0)
@@ -199,7 +205,7 @@ def test_displaced_is_a_step_of_the_optimizer(dtype: torch.dtype, loss_scale: fl
     ):
         other = Moments((6, 8), weight.device)
         add(other, gradient.view(-1) * loss_scale)
-        other.end_step(skipped=False, decay=unit.decay)
+        end_step(other, decay=unit.decay)
         found = displaced(
             weight,
             (residual * loss_scale, 0.5),
@@ -241,7 +247,7 @@ def test_no_entry_is_displaced_by_more_than_the_limit() -> None:
     gradient[0, 0], gradient[1, 1] = 1e3, 1e-2
     moments = Moments((100, 100), gradient.device)
     add(moments, gradient.view(-1))
-    moments.end_step(skipped=False, decay=0.999)
+    end_step(moments, decay=0.999)
     weight, residual = torch.zeros(100, 100), gradient.view(-1) * 3.0
     for coefficient in (1.0, 0.5):
         found = displaced(
@@ -259,11 +265,10 @@ def test_no_entry_is_displaced_by_more_than_the_limit() -> None:
 def test_a_smaller_mean_gradient_makes_longer_steps() -> None:
     moments = Moments((4, 4), torch.device("cpu"))
     add(moments, torch.ones(16))
-    moments.end_step(skipped=False, decay=0.999)
+    end_step(moments, decay=0.999)
     unit, out = StepUnit(0.1, True, 0.999, 1e-8), torch.empty(4, 4)
     for ratio in (1.0, 0.25):
-        part = MomentsPart(moments, ratio=ratio)
-        displaced(torch.zeros(4, 4), (torch.ones(16), 1.0), part, unit, out=out)
+        displaced(torch.zeros(4, 4), (torch.ones(16), 1.0), moments, unit, ratio=ratio, out=out)
         torch.testing.assert_close(out, torch.full((4, 4), -0.1 / ratio))
 
 
@@ -274,7 +279,7 @@ def test_a_sum_of_squares_grows_with_the_residual() -> None:
     unit = StepUnit(0.1, True, None, 0.0)
     for step in range(1, 80):
         add(moments, gradient.view(-1))
-        moments.end_step(skipped=False, decay=None)
+        end_step(moments, decay=None)
         out = torch.empty_like(weight)
         whole = displaced(weight, (step * gradient.view(-1), 1.0), moments, unit, out=out)
         assert float(whole.abs().max()) == pytest.approx(0.1 * min(step, LIMIT) ** 0.5, rel=1e-4)
@@ -292,7 +297,7 @@ def test_without_residual_the_weights_are_bitwise_the_same(dtype: torch.dtype, u
         assert torch.equal(found, weight)
         assert torch.equal(found.signbit(), weight.signbit())
         add(moments, torch.tensor([0.0, 0, 0, 0, 1, 1, 1, 0]))
-        moments.end_step(skipped=False, decay=0.9)
+        end_step(moments, decay=0.9)
 
 
 # -- where passes run ---

@@ -15,8 +15,8 @@ from support.launches import counted_launches
 
 from dct_plugin.compression.feedback import ScratchBuffers
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
-from dct_plugin.data_parallel.step_ahead.second_moments import Moments, SecondMoments
-from dct_plugin.data_parallel.step_units import units_of
+from dct_plugin.data_parallel.step_ahead.second_moments import Moments, SecondMoments, _add_steps
+from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.kernels import Backend
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import TritonBackend
@@ -35,7 +35,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Paramet
 def test_squares_of_gradients(dtype: torch.dtype) -> None:
     named, found = parameters(dtype), []
     for backend in BACKENDS:
-        moments = SecondMoments(named, lambda _: 0.9)
+        moments = SecondMoments(named, lambda _: StepUnit(1.0, True, 0.9))
         for step in range(3):
             for micro in range(2):
                 generator = torch.Generator().manual_seed(10 * step + micro)
@@ -55,7 +55,7 @@ def test_squares_of_gradients(dtype: torch.dtype) -> None:
 def test_the_last_bits_of_a_step_do_not_depend_on_the_other_tensors() -> None:
     """Moments that share memory are, on a CPU, bitwise those of tensors alone."""
     named = parameters()
-    together, alone = SecondMoments(named, lambda _: 0.95), {}
+    together, alone = SecondMoments(named, lambda _: StepUnit(1.0, True, 0.95)), {}
     for step in range(4):
         for name, parameter in named.items():
             gradient = torch.randn(parameter.numel(), generator=torch.Generator().manual_seed(step))
@@ -67,7 +67,8 @@ def test_the_last_bits_of_a_step_do_not_depend_on_the_other_tensors() -> None:
                 ReferenceBackend().add_squares([moments.squares(gradient)])
         together.end_step(skipped=False)
         for moments in alone.values():
-            moments.end_step(skipped=False, decay=0.95)
+            _add_steps(moments.memory, [moments], 0.95)
+            moments.memory[1].zero_()
     for name, saved in together.state_dict().items():
         assert torch.equal(saved["rows"], alone[name].rows)
         assert torch.equal(saved["columns"], alone[name].columns)
@@ -116,7 +117,7 @@ def test_many_rows_and_columns() -> None:
         "vector": torch.nn.Parameter(torch.zeros(70_001)),
     }
     gradients = [(name, torch.randn(p.numel())) for name, p in named.items()]
-    moments = SecondMoments(named, lambda _: None)
+    moments = SecondMoments(named, lambda _: StepUnit(1.0, True))
     moments.observe(gradients, TritonBackend(), ScratchBuffers())
     moments.end_step(skipped=False)
     squares = gradients[0][1].view(1100, 300).square()

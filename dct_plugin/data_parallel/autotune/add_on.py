@@ -4,7 +4,7 @@
 2. Codings and the link are measured (:mod:`.measurements`) for every setting that the quality class allows.
 3. The time of a step is predicted with each setting (:mod:`.cost_model`).
 4. The settings with the least predicted times run for some steps each, in turns. Then the best one's other
-   types of values run, and its other topology.
+   types of values run.
 5. The gentlest one of the fastest stays (:mod:`.decision_rules`).
 6. Later steps, and probes of the link, are compared with those of the decision. When they differ, the ranks
    decide again.
@@ -39,7 +39,7 @@ logger = logging.getLogger("dct_plugin")
 
 
 class AutomaticSparsity(AddOn):
-    """Chooses one setting (sparsity, value type and topology, or the dense exchange) for all tensors.
+    """Chooses one setting (sparsity and value type, or the dense exchange) for all tensors.
 
     Args:
         group: The streams of the reducer, and its process group.
@@ -114,23 +114,15 @@ class AutomaticSparsity(AddOn):
         self._began = time.perf_counter()  # a decision is no part of the next step
 
     def state_dict(self) -> Any:
-        topology = self._topologies.exchange
-        return {"current": tuple(self.current), "is_decided": self._has_decided, "exchange": topology}
+        return {"current": tuple(self.current), "is_decided": self._has_decided}
 
     def load_state_dict(self, state: Any, *, step: int) -> None:
         # A state of another number of ranks has residuals, and no setting.
-        saved = {"current": (), "is_decided": state is not None, "exchange": None} | (state or {})
-        known = Setting(*saved["current"]) if saved["is_decided"] else None
+        known = Setting(*state["current"][:2]) if state is not None and state["is_decided"] else None
         if self._has_decided and known == self.current:
             return  # the host loads what it saved in this run, in another unit
         self._holds_residuals = step > 0
-        # The topology is that of the saved residuals, even if it may not be chosen now.
-        self._topologies.switch_to(saved["exchange"])
-        self._start(known if known is not None and self._is_allowed(known) else None)
-
-    def _is_allowed(self, setting: Setting) -> bool:
-        is_known = setting._replace(exchange=None) in self._settings
-        return is_known and setting.exchange in (None, self._topologies.alternative)
+        self._start(known if known in self._settings else None)
 
     # -- decisions ---
 
@@ -179,8 +171,7 @@ class AutomaticSparsity(AddOn):
 
     def _choose(self, model: CostModel, seconds: dict[Setting, float]) -> Generator[int, None, Setting]:
         """Time some settings and return the best one; ``seconds`` gets the time of a step with each."""
-        rules, exchange = self.rules, self.current.exchange
-        settings = [each if each.is_exact else each._replace(exchange=exchange) for each in self._settings]
+        rules, settings = self.rules, self._settings
         predictions = [model.predict(each) for each in settings]
         seconds |= yield from self._time_in_turns(settings_to_try(predictions, rules))
         chosen = gentlest_of_fastest(seconds, rules)
@@ -188,13 +179,6 @@ class AutomaticSparsity(AddOn):
             seconds |= yield from self._time_in_turns(
                 [each for each in settings[1:] if each.sparsity == chosen.sparsity and each not in seconds]
             )
-            chosen = gentlest_of_fastest(seconds, rules)
-        alternative = self._topologies.alternative
-        if alternative is None or chosen.is_exact or self._topologies.sums_at_owners:
-            return chosen
-        other = chosen._replace(exchange=alternative if chosen.exchange is None else None)
-        if model.predict(other).total <= rules.trial_ratio * model.predict(chosen).total:
-            seconds |= yield from self._time_in_turns([other])
         return gentlest_of_fastest(seconds, rules)
 
     def _time_in_turns(self, settings: Sequence[Setting]) -> Generator[int, None, dict[Setting, float]]:
@@ -215,7 +199,7 @@ class AutomaticSparsity(AddOn):
         """
         schedule, step = self._group.schedule, self._group.step
         if setting.is_exact and self._holds_residuals:
-            self._switch_to(self._flush._replace(exchange=self.current.exchange))
+            self._switch_to(self._flush)
             yield 1
             self._holds_residuals = False
         self._switch_to(setting)
@@ -245,7 +229,6 @@ class AutomaticSparsity(AddOn):
     def _switch_to(self, setting: Setting) -> None:
         self.current, group = setting, self._group
         self._holds_residuals |= not setting.is_exact
-        self._topologies.switch_to(setting.exchange)
         if setting.value_dtype not in (None, LOSSLESS, group.settings.value_dtype):
             group.set_value_dtype(setting.value_dtype)
 
@@ -274,7 +257,7 @@ class AutomaticSparsity(AddOn):
             large,
             small,
             group.world_size,
-            is_direct=self._topologies.by_rule == "direct",
+            is_direct=self._topologies.is_direct,
             server_density=group.settings.server_density,
             weight_gathers=int(self._topologies.sums_at_owners),
             entry_bytes=entry_bytes,

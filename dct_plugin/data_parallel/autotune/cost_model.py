@@ -60,7 +60,7 @@ class CostModel(NamedTuple):
         large_entries: Entries of the tensors that are thresholded.
         small_bytes: Bytes of the tensors that are never thresholded.
         ranks: Ranks that exchange messages.
-        is_direct: True if the topology by rule is the direct one: every rank sends its messages to all.
+        is_direct: True if the topology is the direct one: every rank sends its messages to all.
         server_density: In the two-phase exchange, the density of what owners send, as a multiple of the
             density of what they receive.
         weight_gathers: How often a step gathers all weights, where only owners get the sums; else 0.
@@ -120,7 +120,7 @@ class CostModel(NamedTuple):
     def _update_bytes(self, updates: Setting) -> float:
         """Return the bytes that a rank sends in a step with thresholded updates of the weights."""
         share = (self.ranks - 1) / self.ranks
-        return share * (self._coding(updates).nbytes * self.large_entries + self.small_bytes)
+        return share * (self.codings[updates].nbytes * self.large_entries + self.small_bytes)
 
     def _per_rank(self, nbytes: float) -> float:
         """Return the bytes for each of the other ranks."""
@@ -134,12 +134,12 @@ class CostModel(NamedTuple):
         copies = share * (1.0 + self._server_density(setting))
         if self._is_direct(setting):
             copies = self.ranks - 1
-        return copies * self._coding(setting).nbytes * self.large_entries + 2.0 * share * self.small_bytes
+        return copies * self.codings[setting].nbytes * self.large_entries + 2.0 * share * self.small_bytes
 
     def predict(self, setting: Setting, updates: Setting | None = None) -> Prediction:
         """Return the predicted time of a step with a setting."""
         if updates is not None:
-            coding, fewer = self._coding(updates), self.gathered_bytes - self._update_bytes(updates)
+            coding, fewer = self.codings[updates], self.gathered_bytes - self._update_bytes(updates)
             seconds = (coding.encode / self.ranks + coding.decode) * self.large_entries + self.link.latency
             saved = self._per_rank(fewer) * self.link.seconds_per_byte
             return self._replace(rest=max(self.rest + seconds - saved, 0.0)).predict(setting)
@@ -147,16 +147,13 @@ class CostModel(NamedTuple):
         if setting.is_dense:
             exchange = exchange if self.dense_reduction is None else self.dense_reduction
             return Prediction(setting, self.rest, 0.0, exchange)
-        coding, server_density = self._coding(setting), self._server_density(setting)
+        coding, server_density = self.codings[setting], self._server_density(setting)
         # How often a rank encodes and decodes the entries of a model.
         encoded, decoded = 1.0 + (server_density > 0) / self.ranks, 1.0 + server_density
         if self._is_direct(setting):
             encoded, decoded = 1.0, self.ranks
         seconds = self.reductions * (coding.encode * encoded + coding.decode * decoded) * self.large_entries
         return Prediction(setting, self.rest, seconds, exchange)
-
-    def _coding(self, setting: Setting) -> Coding:
-        return self.codings[setting._replace(exchange=None)]
 
     def _server_density(self, setting: Setting) -> float:
         """Return the density of what owners send, as a multiple of that of what they receive."""
@@ -165,8 +162,7 @@ class CostModel(NamedTuple):
         return 0.0 if self.weight_gathers else min(self.server_density, 1.0 / (1.0 - setting.sparsity))
 
     def _is_direct(self, setting: Setting) -> bool:
-        is_direct = self.is_direct if setting.exchange is None else setting.exchange == "direct"
-        return is_direct and not (setting.is_exact or self.weight_gathers)
+        return self.is_direct and not (setting.is_exact or self.weight_gathers)
 
     def _exchange_seconds(self, setting: Setting) -> float:
         """Return the seconds of a step's exchanges, from their rounds and bytes."""

@@ -42,7 +42,7 @@ from ..step_units import StepUnit
 from ..stream_group import Sparsity
 from .displaced_weights import DisplacedWeights
 from .residual_coefficients import ResidualCoefficients
-from .second_moments import Moments, MomentsPart, SecondMoments
+from .second_moments import Moments, SecondMoments
 from .tensor_densities import TensorDensities
 from .training_passes import TrainingPasses
 
@@ -56,10 +56,12 @@ MAX_OWNER_FACTOR = 8
 def displacement(
     weight: Tensor,
     expected: tuple[Tensor | None, float],
-    moments: Moments | MomentsPart | None,
+    moments: Moments | None,
     unit: StepUnit,
     *,
     gradient_unit: float = 1.0,
+    first: int = 0,
+    ratio: float = 1.0,
     pending: tuple[Shard, Tensor, int] | None = None,
     out: Tensor,
 ) -> Displacement:
@@ -76,6 +78,8 @@ def displacement(
         moments: Second moments of the stream's gradients; needed for preconditioned units.
         unit: Unit of the optimizer's steps.
         gradient_unit: Factor from the stream's gradients to the optimizer's (one over the loss scale).
+        first: First entry of the weight among those of ``moments``.
+        ratio: Size of the ranks' mean gradient, by which the optimizer divides, relative to the stream's.
         pending: A part of the weights, the update (fp32) that it has not got yet, and the update's factor.
         out: A tensor like ``weight``.
     """
@@ -85,7 +89,7 @@ def displacement(
     if not unit.preconditioned or residual is None:
         return Displacement(weight, out, residual, scale * gradient_unit, pending=update)
     assert moments is not None
-    moment = moments.moment(decay=unit.decay, eps=unit.eps / gradient_unit)
+    moment = moments.moment(unit, gradient_unit=gradient_unit, first=first, ratio=ratio)
     return Displacement(weight, out, residual, scale, moment, moments.limit(unit.decay), update)
 
 
@@ -133,6 +137,10 @@ class StepAhead:
         coefficient: Factor of the displacement, in (0, 1]; None: measured.
         gradient_unit: Returns the factor from a stream's gradients to the optimizer's.
         kernels: The kernels of the parameters' device; plain torch by default.
+        node: The ranks of this rank's node, each of which has a part of the node's residuals.
+        held: By name, the range of entries that a parameter's ``data`` holds, if the host gathers weights
+            inside the node. None: parameters are whole. Each rank of a node displaces its part of them, and
+            the parts are gathered here.
     """
 
     def __init__(
@@ -145,14 +153,14 @@ class StepAhead:
         coefficient: float | None = None,
         gradient_unit: Callable[[], float] = lambda: 1.0,
         kernels: Backend | None = None,
+        node: NodeRanks | None = None,
+        held: Mapping[str, Part] | None = None,
     ) -> None:
-        self._parameters = dict(parameters)
+        self._parameters, self._node, self._held = dict(parameters), node, held
         self._kernels = ReferenceBackend() if kernels is None else kernels
-        self._node: NodeRanks | None = None
-        self._held: Mapping[str, Part] | None = None
         self._unit_of, self._unsent, self._gradient_unit = unit_of, unsent, gradient_unit
         self._world_size, self._owner_factor = world_size, min(world_size, MAX_OWNER_FACTOR)
-        self.moments = SecondMoments(self._parameters, lambda each: getattr(unit_of(each), "decay", None))
+        self.moments = SecondMoments(self._parameters, unit_of, node)
         self.coefficients = ResidualCoefficients(
             self._parameters, unsent.residual, world_size=world_size, fixed=coefficient
         )
@@ -161,18 +169,6 @@ class StepAhead:
         self._displaced = DisplacedWeights()
         self._passes = TrainingPasses(self._displaced, self.displace)
         self._handles: list[Any] = []
-
-    def share_with(self, node: NodeRanks, held: Mapping[str, Part] | None = None) -> None:
-        """Displace by the residuals of a node, of which each of its ranks has a part.
-
-        Args:
-            node: The ranks of the node.
-            held: By name, the range of entries that a parameter's ``data`` holds, if the host gathers weights
-                inside the node. None: parameters are whole. Each rank displaces its part of them, and the
-                parts are gathered here.
-        """
-        self._node = self.moments.node = node
-        self._held = held
 
     # -- where passes run ---
 
@@ -217,13 +213,15 @@ class StepAhead:
         Raises:
             DCTError: A parameter was written while it held displaced weights.
         """
-        if self._displaced.shown and self._displaced.fresh and not self._displaced.outdated:
-            self._displaced.check()
+        shown = self._displaced
+        current = shown.fresh and not shown.outdated
+        if current and shown.shown:
+            shown.check()
             return
-        self._displaced.restore()
-        if not self._displaced.fresh or self._displaced.outdated:
+        shown.restore()
+        if not current:
             self._compute()
-        self._displaced.show()
+        shown.show()
 
     def restore(self) -> None:
         """Let the parameters' data be the weights again, for an optimizer's step: no backward pass of an
@@ -275,21 +273,22 @@ class StepAhead:
                 part = slice(*node.part(name, weight.numel()))
                 first = part.start
             residual, coefficient, lasting = self._expected(name, part.stop - part.start)
-            expected, pending = (residual, coefficient), self._unsent.pending(name)
-            if expected[0] is None and pending is None and node is None:
+            pending = self._unsent.pending(name)
+            if residual is None and pending is None and node is None:
                 continue
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
                 buffer = self._buffers[name] = torch.empty_like(weight)
-            own, out = weight.view(-1)[part], buffer.view(-1)[part]
             job = displacement(
-                own,
-                expected,
-                self._moments_of(name, first),
+                weight.view(-1)[part],
+                (residual, coefficient),
+                self.moments.of(name),
                 unit,
                 gradient_unit=self._gradient_unit(),
+                first=first,
+                ratio=self.coefficients.gradient_ratio(name),
                 pending=None if pending is None else (*pending, self._owner_factor),
-                out=out,
+                out=buffer.view(-1)[part],
             )
             if lasting and pending is None:
                 jobs.append(job)
@@ -323,15 +322,6 @@ class StepAhead:
             both[shard.start : shard.stop].add_(part, alpha=self._owner_factor / self._world_size)
         return (residual, coefficient, lasting) if both is None else (both, 1.0, False)
 
-    def _moments_of(self, name: str, first: int) -> MomentsPart | None:
-        """Return the second moments of the ranks' mean gradient, by which the optimizer divides, from entry
-        ``first`` on.
-        """
-        moments = self.moments.of(name)
-        return (
-            None if moments is None else MomentsPart(moments, first, self.coefficients.gradient_ratio(name))
-        )
-
     def residual_length(self, name: str) -> Tensor:
         """Return the root mean square of a residual times its coefficient, in optimizer steps.
 
@@ -339,12 +329,12 @@ class StepAhead:
         """
         parameter, residual = self._parameters[name], self._unsent.residual(name)
         first = 0 if self._node is None else self._node.part(name, parameter.numel())[0]
-        unit, moments = self._unit_of(parameter), self._moments_of(name, first)
+        unit, moments = self._unit_of(parameter), self.moments.of(name)
         if residual is None or moments is None or unit is None or not unit.preconditioned:
             return torch.zeros((), device=parameter.device)
-        room = self._scratch.take("step", residual)
-        moment = moments.moment(decay=unit.decay, eps=unit.eps / self._gradient_unit())
-        limit = moments.limit(unit.decay)
+        room, limit = self._scratch.take("step", residual), moments.limit(unit.decay)
+        ratio = self.coefficients.gradient_ratio(name)
+        moment = moments.moment(unit, gradient_unit=self._gradient_unit(), first=first, ratio=ratio)
         steps = torch.div(residual, denominator(moment, room), out=room).clamp_(-limit, limit)
         return steps.norm() * (self.coefficients.of(name) / residual.numel() ** 0.5)
 
@@ -352,10 +342,6 @@ class StepAhead:
 
     def observe(self, entries: Entries) -> None:
         """Add gradients of this rank (1-D, in their unit) to the second moments, before they are reduced."""
-        # An optimizer that gets a parameter later knows nothing of earlier gradients.
-        known = {name: self._parameters.get(name) for name, _ in entries}
-        stepped = {name for name, p in known.items() if p is not None and self._unit_of(p) is not None}
-        entries = [each for each in entries if each[0] in stepped]
         self.moments.observe(entries, self._kernels, self._scratch)
 
     def end_step(self, *, skipped: bool) -> None:
@@ -430,7 +416,7 @@ class StepAheadAddOn(AddOn):
                 makes a gradient of the sum over the ranks by a factor, one over that factor and over the
                 number of ranks.
             pending_of: See :attr:`Unsent.pending`; given if updates of the weights are thresholded.
-            held: See :meth:`StepAhead.share_with`; given if a rank has slices of a node's weights.
+            held: See :class:`StepAhead`; given if a rank has slices of a node's weights.
 
         Returns:
             An object to attach to the model, or to ask to displace and restore its weights.
@@ -449,9 +435,9 @@ class StepAheadAddOn(AddOn):
             coefficient=self._config.expert.step_ahead_coefficient,
             gradient_unit=lambda: 1.0 / (unit * group.loss_scale),
             kernels=group.backend,
+            node=group.node,
+            held=held,
         )
-        if self._group.node is not None:
-            self._ahead.share_with(self._group.node, held)
         self._ahead.load_state_dict(self._loaded, step=group.step)
         return self._ahead
 

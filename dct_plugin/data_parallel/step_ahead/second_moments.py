@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ...compression.feedback import ScratchBuffers
 from ...kernels import Backend
 from ...kernels.displacement import SecondMoment, Squares, rows_of
 from ..node_ranks import Entries, NodeRanks
+from ..step_units import StepUnit
 
 #: Most optimizer steps by which an entry of a residual displaces a weight, if the optimizer divides by a
 #: second moment. With exact moments a residual of k gradients is at most k steps long (Adam), or sqrt(k)
@@ -84,28 +85,26 @@ class Moments:
         """Row and column means of the squares in this step so far."""
         return [self._step_rows, self._step_columns]
 
-    def end_step(self, *, skipped: bool, decay: float | None) -> None:
-        """Close a step: exponential means with ``decay`` (Adam's second beta), or sums if None (Adagrad)."""
-        if not skipped:
-            _add_steps(self.memory, [self], decay)
-        self.memory[1].zero_()
+    def moment(
+        self, unit: StepUnit, *, gradient_unit: float = 1.0, first: int = 0, ratio: float = 1.0
+    ) -> SecondMoment:
+        """Return the second moment of the entries from ``first`` on, for gradients that are ``ratio`` times
+        as large. Before the first step the denominator is infinite.
 
-    def moment(self, *, decay: float | None, eps: float, first: int = 0, ratio: float = 1.0) -> SecondMoment:
-        """Return the second moment of the entries from ``first`` on. Before the first step the denominator is
-        infinite.
+        Args:
+            unit: Unit of the optimizer's steps.
+            gradient_unit: Factor from the observed gradients to the optimizer's.
+            first, ratio: See above.
         """
         if self.steps == 0:
             return SecondMoment(self.rows, self.columns, 1.0, first, ratio, float("inf"))
-        observed = self.steps / (self.steps + self.missed) if decay is None else 1.0 - decay**self.steps
-        return SecondMoment(self.rows, self.columns, observed, first, ratio, eps)
+        seen = self.steps / (self.steps + self.missed)
+        observed = seen if unit.decay is None else 1.0 - unit.decay**self.steps
+        return SecondMoment(self.rows, self.columns, observed, first, ratio, unit.eps / gradient_unit)
 
     def limit(self, decay: float | None) -> float:
         """Return the most optimizer steps by which an entry displaces a weight, see :data:`LIMIT`."""
         return LIMIT if decay is not None else math.sqrt(min(LIMIT, self.steps + self.missed))
-
-    def rescale(self, factor: float) -> None:
-        """Follow a change of the gradients' unit (loss scale)."""
-        self.memory.mul_(factor * factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the means (fp32, copies on the CPU) and the counts of steps."""
@@ -147,44 +146,23 @@ def _add_steps(memory: Tensor, moments: Sequence[Moments], decay: float | None) 
         each.steps += 1
 
 
-class MomentsPart(NamedTuple):
-    """The second moments of a part of a tensor, for gradients that are ``ratio`` times as large.
-
-    Attributes:
-        moments: The moments of the tensor, from the gradients that this rank observed.
-        first: The part's first entry.
-        ratio: Size of the optimizer's gradients relative to the observed ones.
-    """
-
-    moments: Moments
-    first: int = 0
-    ratio: float = 1.0
-
-    def moment(self, *, decay: float | None, eps: float) -> SecondMoment:
-        """See :meth:`Moments.moment`."""
-        return self.moments.moment(decay=decay, eps=eps, first=self.first, ratio=self.ratio)
-
-    def limit(self, decay: float | None) -> float:
-        """See :meth:`Moments.limit`."""
-        return self.moments.limit(decay)
-
-
 class SecondMoments:
     """The second moments of a model's gradients, by name of the stream.
 
     Args:
         parameters: Parameters by name of the stream.
-        decay_of: Returns the decay of a parameter's second moment; None: it is a sum.
+        unit_of: Returns the unit of the optimizer's steps for a parameter; None if the optimizer does not
+            have it.
+        node: The ranks of this rank's node, if each of them observes only a part of every gradient.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        decay_of: Callable[[torch.nn.Parameter], float | None],
+        unit_of: Callable[[torch.nn.Parameter], StepUnit | None],
+        node: NodeRanks | None = None,
     ) -> None:
-        self._parameters, self._decay_of = parameters, decay_of
-        self.node: NodeRanks | None = None
-        """The ranks of this rank's node, if each of them observes only a part of every gradient."""
+        self._parameters, self._unit_of, self._node = parameters, unit_of, node
         self._moments: dict[str, Moments] = {}
         self._memory: dict[torch.device, Tensor] = {}
         """All moments of a device, fp32 [2, rows + columns of all parameters]."""
@@ -192,19 +170,21 @@ class SecondMoments:
         self._missed = 0
 
     def observe(self, entries: Entries, kernels: Backend, scratch: ScratchBuffers) -> None:
-        """Add gradients (1-D) of this step, or this rank's parts of the node's."""
+        """Add gradients (1-D) of this step, or this rank's parts of the node's. An optimizer that gets a
+        parameter later knows nothing of earlier gradients.
+        """
         jobs = []
         for name, gradient in entries:
             parameter = self._parameters.get(name)
-            if parameter is None or not parameter.numel():
+            if parameter is None or not parameter.numel() or self._unit_of(parameter) is None:
                 continue
             moments = self.of(name)
             if moments is None:
                 moments = self._moments[name] = self._make(name, gradient.device, self._missed)
-            if self.node is None:
+            if self._node is None:
                 jobs.append(moments.squares(gradient))
             else:
-                moments.add_part(gradient, self.node.part(name, parameter.numel())[0])
+                moments.add_part(gradient, self._node.part(name, parameter.numel())[0])
         kernels.add_squares(jobs, scratch.take)
 
     def _make(self, name: str, device: torch.device, missed: int = 0) -> Moments:
@@ -231,13 +211,14 @@ class SecondMoments:
 
     def end_step(self, *, skipped: bool) -> None:
         """Close an optimizer step; a ``skipped`` one leaves no trace."""
-        if self.node is not None and self._moments and not skipped:
-            self.node.sum_up(
+        if self._node is not None and self._moments and not skipped:
+            self._node.sum_up(
                 [squares for moments in self._moments.values() for squares in moments.step_squares]
             )
         groups: dict[float | None, list[Moments]] = {}
         for name, moments in () if skipped else self._moments.items():
-            groups.setdefault(self._decay_of(self._parameters[name]), []).append(moments)
+            unit = self._unit_of(self._parameters[name])
+            groups.setdefault(None if unit is None else unit.decay, []).append(moments)
         for memory in self._memory.values():
             for decay in sorted(groups, key=lambda each: each is not None):  # sums first
                 here = [m for m in groups[decay] if m.memory.device == memory.device]

@@ -164,7 +164,6 @@ class MomentumReducer(GradientReducer):
         self._layout = _BuffersOfOptimizer(self)
         if isinstance(self.topologies.all_reduce, TwoPhase):
             self.topologies.all_reduce = self._layout
-        self.topologies.alternative = None
 
     def average(self, name: str, momentum: Tensor, worker_error: Tensor, server_error: Tensor) -> None:
         """Replace ``momentum`` (1-D) by the mean of what the ranks send of ``momentum + worker_error``.
