@@ -303,10 +303,8 @@ def _resume(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> 
 
 def _owed(compression: Any) -> dict[str, torch.Tensor]:
     """What the weights still lack, by parameter: the mean of the replicas' residuals."""
-    state = compression.state_dict()
-    held_back = {name: each.full_tensor() for name, each in state["held_back"].items()}
-    residuals = {name: each.full_tensor() for name, each in state["residuals"].items()}
-    return {name: r.mean(0) + held_back.get(name, 0) / len(r) for name, r in residuals.items()}
+    residuals = compression.state_dict()["residuals"]
+    return {name: each.full_tensor() for name, each in residuals.items()}
 
 
 def _save(rank: int, world_size: int, folder: str, feedback: str, exchange: str) -> dict[str, torch.Tensor]:

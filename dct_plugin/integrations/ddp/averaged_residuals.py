@@ -7,7 +7,7 @@ from typing import Any
 from dct_plugin.compression.stream import fresh_state
 from dct_plugin.errors import ConfigError
 
-from .fallback import mean_residuals
+from ..host.mean_residuals import mean_residuals
 from .state import DCTState
 
 

@@ -28,6 +28,7 @@ from dct_plugin.transport.nodes import Nodes, layout_of
 
 from ..host import attachments, lost_peers, reducer_files, startup
 from ..host.frozen import FrozenParameters
+from ..host.mean_residuals import mean_residuals
 from ..host.nonfinite import PoisonedSteps
 from ..host.overlap import Overlap, overlap_of
 from ..host.replica_checksums import ReplicaChecksums
@@ -36,8 +37,8 @@ from ..host.settings import check_parameters, optimizers_of, resolve_settings
 from ..host.startup import nodes_of
 from ..host.steps import OptimizerSteps, StepHooks
 from .backward import BucketReductions
-from .fallback import DenseAverages, mean_residuals
-from .parameters import ParameterNames, RealView, as_real, entries_of
+from .fallback import DenseAverages
+from .parameters import ParameterNames, as_real, entries_of
 
 logger = logging.getLogger("dct_plugin")
 
@@ -121,8 +122,6 @@ class DCTState:
         self._reducer: GradientReducer | None = None
         self._ahead: StepAhead | None = None
         self._model: weakref.ref[DistributedDataParallel] | None = None
-        self._displaced: dict[str, Any] = {}
-        """The model's parameters by name, complex ones as real ones, once they are displaced."""
         self.ends = contextlib.ExitStack()
         """Takes off all that was put on the model, its optimizer and the process."""
         for end in (self._optimizer_steps.close, self._buckets.next_pass.unwatch):
@@ -246,13 +245,9 @@ class DCTState:
         if self._ahead is not None:  # register() has displaced the same weights
             self._ahead.detach()
         units, named = units_of_all(optimizers), self.parameters.add(model.named_parameters())
-        device = next(iter(named.values())).device
-        self._displaced = {name: RealView(p) if p.is_complex() else p for name, p in named.items()}
-        self._ahead = (
-            self.reducer(device)
-            .add_ons.of(StepAheadAddOn)
-            .prepare(self._displaced.items(), lambda each: units(getattr(each, "parameter", each)))
-        )
+        reducer = self.reducer(next(iter(named.values())).device)
+        displaced = [(name, each) for name, each in named.items() if not each.is_complex()]
+        self._ahead = reducer.add_ons.of(StepAheadAddOn).prepare(displaced, units)
         self._ahead.attach(model, *optimizers)
         self.ends.callback(self._ahead.detach)
         self._buckets.next_pass.watch(model)  # before weights are displaced
@@ -287,9 +282,8 @@ class DCTState:
                 if parameter.requires_grad and name not in model.parameters_to_ignore
             )
         pairs = sorted(named.items(), key=lambda pair: pair[0])
-        if self._ahead is None:
-            return [(name, as_real(parameter.data)) for name, parameter in pairs]
-        return [(name, self._ahead.weight(self._displaced.get(name, p))) for name, p in pairs]
+        weight = (lambda p: p.data) if self._ahead is None else self._ahead.weight
+        return [(name, as_real(weight(parameter))) for name, parameter in pairs]
 
     # -- the start ---
 
