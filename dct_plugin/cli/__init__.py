@@ -99,11 +99,7 @@ def _report() -> Any:
     return report
 
 
-@_command(
-    "Make a Megatron launch script start its training with the plugin, or undo this.",
-    ("tree_sitter", "tree_sitter_bash"),
-    "megatron",
-)
+@_command("Make a Megatron launch script start its training with the plugin, or undo this.")
 def _patch_launch() -> Any:
     from ..integrations.megatron.patch.command import app
 

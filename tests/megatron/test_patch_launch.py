@@ -221,27 +221,12 @@ def test_one_insertion(line: str, expected: str) -> None:
         ("torchrun ./launch train.py", 1, "neither an option nor a Python script"),
         ("mylauncher train.py", 1, "no launcher known here"),
         ("torchrun pretrain_gpt.py\nflux run train.py", 2, "no launcher known here"),
-        ("x=1\ntorchrun 'train.py", 2, "no valid shell syntax"),
-        ('torchrun train.py\nsh -c "torchrun \'train.py"', 2, "no valid shell syntax"),
         (f"# torchrun -m {MODULE} x.py\ntorchrun train.py", 1, "before no launch"),
         (f"torchrun -m {MODULE} --dct-config 'a b' train.py", 1, "in a way that is not understood"),
     ],
 )
 def test_refusals_name_the_line(text: str, number: int, what: str) -> None:
     with pytest.raises(LaunchError, match=f"line {number}: .*{what}"):
-        patch(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("echo a\nfor i in 1 2; do )torchrun --standalone train.py --run $i; done\n(cd / && ls)\n", 2),
-        ("if true; then (\n  torchrun train.py\n", 1),
-        ("A=(torchrun ;x train.py)\n", 1),
-    ],
-)
-def test_a_launch_near_a_syntax_error_is_refused_with_the_line(text: str, number: int) -> None:
-    with pytest.raises(LaunchError, match=f"^line {number}: "):
         patch(text)
 
 
@@ -278,13 +263,6 @@ def test_lines_that_begin_with_the_end_of_a_here_document_do_not_end_it(body: st
     assert patched.startswith(f"cat <<E\n{body}E\ntorchrun -m dct_plugin.megatron train.py\n")
     assert found.training[0].line == text[: text.index("torchrun")].count("\n") + 1
     assert revert(patched) == text
-
-
-def test_without_the_parser_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    code, _, err = command("train.sh")
-    assert code == 1
-    assert "pip install 'dct-plugin[megatron]'" in err
 
 
 def test_partial_patches_what_is_understood() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from typing import NamedTuple
 
-from .shell import ASSIGNMENT, Command, Part, Script, Word, word_set
+from .shell import ASSIGNMENT, Command, Script, Word, word_set
 
 #: What a patched command runs.
 MODULE = "dct_plugin.megatron"
@@ -35,7 +35,6 @@ _SCRIPT_NAME = re.compile(
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[^]]{0,80}\])?(?::?[-=]([^{}]*))?\}|(\w+))")
 _EXPANSION = re.compile(r"\$[@*]|\$\{[^}]*\}|\$\(.*\)|`.*`", re.DOTALL)
 _LOOP = re.compile(r"\bfor\s+(\w+)\s+in\s+([^;\n]+)")
-_LOOSE_WORD = re.compile(r"""[^\s;&|()<>"'`]+""")
 _WHICH = re.compile(r"\$\((?:which|command -v) (\S+)\)|`which (\S+)`")
 _MOST_VALUES, _DEEPEST_VALUE = 32, 6
 
@@ -112,18 +111,16 @@ class _Finder:
         self._behind = functools.cache(self._read_word)
 
     def run(self) -> Launches:
-        commands = list(self.script.commands(Part(0, self.script.source)))
-        for loop in _LOOP.finditer(self.script.source):
+        commands = list(self.script.commands(0, len(self.script.text)))
+        for loop in _LOOP.finditer(self.script.text):
             for value in re.finditer(r"\S+", loop[2]):
                 start, end = (loop.start(2) + offset for offset in value.span())
                 self._add_value(loop[1], [Word(start, end, value[0].strip("\"'"))], [])
         for command in commands:
             self._assign(command)
         for command in commands:
-            arrays = [word for word in command.words if command.is_broken and "=(" in word.text]
-            words = command.program or arrays
-            if words and not command.is_harmless:
-                self._find(command, words)
+            if command.program and not command.is_harmless:
+                self._find(command, command.program)
         for place in self.inserted.keys() - self.launches.keys():
             self.errors[place] = f"{MODULE} stands here, and before no launch that is understood"
         launches = [self.launches[place] for place in sorted(self.launches.keys() - self.other_hosts.keys())]
@@ -147,8 +144,9 @@ class _Finder:
             value = Word(word.start + match.end(), word.end, word.text[match.end() :])
             words = [value] if value.text else []
             if raw[match.end() : match.end() + 1] in ("'", '"', "("):
+                parts = self.script.nested(word.start, word.end)
                 words = [
-                    x for part in word.inner for inner in self.script.parsed(part)[0] for x in inner.words
+                    x for part in parts for inner in self.script.simple_commands(*part) for x in inner.words
                 ]
             last = self.values.get(match[1], [[]])[-1]
             self._add_value(match[1], words, last, append=match[0].endswith("+="))
@@ -263,11 +261,6 @@ class _Finder:
 
     def _find(self, command: Command, words: Sequence[Word]) -> None:
         start, end, texts = words[0].start, words[-1].end, [word.text for word in words]
-        if command.is_broken:
-            if any(map(self._is_training, _LOOSE_WORD.findall(self.script.text[start:end]))):
-                lines = self.notes if command.in_document else self.errors
-                lines[start] = "here a launch stands in what is no valid shell syntax"
-            return
         states = self._read(words, frozenset([_State()]))
         found = [state for state in states if state.script]
         places = {state.place for state in found}
@@ -317,9 +310,6 @@ def find_launches(text: str, scripts: Sequence[str] = ()) -> Launches:
     Args:
         text: A shell script.
         scripts: File name patterns of further training scripts.
-
-    Raises:
-        LaunchError: The text nests too deep.
     """
     return _Finder(text, scripts).run()
 
