@@ -233,17 +233,6 @@ def evaluation_between_steps(wrap: Wrap, rank: int) -> list[Tensor]:
     return weights(ddp)
 
 
-@case
-def join_on_uneven_data(wrap: Wrap, rank: int) -> list[Tensor]:
-    """Ranks run out of batches in turn, one before its first; all train on together afterwards."""
-    ddp = wrap(Blocks(), bucket_cap_mb=0.005)
-    for fewer in (1, 0):
-        with ddp.join():
-            descend(ddp, rank, steps=4 if rank != fewer else 0 if fewer else 2)
-        descend(ddp, rank, steps=3)
-    return weights(ddp)
-
-
 # -- more than one pass through a graph, or model ---
 
 

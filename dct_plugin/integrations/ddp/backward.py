@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.errors import ConfigError
 
@@ -48,22 +47,18 @@ class BucketReductions:
         """Reduce a full bucket during the backward pass, then call ``done()``.
 
         The end of the pass waits for all reductions and raises their errors.
+
+        Raises:
+            ConfigError: This rank has no batches, and goes along with the others (``join()``).
         """
         overlap = self._begin(bucket.buffer().device)
-        reducer = overlap.reducer
-        # Outside a backward pass DDP reduces zeros for a rank without inputs (join()).
-        joined = torch._C._current_graph_task_id() < 0
-        if joined:
-            refuse_join(reducer, has_scaler=self._steps.scale.scaler is not None)
-        found = Bucket(bucket)
+        reducer, found = overlap.reducer, Bucket(bucket)
         self._steps.begin(found.parameters)
-        if not joined:
-            found.note_gradients()
-            self._reduced.append(found)
+        self._reduced.append(found)
         entries = list(zip(map(self._names.name_of, found.parameters), found.views, strict=True))
         # With static_graph DDP hands over all buckets when the pass is over, and then waits for them.
         overlap.submit(reducer.begin(entries, scale=1.0 / reducer.group_size), done, last=bucket.is_last())
-        self._pass_ends(bucket, joined)
+        self._pass_ends(bucket)
 
     def leave_sparse(self, bucket: dist.GradBucket) -> None:
         """Note a bucket with a sparse gradient, which DDP all-reduces by itself."""
@@ -73,7 +68,7 @@ class BucketReductions:
         if names - self._sparse and overlap.reducer.group_rank == 0:
             logger.warning("dct: DDP all-reduces sparse gradients by itself: %s", ", ".join(sorted(names)))
         self._sparse |= names
-        self._pass_ends(bucket, joined=False)
+        self._pass_ends(bucket)
 
     def wait(self) -> None:
         """Return when the results of all reductions can be used."""
@@ -83,19 +78,24 @@ class BucketReductions:
     def _begin(self, device: torch.device) -> Overlap:
         if self._overlap is None:
             self._overlap = self._agree(device)
+        if torch._C._current_graph_task_id() < 0:  # DDP reduces zeros for a rank without inputs
+            self._overlap.reducer.exchange.abort()
+            raise ConfigError(
+                f"rank {dist.get_rank()}: this rank has no more inputs, and DistributedDataParallel.join() "
+                "does not work with compressed gradients; give all ranks the same number of batches "
+                "(DistributedSampler, drop_last=True)"
+            )
         self._steps.end_due()
         return self._overlap
 
-    def _pass_ends(self, bucket: dist.GradBucket, joined: bool) -> None:
-        if bucket.is_last() and joined:
-            self._end_pass(joined=True)
-        elif bucket.is_last():  # queued before DDP's own wait for the futures
+    def _pass_ends(self, bucket: dist.GradBucket) -> None:
+        if bucket.is_last():  # queued before DDP's own wait for the futures
             _after_backward(self._end_pass)
 
-    def _end_pass(self, *, joined: bool = False) -> None:
+    def _end_pass(self) -> None:
         reduced, self._reduced = self._reduced, []
         self.wait()
-        self._steps.end_pass(joined=joined)
+        self._steps.end_pass()
         self._adds = True
         self.next_pass.backward_done()
         if reduced:  # after DDP's own callback, which has been queued since
@@ -120,31 +120,6 @@ class BucketReductions:
 
 def _after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def refuse_join(reducer: GradientReducer, *, has_scaler: bool) -> None:
-    """Stop, and tell the other ranks, where a rank without batches cannot go along with them.
-
-    Raises:
-        ConfigError: Names the setting.
-    """
-    settings = reducer.config
-    if has_scaler:
-        problem = "a GradScaler: this rank does not see how the others change their loss scale"
-    elif settings.nonfinite_action == "skip":
-        problem = "nonfinite_action = 'skip': this rank does not see which steps the others skip"
-    elif settings.verify is not None:
-        problem = "verify: this rank's weights stay behind until all ranks have joined"
-    elif settings.feedback.looks_ahead:
-        problem = "feedback = 'step_ahead': this rank makes no optimizer steps"
-    else:
-        return
-    reducer.exchange.abort()
-    raise ConfigError(
-        f"rank {dist.get_rank()}: this rank has no more inputs, and DistributedDataParallel.join() does "
-        f"not work with {problem}; give all ranks the same number of batches (DistributedSampler, "
-        "drop_last=True), or leave that setting out"
-    )
 
 
 class NextPass:

@@ -84,9 +84,7 @@ class Bucket:
     def __init__(self, full: dist.GradBucket) -> None:
         self.parameters = list(full.parameters())
         self.views = full.buffer().split([entries_of(parameter) for parameter in self.parameters])
-
-    def note_gradients(self) -> None:
-        """Note the parameters' own gradients, before DDP copies those of the buffer there."""
+        # The parameters' own gradients, before DDP copies those of the buffer there.
         gradients = [parameter.grad for parameter in self.parameters]
         self._before = [(each, 0 if each is None else each._version) for each in gradients]
 

@@ -444,7 +444,7 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
 
     Raises:
         DesyncError: Ranks have other settings, no hook, or are out of step.
-        ConfigError: torch hands over single gradients, or the settings do not work with ``join()``.
+        ConfigError: torch hands over single gradients, or a rank has no more batches (``join()``).
     """
     if not isinstance(bucket, dist.GradBucket):
         raise ConfigError(

@@ -186,8 +186,6 @@ class OptimizerSteps:
         self._scale_before: float | None = None
         """Loss scale of these gradients."""
         self._updated = self._stepped = self._stepping = self._skips = False
-        self._passes, self._passes_before = 0, 1
-        """Backward passes of this step so far, and of the step before."""
         self._passes_are_steps = False
         self._rejected = 0
         self._handles: list[Any] = []
@@ -232,16 +230,9 @@ class OptimizerSteps:
         self._reduced.update((id(each), each) for each in parameters)
         self.steps.begin()
 
-    def end_pass(self, *, joined: bool = False) -> None:
-        """Note the end of a backward pass that reduced gradients.
-
-        Args:
-            joined: This rank has no more inputs, and goes along with the others' passes. Then a step has as
-                many passes as the last one of its own.
-        """
-        self._passes += 1
-        is_last = joined and self._passes >= self._passes_before
-        if is_last or self._passes_are_steps:
+    def end_pass(self) -> None:
+        """Note the end of a backward pass that reduced gradients."""
+        if self._passes_are_steps:
             self.end()
 
     @property
@@ -281,7 +272,6 @@ class OptimizerSteps:
     def end(self, *, skipped: bool = False, alone: bool = False) -> None:
         """End a step, if gradients were reduced since the last one."""
         if self.steps.open:
-            self._passes_before = self._passes
             self.forget()
             scale = None if self._sharded else self.scale.current()
             self.steps.end(skipped=skipped, loss_scale=scale, alone=alone)
@@ -289,7 +279,6 @@ class OptimizerSteps:
     def forget(self) -> None:
         """Forget the gradients reduced since the last step."""
         self.steps.open = self._updated = self._stepped = self._skips = False
-        self._passes = 0
         self._reduced.clear()
 
     # -- called by the optimizer and the scaler ---
