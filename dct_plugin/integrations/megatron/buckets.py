@@ -94,18 +94,23 @@ class Gradient(NamedTuple):
 
 def gradients_in(bucket: Any) -> list[Gradient]:
     """Return the gradients of a bucket, without the padding between them."""
-    data = bucket.grad_data
     found = []
     for parameter in bucket.params_list:
         gradient = getattr(parameter, "main_grad_copy_in_grad_buffer", None)  # from 0.17
         if gradient is None:
             gradient = parameter.main_grad
-        start = (gradient.data_ptr() - data.data_ptr()) // data.element_size()
-        stop = start + parameter.numel()
-        if not 0 <= start <= stop <= data.numel():
-            raise DCTError(f"gradient of shape {tuple(parameter.shape)} does not lie in its bucket")
-        found.append(Gradient(getattr(parameter, NAME), parameter, start, data[start:stop]))
+        start = start_in(bucket.grad_data, gradient)
+        view = bucket.grad_data[start : start + parameter.numel()]
+        found.append(Gradient(getattr(parameter, NAME), parameter, start, view))
     return found
+
+
+def start_in(data: Tensor, part: Tensor) -> int:
+    """Return the first entry of a weight or gradient in its bucket's data; a bucket aligns its parts."""
+    start = (part.data_ptr() - data.data_ptr()) // data.element_size()
+    if not 0 <= start <= data.numel() - part.numel():
+        raise DCTError(f"a weight or gradient of shape {tuple(part.shape)} does not lie in its bucket")
+    return start
 
 
 def groups_of(model: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dct_plugin.codecs.copies import Mirror
 from dct_plugin.config import DataParallelConfig
-from dct_plugin.errors import DCTError
+from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.host_traffic import count_group, counted_by
 
 from ..host.frozen import FrozenParameters
@@ -100,6 +100,11 @@ class DataParallelHook(Hook):
             optimizer_unknown_hint="make the optimizer after the hooks were installed",
         )
         self.config = self.session.config.data_parallel
+        for problem in self._step_ahead_unavailable() if self.config.feedback.looks_ahead else ():
+            raise ConfigError(
+                f"dct.data_parallel.feedback = 'step_ahead': {problem}; leave feedback out, or set it to "
+                "'local'"
+            )
         if line and dist.get_rank() == 0:
             logger.warning("dct: %s", line)
 

@@ -23,11 +23,10 @@ from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
-from dct_plugin.errors import DCTError
 
 from ..host.patching import Function
 from ..host.startup import nodes_of
-from .buckets import NAME, groups_of, is_expert
+from .buckets import NAME, groups_of, is_expert, start_in
 from .session import Hook, Session
 
 _OWNER = "_dct_owner"
@@ -193,7 +192,7 @@ class ParameterHook(Hook):
             weakref.ref(optimizer),
             updates,
             masters=dict(pairs),
-            starts={p: _start(p, bucket) for bucket in buckets for p in bucket.params_list},
+            starts={p: start_in(bucket.param_data, p) for bucket in buckets for p in bucket.params_list},
             numbers={id(bucket): number for number, bucket in enumerate(buckets)},
             fp32=[(model, shard) for model, shard in pairs if model.dtype == torch.float32],
         )
@@ -259,15 +258,6 @@ class ParameterHook(Hook):
         if entries:
             owner.updates.update(entries, master_of)
         owner.waiting -= {id(bucket) for bucket in buckets}
-
-
-def _start(parameter: torch.nn.Parameter, bucket: Any) -> int:
-    """Return the first entry of a parameter in its bucket, which aligns them."""
-    data = bucket.param_data
-    start = (parameter.data_ptr() - data.data_ptr()) // data.element_size()
-    if not 0 <= start <= data.numel() - parameter.numel():
-        raise DCTError(f"a weight of shape {tuple(parameter.shape)} does not lie in its bucket")
-    return start
 
 
 def _unsupported(optimizer: Any, buckets: list[Any]) -> Iterator[str]:

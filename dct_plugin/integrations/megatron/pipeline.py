@@ -10,7 +10,6 @@ tensor, and recognises the gradient to send as that tensor's ``.grad``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -79,26 +78,42 @@ class PipelineHook(ActivationHook):
     def _communicate(
         self, original: Function, communicator: Any, *, wait_on_reqs: bool = True, **keywords: Any
     ) -> Any:
-        transfer = _Transfer(communicator, **keywords)
-        if not self._compresses(transfer):
+        config, rank = communicator.config, communicator.pp_group.rank()
+        moved = {name: keywords[f"tensor_{name}"] for name in ("send_next", "send_prev")}
+        moved |= {name: keywords[name] or None for name in ("recv_prev", "recv_next")}
+        # The boundary to the next stage has the number of this stage.
+        ends = {"next": rank, "prev": (rank - 1) % communicator.pp_group.size()}
+        boundaries = {name: ends[name[5:]] for name, each in moved.items() if each is not None}
+        sparse = [name for name, boundary in boundaries.items() if self._is_sparse(boundary)]
+        if not sparse:
             return original(communicator, wait_on_reqs=wait_on_reqs, **keywords)
-        config = communicator.config
         if config is not self._checked:
             _check(config)
             self._checked = config
         if config.batch_p2p_comm and not wait_on_reqs:
             raise DCTError("Megatron asked for batched communication that it does not wait for")
-        self._encode_all(transfer)
-        finish = self._prepare_to_receive(transfer)
-        with own_traffic():
-            requests = transfer.start(self._p2p)
-        for tensor in transfer.sent_whole:
-            self.pipeline_metrics.sent_whole(tensor)
-        received = transfer.recv_prev, transfer.recv_next
+        for name in boundaries.keys() & {"recv_prev", "recv_next"}:
+            moved[name] = _empty(keywords["tensor_shape"], config)
+        messages: dict[str, Tensor] = {}
+        finish: dict[str, Callable[[], None]] = {}
+        # Without interleaving gradients come back in the order of the activations: both ends know what is
+        # answered, and the message needs no room to spare.
+        is_ordered = not config.virtual_pipeline_model_parallel_size
+        for name in sparse:
+            tensor, boundary = moved[name], boundaries[name]
+            if name == "send_next":
+                messages[name] = self._encode(tensor, boundary)
+            elif name == "send_prev":
+                messages[name] = self._encode_gradient(tensor, exact=is_ordered)
+            else:
+                messages[name], finish[name] = self._prepare_to_receive(
+                    tensor, boundary, gradient=name == "recv_next", is_ordered=is_ordered
+                )
+        requests = self._start(communicator, moved, messages)
+        received = moved["recv_prev"], moved["recv_next"]
         if not wait_on_reqs:
             handles = {
-                key: _Handle(self, request, finish.get(key), transfer.messages)
-                for key, request in requests.items()
+                key: _Handle(self, request, finish.get(key), messages) for key, request in requests.items()
             }
             return *received, handles
         with self.pipeline_metrics.timed("exchange"):
@@ -110,36 +125,32 @@ class PipelineHook(ActivationHook):
             action()
         return *received, None
 
-    def _compresses(self, transfer: _Transfer) -> bool:
-        """Return whether something crosses a boundary that has a compressor."""
-        to_next, to_prev = transfer.crosses_next, transfer.crosses_prev
-        return (to_next and self._is_sparse(transfer.boundary_next)) or (
-            to_prev and self._is_sparse(transfer.boundary_prev)
-        )
+    def _start(self, communicator: Any, moved: dict[str, Tensor | None], messages: dict[str, Tensor]) -> Any:
+        """Start the transfers by Megatron's functions; return its requests."""
+        batched = communicator.config.batch_p2p_comm
+        transfer = self._p2p._batched_p2p_ops if batched else self._p2p._p2p_ops
+        with own_traffic():
+            requests = transfer(
+                **{f"tensor_{name}": messages.get(name, tensor) for name, tensor in moved.items()},
+                group=communicator.pp_group,
+                prev_pipeline_rank=communicator.prev_rank,
+                next_pipeline_rank=communicator.next_rank,
+            )
+        for name in ("send_next", "send_prev"):
+            tensor = moved[name]
+            if tensor is not None and name not in messages:
+                self.pipeline_metrics.sent_whole(tensor)
+        return requests
 
-    def _encode_all(self, transfer: _Transfer) -> None:
-        """Replace what is sent by messages."""
-        if transfer.send_next is not None and self._is_sparse(transfer.boundary_next):
-            transfer.messages["send_next"] = self._encode(transfer.send_next, transfer.boundary_next)
-        if transfer.send_prev is not None and self._is_sparse(transfer.boundary_prev):
-            exact = transfer.is_ordered
-            transfer.messages["send_prev"] = self._encode_gradient(transfer.send_prev, exact=exact)
-
-    def _prepare_to_receive(self, transfer: _Transfer) -> dict[str, Callable[[], None]]:
-        """Make buffers for messages; return what decodes them, by Megatron's names of the transfers."""
-        finish: dict[str, Callable[[], None]] = {}
-        into, boundary = transfer.recv_prev, transfer.boundary_prev
-        if into is not None and self._is_sparse(boundary):
-            message = self._buffer(into, boundary, gradient=False)
-            transfer.messages["recv_prev"] = message
-            finish["recv_prev"] = partial(self._decode, message, into, boundary)
-        into, boundary = transfer.recv_next, transfer.boundary_next
-        if into is not None and self._is_sparse(boundary):
-            awaited = next(iter(self._sent.values()), None) if transfer.is_ordered else None
-            message = self._buffer(into, boundary, gradient=True, kept=awaited)
-            transfer.messages["recv_next"] = message
-            finish["recv_next"] = partial(self._decode_gradient, message, into, boundary)
-        return finish
+    def _prepare_to_receive(
+        self, into: Tensor, boundary: int, *, gradient: bool, is_ordered: bool
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """Return a buffer for the message about a tensor, and a function that decodes it."""
+        kept = next(iter(self._sent.values()), None) if gradient and is_ordered else None
+        messages = self._messages(boundary, 0 if kept is None else kept.number)
+        size = messages.nbytes(into.shape, into.dtype, gradient=gradient, kept=kept)
+        message = torch.empty(size, dtype=torch.uint8, device=into.device)
+        return message, partial(self._decode_gradient if gradient else self._decode, message, into, boundary)
 
     def _is_sparse(self, boundary: int) -> bool:
         if not self.session.training and not self.config.evaluation:
@@ -153,12 +164,6 @@ class PipelineHook(ActivationHook):
         chunk = number // _CHUNK_FACTOR
         name = f"{_PREFIX}{boundary}" + (f" chunk {chunk}" if chunk else "")
         return FixedMessages(self.stream(name, self.config.at(boundary)))
-
-    def _buffer(self, tensor: Tensor, boundary: int, *, gradient: bool, kept: Kept | None = None) -> Tensor:
-        """Return a buffer for the message about ``tensor``."""
-        messages = self._messages(boundary, 0 if kept is None else kept.number)
-        size = messages.nbytes(tensor.shape, tensor.dtype, gradient=gradient, kept=kept)
-        return torch.empty(size, dtype=torch.uint8, device=tensor.device)
 
     def _encode(self, tensor: Tensor, boundary: int) -> Tensor:
         number = getattr(tensor, _CHUNK, 0) * _CHUNK_FACTOR + self._count
@@ -202,70 +207,6 @@ class PipelineHook(ActivationHook):
     def pipeline_metrics(self) -> PipelineMetrics:
         """The metrics of the current pass."""
         return PipelineMetrics(self.session.metrics, self.session.training)
-
-
-class _Transfer:
-    """The tensors that one call of ``_communicate`` moves, in both directions.
-
-    Attributes:
-        boundary_next: Number of the boundary to the next stage, which is this stage's rank.
-        is_ordered: Whether gradients come back in the order of the activations, as they do without
-            interleaving. Both ends then know what is answered, and the message needs no room to spare.
-        messages: Compressed messages in place of tensors, by the names of the transfers.
-    """
-
-    def __init__(
-        self,
-        communicator: Any,
-        *,
-        tensor_send_next: Tensor | None,
-        tensor_send_prev: Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-        tensor_shape: Any,
-    ) -> None:
-        self._communicator, self._shape = communicator, tensor_shape
-        size, rank = communicator.pp_group.size(), communicator.pp_group.rank()
-        self.boundary_next, self.boundary_prev = rank, (rank - 1) % size
-        self.send_next, self.send_prev = tensor_send_next, tensor_send_prev
-        self.crosses_next = recv_next or tensor_send_next is not None
-        self.crosses_prev = recv_prev or tensor_send_prev is not None
-        self._receives_prev, self._receives_next = recv_prev, recv_next
-        self.messages: dict[str, Tensor] = {}
-
-    @functools.cached_property
-    def recv_prev(self) -> Tensor | None:
-        """The activation from the previous stage."""
-        return _empty(self._shape, self._communicator.config) if self._receives_prev else None
-
-    @functools.cached_property
-    def recv_next(self) -> Tensor | None:
-        """The gradient from the next stage."""
-        return _empty(self._shape, self._communicator.config) if self._receives_next else None
-
-    @property
-    def sent_whole(self) -> list[Tensor]:
-        """The tensors that are sent as they are, beside messages."""
-        sent = {"send_next": self.send_next, "send_prev": self.send_prev}
-        return [each for name, each in sent.items() if each is not None and name not in self.messages]
-
-    @property
-    def is_ordered(self) -> bool:
-        return not self._communicator.config.virtual_pipeline_model_parallel_size
-
-    def start(self, p2p: Any) -> Any:
-        """Start the transfers by Megatron's functions; return its requests."""
-        ends, messages = self._communicator, self.messages
-        transfer = p2p._batched_p2p_ops if ends.config.batch_p2p_comm else p2p._p2p_ops
-        return transfer(
-            tensor_send_prev=messages.get("send_prev", self.send_prev),
-            tensor_recv_prev=messages.get("recv_prev", self.recv_prev),
-            tensor_send_next=messages.get("send_next", self.send_next),
-            tensor_recv_next=messages.get("recv_next", self.recv_next),
-            group=ends.pp_group,
-            prev_pipeline_rank=ends.prev_rank,
-            next_pipeline_rank=ends.next_rank,
-        )
 
 
 class _Handle:

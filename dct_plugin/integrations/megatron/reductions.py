@@ -27,7 +27,6 @@ from .buckets import (
     Models,
     fill_buffers,
     gradients_in,
-    groups_of,
     has_instances,
     is_expert,
     nodes_in,
@@ -35,8 +34,6 @@ from .buckets import (
     unit_of_gradients,
 )
 from .session import Session
-
-_STEP_AHEAD = "dct.data_parallel.feedback = 'step_ahead'"
 
 
 @dataclass
@@ -176,30 +173,19 @@ class Reductions:
     def _step_ahead(self, reducer: GradientReducer, group: Any) -> StepAhead:
         """Return step-ahead for all parameters whose gradients the group's ranks reduce."""
         ranks, optimizers = ranks_of(group), self._optimizers
-        per_token, parameters = False, []
-        for model in self.models:
-            same = [other for other in groups_of(model) if ranks_of(other) == ranks]
-            if same:
-                step_ahead.refuse(model)
-                per_token |= bool(getattr(model.config, "calculate_per_token_loss", False))
-            parameters += [
-                (getattr(parameter, NAME), parameter)
-                for other in same
-                for bucket in other.buckets
-                for parameter in bucket.params_list
-                # Gradients of these are summed over the tensor-parallel ranks later on.
-                if not getattr(parameter, "sequence_parallel", False)
-            ]
-        units = [unit for _, parameter in parameters if (unit := optimizers.unit_of(parameter)) is not None]
-        if not units:
+        parameters = [
+            (getattr(parameter, NAME), parameter)
+            for other in self.models.groups()
+            if ranks_of(other) == ranks
+            for bucket in other.buckets
+            for parameter in bucket.params_list
+            # Gradients of these are summed over the tensor-parallel ranks later on.
+            if not getattr(parameter, "sequence_parallel", False)
+        ]
+        if not any(optimizers.unit_of(parameter) is not None for _, parameter in parameters):
             raise ConfigError(
-                f"{_STEP_AHEAD}: no optimizer of Megatron's holds the model's parameters; make model and "
-                "optimizer after the hooks were installed, or set it to 'local'"
-            )
-        if per_token and not all(unit.preconditioned for unit in units):
-            raise ConfigError(
-                f"{_STEP_AHEAD}: with calculate_per_token_loss the optimizer must be Adam: the unit of "
-                "gradients is known after the step only; set it to 'local'"
+                "dct.data_parallel.feedback = 'step_ahead': no optimizer of Megatron's holds the model's "
+                "parameters; make model and optimizer after the hooks were installed, or set it to 'local'"
             )
         summed = 1.0 if group.ddp_config.average_in_collective else 1.0 / ranks.size()
         return reducer.add_ons.of(StepAheadAddOn).prepare(

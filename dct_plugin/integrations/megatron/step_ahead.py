@@ -15,13 +15,11 @@ from typing import Any
 import torch
 
 from dct_plugin.data_parallel.step_units import StepUnit, units_of, unwrapped
-from dct_plugin.errors import ConfigError
 from dct_plugin.policy.optimizers import OptimizerFamily, family_of
 
 from ..host.patching import Function, Patches
 
 _GROUPS, _LOOK_UP = "_dct_groups", "_dct_unit_of"
-_KEY = "dct.data_parallel.feedback = 'step_ahead'"
 
 
 class Optimizers:
@@ -71,16 +69,6 @@ class Optimizers:
             setattr(wrapper, _GROUPS, groups)
             self._optimizers[next(self._count)] = wrapper
         original(wrapper, optimizer, *arguments, **keywords)
-
-
-def refuse(model: Any) -> None:
-    """Stop at models whose weights are read where they cannot be exchanged.
-
-    Raises:
-        ConfigError: Names Megatron's setting.
-    """
-    for found in unavailable(model):
-        raise ConfigError(f"{_KEY}: {found}; leave feedback out")
 
 
 def unavailable(model: Any) -> Iterator[str]:
