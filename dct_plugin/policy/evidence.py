@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
 
 from ..config import DataParallelConfig, ParametersConfig
 from .optimizers import OptimizerFamily, family_of
@@ -57,11 +59,11 @@ class Recommendation(NamedTuple):
     """Settings to take for an optimizer, link, number of ranks and ZeRO stage."""
 
     family: OptimizerFamily
-    links: Sequence[str]
-    ranks: Sequence[int]
+    links: tuple[str, ...]
+    ranks: tuple[int, int]
     """The least and the greatest number of ranks; measured with the greatest."""
-    stages: Sequence[int]
-    data_parallel: Mapping[str, Any] | None
+    stages: tuple[int, ...]
+    data_parallel: dict[str, Any] | None
     """The section ``dct.data_parallel``; None: nothing that was measured keeps the quality."""
     fewer_bytes: Measured
     quality: Measured
@@ -144,9 +146,9 @@ class KnownLoss(NamedTuple):
     """The line of the section to change."""
     source: str
     """The section of docs/quality.md."""
-    families: Sequence[OptimizerFamily]
     model: str
-    feedback: Sequence[str] = ("local", "auto")
+    families: tuple[OptimizerFamily, ...] = tuple(OptimizerFamily)
+    feedback: tuple[str, ...] = ("local", "auto")
     """Kinds of feedback; ``auto`` is local where the optimizer is not known."""
     sparsity: float = 0.0
     """The least sparsity."""
@@ -179,14 +181,14 @@ class KnownLoss(NamedTuple):
 class ByCompressors(NamedTuple):
     """The default settings with step-ahead for a number of compressors, which each row was measured with."""
 
-    most: float
-    """The greatest number of compressors."""
     sparsity: float
     value_dtype: str
     server_density: float
     """Density of owners' answers, as a multiple of the density of what they receive."""
     model: str
     source: str
+    most: float = math.inf
+    """The greatest number of compressors."""
 
 
 class SafeSparsity(NamedTuple):
@@ -196,45 +198,19 @@ class SafeSparsity(NamedTuple):
     sparsity: float
     model: str
     source: str
-    families: Sequence[OptimizerFamily] = tuple(OptimizerFamily)
+    families: tuple[OptimizerFamily, ...] = tuple(OptimizerFamily)
 
 
 _DATA = json.loads((resources.files(__package__) / "evidence.json").read_text(encoding="utf-8"))
 
 
-def _families(names: Sequence[str] | str) -> tuple[OptimizerFamily, ...]:
-    return tuple(OptimizerFamily) if names == "all" else tuple(map(OptimizerFamily, names))
-
-
-def _measured(row: Mapping[str, str] | None) -> Measured | None:
-    return None if row is None else Measured(**row)
-
-
 #: The first row that suits is the one to take.
-RECOMMENDATIONS = tuple(
-    Recommendation(
-        **{
-            **row,
-            "family": OptimizerFamily(row["family"]),
-            **{name: tuple(row[name]) for name in ("links", "ranks", "stages")},
-            **{name: _measured(row[name]) for name in ("fewer_bytes", "quality", "step")},
-        }
-    )
-    for row in _DATA["recommendations"]
-)
+RECOMMENDATIONS = TypeAdapter(tuple[Recommendation, ...]).validate_python(_DATA["recommendations"])
 #: The first one that applies to a training is the one to tell.
-KNOWN_LOSSES = tuple(
-    KnownLoss(**{**row, "families": _families(row["families"])}) for row in _DATA["known_losses"]
-)
+KNOWN_LOSSES = TypeAdapter(tuple[KnownLoss, ...]).validate_python(_DATA["known_losses"])
 #: Loss grows with the number of compressors at one density, and fewer bits pay for a higher one.
-BY_COMPRESSORS = tuple(
-    ByCompressors(**{**row, "most": math.inf if row["most"] is None else row["most"]})
-    for row in _DATA["by_compressors"]
-)
-SAFE_WITH_STEP_AHEAD = tuple(
-    SafeSparsity(**{**row, "families": _families(row.get("families", "all"))})
-    for row in _DATA["safe_with_step_ahead"]
-)
+BY_COMPRESSORS = TypeAdapter(tuple[ByCompressors, ...]).validate_python(_DATA["by_compressors"])
+SAFE_WITH_STEP_AHEAD = TypeAdapter(tuple[SafeSparsity, ...]).validate_python(_DATA["safe_with_step_ahead"])
 
 
 def size_of(model: str) -> str:

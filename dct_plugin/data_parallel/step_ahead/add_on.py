@@ -392,7 +392,7 @@ class StepAheadAddOn(AddOn):
         self.densities = TensorDensities()
         # With few ranks all tensors have one density, and steps are in the unit of a rank's own gradients:
         # all results were measured so. At two ranks, steps in the unit of the mean gradient lost 0.006 nats.
-        self._has_many_ranks = context.group.world_size > BY_COMPRESSORS[0][0]
+        self._has_many_ranks = context.group.world_size > BY_COMPRESSORS[0].most
 
     @classmethod
     def configured(cls, context: ReducerContext) -> StepAheadAddOn | None:
