@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -26,7 +26,8 @@ from torch.profiler import record_function
 
 from .._version import __version__
 from ..config import MetricsConfig
-from .sinks import Event, ReportSinks, Sink
+from .sinks import Event as Event
+from .sinks import ReportSinks, Sink
 from .summary import (
     UNCOMPRESSED,
     ClassSummary,
@@ -126,9 +127,6 @@ class _Sums(Record):
             self.tau += record.tau * record.numel
             self.tau_numel += record.numel
 
-    def tensors_per_step(self) -> float:
-        return self.tensors / max(self.sparse_steps, 1)
-
     def summary(self, steps: int, tensors: float) -> ClassSummary:
         """Return the sums as totals and averages of a run with so many steps, and tensors in a step."""
         per_step = 1 / max(steps, 1)
@@ -204,6 +202,7 @@ class Metrics:
         """Sums of the step that is not closed yet."""
         self._window: dict[str, _Sums] = {}
         self._totals: dict[str, _Sums] = {}
+        """Sums of all steps that are closed."""
         self._steps = 0
         self._window_steps = 0
         self._last_step = 0
@@ -267,7 +266,8 @@ class Metrics:
                 self._durations.append(1e3 * (now - ended))
                 if self._is_dense and len(self._dense_durations) < _DENSE_STEPS:
                     self._dense_durations.append(self._durations[-1])
-            _add(self._window, opened)
+            for sums in (self._window, self._totals):
+                _add(sums, opened)
             if self.starting:
                 self._start_steps = self._steps
             due = self._window_steps >= self.config.every
@@ -281,7 +281,7 @@ class Metrics:
         if self._window_steps:
             self._report()
         self._medians.clear()
-        self._start = {cls: replace(sums) for cls, sums in self._totals.items()}
+        self._start = _add({}, self._totals)
 
     def event(self, name: str, **figures: Any) -> None:
         """Write one line for what is no report, for example ``event("loss", step=n, loss=x)``.
@@ -296,16 +296,14 @@ class Metrics:
     def summary(self) -> Summary:
         """Totals so far, of all classes together and of each one."""
         with self._lock:
-            per_class: dict[str, _Sums] = {}
-            for part in (self._totals, self._window, self._open):
-                _add(per_class, {cls: replace(sums) for cls, sums in part.items()})
+            per_class = _add(_add({}, self._totals), self._open)
             steps = self._steps
             medians = [*self._medians, *([statistics.median(self._durations)] if self._durations else [])]
         whole = _Sums()
         for cls, sums in per_class.items():
             if "/" not in cls:  # a layer's share of its class has been counted there
                 whole.add(sums)
-        tensors = {cls: sums.tensors_per_step() for cls, sums in per_class.items()}
+        tensors = {cls: sums.tensors / max(sums.sparse_steps, 1) for cls, sums in per_class.items()}
         classes = {cls: sums.summary(steps, tensors[cls]) for cls, sums in per_class.items()}
         count = sum(n for cls, n in tensors.items() if "/" not in cls)
         ended = self._start_steps < steps
@@ -337,10 +335,9 @@ class Metrics:
                 _, kind, reason = cls.split("/")
                 found.setdefault(kind, {})[reason] = sums.sent_bytes
         for kind in found.keys() - self._warned:
-            parts = [*self._totals.items(), *self._window.items()]
-            dense = sum(sums.dense_bytes for cls, sums in parts if is_of_kind(cls, kind)) / self._steps
+            dense = sum(sums.dense_bytes for cls, sums in self._totals.items() if is_of_kind(cls, kind))
             passed = sum(found[kind].values())
-            share = passed / (passed + dense)
+            share = passed / (passed + dense / self._steps)
             if share > _SHARE:
                 self._warned.add(kind)
                 logger.warning("dct: %s", uncompressed_in_words(kind, share, found[kind]))
@@ -355,7 +352,6 @@ class Metrics:
         with self._lock:
             window, steps, step = self._window, self._window_steps, self._last_step
             self._window, self._window_steps = {}, 0
-            _add(self._totals, {cls: replace(sums) for cls, sums in window.items()})
             step_ms = round(statistics.median(self._durations), 4) if self._durations else None
             self._medians += [] if step_ms is None else [step_ms]
             self._durations = []
@@ -371,30 +367,24 @@ class Metrics:
         head: dict[str, Any] = {"step": step, "steps": steps, "is_start": is_start, "step_ms": step_ms}
         head["dense_step_ms"] = dense_ms
         self._write([{**head, "class": cls, **row} for cls, row in rows.items()])
-        events: list[Event] = [
-            (f"dct/{cls}/{name}", float(value), step)
-            for cls, row in rows.items()
-            if TENSOR not in cls
-            for name, value in row.items()
-            if value is not None
-        ]
-        if events and step_ms is not None:
-            events.append(("dct/step_ms", step_ms, step))
-        if events:
-            self._sinks.report(events)
+        figures = {
+            f"{cls}/{name}": value for cls in rows if TENSOR not in cls for name, value in rows[cls].items()
+        }
+        if figures:
+            figures["step_ms"] = step_ms
+            known = {name: value for name, value in figures.items() if value is not None}
+            self._sinks.report([(f"dct/{name}", float(value), step) for name, value in known.items()])
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         tail = {"rank": self.rank, "world_size": self.world_size, "time": round(time.time(), 3)}
         self._sinks.write([{**line, **tail} for line in lines])
 
 
-def _add(totals: dict[str, _Sums], found: Mapping[str, _Sums]) -> None:
-    """Add sums to those of the same classes; sums of a new class become the totals of it."""
+def _add(totals: dict[str, _Sums], found: Mapping[str, _Sums]) -> dict[str, _Sums]:
+    """Add sums to the ``totals`` of the same classes, and return these."""
     for cls, sums in found.items():
-        if cls in totals:
-            totals[cls].add(sums)
-        else:
-            totals[cls] = sums
+        totals.setdefault(cls, _Sums()).add(sums)
+    return totals
 
 
 def _row(sums: _Sums, steps: int) -> dict[str, float | None]:
@@ -415,11 +405,9 @@ def _identity(path: str | None) -> str | None:
     """Return a word that only the files of this run have in common; None without torch's store."""
     try:
         from torch.distributed.distributed_c10d import _get_default_store
-    except ImportError:
-        return None
-    try:
+
         store = _get_default_store()
-    except ValueError:  # there is no process group
+    except (ImportError, ValueError):  # there is no process group
         return None
     number = _files[path] = _files.get(path, 0) + 1
     return store.compare_set(f"dct/metrics/{path}/{number}", "", uuid4().hex[:12]).decode()

@@ -36,11 +36,11 @@ class ReportSinks:
     def __init__(self, config: MetricsConfig, rank: int) -> None:
         self._sinks: list[Sink] = []
         path, directory = (_own_path(each, rank) for each in (config.path, config.tensorboard))
-        self._file: TextIO | None = None if path is None else _open(path, rank)
+        self._file: TextIO | None = None if path is None else _opened("path", path, rank)
         self._lock = threading.Lock()
         self._writer: Any = None
         if directory is not None:
-            self._writer = _tensorboard_writer(directory, rank)
+            self._writer = _opened("tensorboard", directory, rank)
             self._sinks.append(self._write_scalars)
 
     @property
@@ -107,24 +107,20 @@ def _fault(key: str, value: str, reason: str, rank: int) -> ConfigError:
     return ConfigError(f"{head}\n  dct.metrics.{key} = {json.dumps(value)}: {reason}")
 
 
-def _open(path: str, rank: int) -> TextIO:
+def _opened(key: str, value: str, rank: int) -> Any:
+    """Return the file, or the writer of TensorBoard, of an option."""
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "a", encoding="utf-8")
-    except OSError as error:
-        reason = f"must be a file that can be written ({error.strerror or error})"
-        raise _fault("path", path, reason, rank) from error
-
-
-def _tensorboard_writer(directory: str, rank: int) -> Any:
-    try:
+        Path(value).parent.mkdir(parents=True, exist_ok=True)
+        if key == "path":
+            return open(value, "a", encoding="utf-8")
         from torch.utils.tensorboard import SummaryWriter
+
+        os.makedirs(value, exist_ok=True)
+        return SummaryWriter(value)
     except ImportError as error:
         reason = "needs TensorBoard, which is not installed: pip install tensorboard"
-        raise _fault("tensorboard", directory, reason, rank) from error
-    try:
-        os.makedirs(directory, exist_ok=True)
-        return SummaryWriter(directory)
+        raise _fault(key, value, reason, rank) from error
     except OSError as error:
-        reason = f"must be a directory that can be written ({error.strerror or error})"
-        raise _fault("tensorboard", directory, reason, rank) from error
+        kind = "file" if key == "path" else "directory"
+        reason = f"must be a {kind} that can be written ({error.strerror or error})"
+        raise _fault(key, value, reason, rank) from error

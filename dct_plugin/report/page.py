@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,12 +38,10 @@ class Part:
 
 #: Rows and columns that a table shows; more do not fit into a page that a browser opens at once.
 _ROWS, _COLUMNS = 500, 40
-#: Bytes of a page.
-_LIMIT = 2_000_000
 
 
 def write_page(path: Path, parts: Sequence[Part]) -> None:
-    """Write the page of all parts; the last ones are left out of a page of more than 2 MB."""
+    """Write the page of all parts."""
     from jinja2 import Environment, PackageLoader, select_autoescape
     from markupsafe import Markup
 
@@ -52,25 +49,12 @@ def write_page(path: Path, parts: Sequence[Part]) -> None:
         loader=PackageLoader(__package__, "."), autoescape=select_autoescape(), trim_blocks=True
     )
 
-    @functools.cache
-    def chart(of_part: int, of_section: int) -> Markup:
-        section = parts[of_part].sections[of_section]
+    def chart(section: Section) -> Markup:
         if section.draw is None:
             return Markup()
         return Markup(charts.svg(section.draw, section.table.title, height=section.height))
 
-    render = functools.partial(
-        environment.get_template("page.html").render,
-        chart=chart,
-        colours=charts.COLOURS,
-        version=__version__,
-        most=(_ROWS, _COLUMNS),
-        count=len(parts),
+    text = environment.get_template("page.html").render(
+        parts=parts, chart=chart, colours=charts.COLOURS, version=__version__, most=(_ROWS, _COLUMNS)
     )
-    text = render(parts=parts[:1])
-    for shown in range(2, len(parts) + 1):
-        longer = render(parts=parts[:shown])
-        if len(longer.encode()) > _LIMIT:
-            break
-        text = longer
     write(path, text)

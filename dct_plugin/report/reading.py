@@ -87,81 +87,55 @@ class RankRun:
         return [(e.step, e.loss) for e in self.events if e.event == "loss" and e.loss is not None]
 
 
-class MetricsReader:
-    """Reads the lines of one file, all at once or as they come.
+def _read(path: Path) -> tuple[list[RankRun], list[str]]:
+    """Return the runs in a file, and sentences on what could not be read.
 
-    Attributes:
-        runs: The runs. A run begins with a ``start`` line, or where steps start again.
-        faults: Number of lines that cannot be read.
+    A run begins with a ``start`` line, or where steps start again.
     """
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.runs: list[RankRun] = []
-        self.faults = 0
-        self._open: dict[int, RankRun] = {}
-        self._lines = 0
-        self._rest = b""
-        self._first_fault = ""
-        self._newest = FORMAT
-
-    def feed(self, data: bytes) -> None:
-        """Read what was appended to the file; a line without its end waits for the rest."""
-        *complete, self._rest = (self._rest + data).split(b"\n")
-        for line in complete:
-            self._lines += 1
-            if line.strip():
-                self._take(line)
-
-    def notes(self) -> list[str]:
-        """Return sentences on what could not be read."""
-        found = []
-        if self._rest.strip():
-            found.append(f"{self.source} ends in the middle of line {self._lines + 1}, which is left out.")
-        if self.faults:
-            found.append(
-                f"{self.faults} of {self._lines} lines of {self.source} are left out; {self._first_fault}."
-            )
-        if self._newest > FORMAT:
-            found.append(
-                f"{self.source} was written by a newer version (format {self._newest}, this one knows "
-                f"{FORMAT}): keys that it added are not shown."
-            )
-        return found
-
-    def _take(self, line: bytes) -> None:
+    try:
+        *lines, rest = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DCTError(f"{path}: cannot be read: {error.strerror or error}") from error
+    runs: list[RankRun] = []
+    latest: dict[int, RankRun] = {}
+    faults, first_fault, newest = 0, "", FORMAT
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
         try:
-            content = json.loads(line)
-            if isinstance(content, dict) and "event" in content:
-                self._event(EventLine.model_validate(content))
-            else:
-                self._row(Row.model_validate(content))
+            content = json.loads(text)
+            is_event = isinstance(content, dict) and "event" in content
+            line = (EventLine if is_event else Row).model_validate(content)
         except (ValueError, RecursionError) as error:
-            self.faults += 1
-            if not self._first_fault:
-                self._first_fault = f"line {self._lines}: {_reason(error)}"
-
-    def _event(self, event: EventLine) -> None:
-        self._newest = max(self._newest, event.format)
-        run = self._open.get(event.rank)
-        if run is None or event.event == "start":
-            run = self._begin(event.rank, event.world_size, event.run)
-        if event.event != "start":
-            run.events.append(event)
-
-    def _row(self, row: Row) -> None:
-        run = self._open.get(row.rank)
-        if run is None or (run.rows and row.step < run.rows[-1].step):
-            run = self._begin(row.rank, row.world_size, None)
-        run.rows.append(row)
-
-    def _begin(self, rank: int, world_size: int, identity: str | None) -> RankRun:
-        before = self._open.get(rank)
-        if before is not None and not before.rows and not before.events:
-            self.runs.remove(before)  # it ended before its first report
-        run = self._open[rank] = RankRun(self.source, rank, world_size, identity)
-        self.runs.append(run)
-        return run
+            faults += 1
+            first_fault = first_fault or f"line {number}: {_reason(error)}"
+            continue
+        run = latest.get(line.rank)
+        if isinstance(line, Row):
+            begins = run is not None and bool(run.rows) and line.step < run.rows[-1].step
+        else:
+            begins, newest = line.event == "start", max(newest, line.format)
+        if run is None or begins:
+            if run is not None and not run.rows and not run.events:
+                runs.remove(run)  # it ended before its first report
+            identity = None if isinstance(line, Row) else line.run
+            run = latest[line.rank] = RankRun(str(path), line.rank, line.world_size, identity)
+            runs.append(run)
+        if isinstance(line, Row):
+            run.rows.append(line)
+        elif line.event != "start":
+            run.events.append(line)
+    notes = []
+    if rest.strip():
+        notes.append(f"{path} ends in the middle of line {len(lines) + 1}, which is left out.")
+    if faults:
+        notes.append(f"{faults} of {len(lines)} lines of {path} are left out; {first_fault}.")
+    if newest > FORMAT:
+        notes.append(
+            f"{path} was written by a newer version (format {newest}, this one knows {FORMAT}): keys that it "
+            "added are not shown."
+        )
+    return runs, notes
 
 
 def _reason(error: Exception) -> str:
@@ -191,10 +165,9 @@ def read(paths: Iterable[Path], *, number: int | None = None) -> tuple[list[list
     runs: list[list[RankRun]] = []
     notes: list[str] = []
     for path in paths:
-        reader = _read(path)
-        said = reader.notes()
+        found, said = _read(path)
         by_rank: dict[int, list[RankRun]] = {}
-        for each in reader.runs:
+        for each in found:
             if each.rows:
                 by_rank.setdefault(each.rank, []).append(each)
         if not by_rank:
@@ -221,23 +194,14 @@ def losses_of(path: Path) -> list[tuple[int, float]]:
     Raises:
         DCTError: The file cannot be read, or has no loss.
     """
-    reader = _read(path)
-    runs = [found for run in reader.runs if (found := run.losses)]
-    if not runs:
+    runs, notes = _read(path)
+    losses = [found for run in runs if (found := run.losses)]
+    if not losses:
         raise DCTError(
             f"{path}: holds no loss: the callbacks for Trainer and Lightning write it, or "
-            f'metrics.event("loss", step=n, loss=x). {" ".join(reader.notes())}'
+            f'metrics.event("loss", step=n, loss=x). {" ".join(notes)}'
         )
-    return runs[-1]
-
-
-def _read(path: Path) -> MetricsReader:
-    reader = MetricsReader(str(path))
-    try:
-        reader.feed(path.read_bytes())
-    except OSError as error:
-        raise DCTError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return reader
+    return losses[-1]
 
 
 def _add(runs: list[list[RankRun]], part: RankRun) -> None:

@@ -25,11 +25,10 @@ from dct_plugin.metrics import Metrics, Record
 from dct_plugin.recommender.comparison import Comparison, Measured, Sent
 from dct_plugin.recommender.figures import Run as Training
 from dct_plugin.recommender.intervals import Interval
-from dct_plugin.report import page as page_module
 from dct_plugin.report.advice import advice
 from dct_plugin.report.metrics_part import verdict
 from dct_plugin.report.page import write_page
-from dct_plugin.report.reading import MetricsReader, RankRun, Row, read
+from dct_plugin.report.reading import RankRun, Row, read
 from dct_plugin.report.run import Run
 
 runner = CliRunner()
@@ -191,10 +190,10 @@ def test_a_line_cut_off_and_foreign_lines_are_named(tmp_path: Path) -> None:
     assert f"2 of {count + 2} lines of {path} are left out; line {count + 1}: it is not JSON" in said
     assert "ends in the middle" in (tmp_path / "r.html").read_text()
 
-    reader = MetricsReader("m")
-    reader.feed(old.encode() + b'{"event": "start", "format": 2}\n{"step": 1, "steps": 0, "class": 3}\n[1]\n')
-    first, newer = reader.notes()
-    assert "3 of 4 lines" in first
+    row = '{"step": 1, "steps": 1, "class": "a", "dense_bytes": 1, "sent_bytes": 1}\n'
+    path.write_text(old + '{"event": "start", "format": 2}\n{"step": 1, "steps": 0, "class": 3}\n[1]\n' + row)
+    first, newer = read([path])[1]
+    assert "3 of 5 lines" in first
     assert "it has no 'steps', so another version or another program wrote it" in first
     assert "newer version (format 2, this one knows 1)" in newer
 
@@ -241,20 +240,6 @@ def test_every_bad_line_is_counted_and_the_first_is_named(tmp_path: Path) -> Non
     sent = Tables(out.read_text()).found["Bytes per step by class"]
     assert len(sent[0]) == 40
     assert "The table has 2 rows and 105 columns" in out.read_text()
-
-
-def test_a_page_that_would_be_too_long_shows_the_first_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = [tmp_path / f"{name}.jsonl" for name in "abcd"]
-    for path in paths:
-        job(path, steps=20)
-        path.write_text(path.read_text().replace('"run": null', f'"run": "{path.stem}"'))
-    monkeypatch.setattr(page_module, "_LIMIT", 300_000)
-    report(*paths, "--out", tmp_path / "r.html")
-    text = (tmp_path / "r.html").read_text()
-    assert len(text) <= 300_000
-    assert "of 4 parts are shown: a page has 2 MB at most" in text
 
 
 def test_report_and_summary_have_the_same_start(tmp_path: Path) -> None:
