@@ -1,48 +1,40 @@
-"""The hierarchical topology: dense sums inside a node, thresholded messages between nodes.
+"""Dense sums inside a node, around the thresholded messages between nodes.
 
 Every rank gets its part of the mean of its node's gradients, dense, over the fast link. The ranks that have
-the same part on different nodes exchange it by another topology, as if the node were one rank. The sums are
+the same part on different nodes exchange it by a topology, as if the node were one rank. The sums are
 gathered inside the node. So a node has one residual, of which each rank keeps its part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 
 from ..metrics import Record
 from .node_ranks import Entries, NodeRanks, Part, Wanted, common
 from .plan import Shard
 from .stream_group import StreamGroup
-from .topology import Topology
 
 
-class Hierarchical(Topology):
-    """Dense sums inside nodes, and another topology between nodes.
+class NodeSums:
+    """Gradients on their way into an exchange between nodes, and sums on their way out of it.
 
     Args:
-        inner: Topology of the ranks that have the same part on different nodes.
         node: The ranks of this rank's node.
         group: Streams and metrics.
     """
 
-    def __init__(self, inner: Topology, node: NodeRanks, group: StreamGroup) -> None:
-        self.name, self.phases = f"{inner.name} between nodes", inner.phases
-        self.sums_everywhere = inner.sums_everywhere
-        self._node, self._inner, self._group = node, inner, group
+    def __init__(self, node: NodeRanks, group: StreamGroup) -> None:
+        self._node, self._group = node, group
         self._node_of = {rank: number for number, ranks in enumerate(group.layout) for rank in ranks}
         self._entered: list[tuple[Entries, Wanted | None]] = []
         """Tensors that are being reduced, and what each rank of the node gets of them."""
 
-    def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
-        return self._inner.shards(name, numel, small=small)
-
-    def owner_residuals(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:
-        return self._inner.owner_residuals(name, numel)
-
-    def reduce_in_node(
+    def enter(
         self, entries: Entries, shards: Sequence[Sequence[Shard]] | None, whole: Record
     ) -> tuple[Entries, Sequence[Sequence[Shard]] | None]:
+        """Return what takes part in the exchange in place of this rank's gradients, and its shards where the
+        host names owners; a collective.
+        """
         self._node.exchange.step = self._group.step
         with whole.timed("exchange"), self._group.exchange.preparing():
             parts = self._node.means(entries, in_place=True)
@@ -53,10 +45,8 @@ class Hierarchical(Topology):
             return parts, None
         return parts, [self._nodes_as_owners(name, owners[name]) for name, _ in parts]
 
-    def telling_node(self) -> AbstractContextManager[None]:
-        return self._node.failing_together()
-
-    def gather_in_node(self) -> None:
+    def gather(self) -> None:
+        """Give the ranks the sums of all that entered, when their exchange is complete; a collective."""
         entered, self._entered = self._entered, []
         if not entered:
             return

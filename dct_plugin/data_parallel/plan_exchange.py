@@ -34,7 +34,7 @@ class SentPhase:
         writers: One for each receiver; the same one where all ranks get the same message.
         written: The tensors in the messages of this rank.
         messages: The messages by receiver, if the host knows their lengths.
-        received: Bytes of the messages by sender, likewise.
+        received: Bytes of the messages by sender, if their lengths come from a device.
         slots: Those of messages whose lengths are on a device; else None.
         errors: int64 [ranks]: what kernels found wrong with the message of each sender in a slot.
     """
@@ -174,7 +174,8 @@ class PlanExchange:
         bounds = sent.phase.largest_messages(chunk.plan)
         with self._whole.timed("exchange"):
             received = self._exchange.collect(sent.messages[self._group.rank], bounds=bounds)
-        sent.received = {rank: message.numel() for rank, message in enumerate(received)}
+        if not self._group.backend.lengths_on_host:  # for the capacities of the next ones
+            sent.received = {rank: message.numel() for rank, message in enumerate(received)}
         return received
 
     def _add(self, chunk: ExchangedChunk, messages: Sequence[Tensor]) -> None:

@@ -7,6 +7,7 @@ A reducer has topologies (which rank sends what to whom: :mod:`.topologies`), ex
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from ..metrics import Record
 from .add_on import AddOn, ReducerContext
 from .add_ons import AddOns
 from .dense_sums import DenseSums
+from .hierarchical import NodeSums
 from .node_ranks import NodeRanks
 from .pending_exchanges import PendingExchanges
 from .plan import PlannedTensor, ReductionPlan, Shard
@@ -74,10 +76,11 @@ class GradientReducer(StreamGroup):
         self.flushed = False
         """True if a step has brought all that residuals held, after :meth:`flush`."""
         self._flushes = False
+        self.node_sums: NodeSums | None = None
         if self.nodes is not None:
-            self.node = NodeRanks(
-                self.nodes, self.device, self.settings.min_numel, self.metrics, self.backend
-            )
+            min_numel = self.settings.min_numel
+            self.node = NodeRanks(self.nodes, self.device, min_numel, self.metrics, self.backend)
+            self.node_sums = NodeSums(self.node, self)
         self.topologies = Topologies(self)
         self.add_ons = AddOns(ReducerContext(self, self.config, self.topologies, optimizer))
         self._dense = DenseSums(self, self.config.dense_steps, self.add_ons)
@@ -141,8 +144,8 @@ class GradientReducer(StreamGroup):
             DesyncError, PayloadError: See :meth:`all_reduce`.
         """
         self.exchanges.finish()
-        self.topologies.all_reduce.gather_in_node()
-        self.topologies.scatter.gather_in_node()
+        if self.node_sums is not None:
+            self.node_sums.gather()
 
     def replace_result(self, name: str, tensor: Tensor) -> None:
         """Note that the host copied a tensor that was reduced since the last :meth:`finish`, and uses the
@@ -180,7 +183,7 @@ class GradientReducer(StreamGroup):
                 tensors.append(PlannedTensor(name, tensor, list(parts), small))
             large = [each.name for each in tensors if not each.small]
             plan = ReductionPlan(
-                self.operation(topology.name),
+                self.operation(topology.name + (" between nodes" if self.node else "")),
                 tensors,
                 scale * self.ranks_inside,
                 self.add_ons.compared(large),
@@ -296,22 +299,6 @@ class GradientReducer(StreamGroup):
                 each.load_state_dict(saved, step=self.step)
 
 
-def _by_topology(reducer: GradientReducer, entries: _Entries) -> list[tuple[Topology, _Entries]]:
-    """Divide the entries of an all-reduce, in order, into those that are exchanged together.
-
-    The direct topology would send a tensor below ``min_numel`` whole to every rank. With more than two ranks
-    fewer bytes cross when an owner sums it: those of a ring.
-    """
-    small = [each for each in entries if reducer.is_small(each[0], each[1].numel())]
-    nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in small)
-    topologies = reducer.topologies
-    if topologies.small is None or nbytes < SMALL_APART:
-        return [(topologies.all_reduce, entries)]
-    large = [each for each in entries if not reducer.is_small(each[0], each[1].numel())]
-    parts: list[tuple[Topology, _Entries]] = [(topologies.all_reduce, large), (topologies.small, small)]
-    return parts if large else parts[1:]
-
-
 class Reduction:
     """A reduction in two halves, between which its messages travel.
 
@@ -330,6 +317,8 @@ class Reduction:
         self._reducer, self._entries, self._scale, self._shards = reducer, entries, scale, shards
         self._whole = Record("gradient", tensors=0)
         self._exchanges: list[PlanExchange] | None = None
+        topologies = reducer.topologies
+        self._topology: Topology = topologies.all_reduce if shards is None else topologies.scatter
 
     def post(self) -> None:
         """Send the messages of all tensors. Gradients become zeros; a dense step sums them now.
@@ -337,18 +326,17 @@ class Reduction:
         Raises:
             DesyncError, PayloadError: See :meth:`~GradientReducer.all_reduce`.
         """
-        reducer, whole, topologies = self._reducer, self._whole, self._reducer.topologies
-        self._topology = topology = topologies.all_reduce if self._shards is None else topologies.scatter
+        reducer, whole, entries, shards = self._reducer, self._whole, self._entries, self._shards
         self._exchanges = []
         with reducer.recording(whole):
-            entries, shards = topology.reduce_in_node(self._entries, self._shards, whole)
-            with topology.telling_node():
+            if reducer.node_sums is not None:
+                entries, shards = reducer.node_sums.enter(entries, shards, whole)
+            with self._telling_node():
                 with reducer.exchange.preparing():
                     reducer.add_ons.before_compression(entries)
                 if not reducer.reduce_dense(entries, self._scale, whole):
-                    parts = [(topology, entries)] if shards is not None else _by_topology(reducer, entries)
-                    for each, tensors in parts:
-                        self._exchanges.append(reducer.post(each, tensors, self._scale, shards, whole))
+                    for topology, tensors in self._by_topology(entries):
+                        self._exchanges.append(reducer.post(topology, tensors, self._scale, shards, whole))
 
     def finish(self) -> None:
         """Receive the messages and add them up; posts them first, unless that has been done.
@@ -359,8 +347,28 @@ class Reduction:
         if self._exchanges is None:
             self.post()
         reducer = self._reducer
-        with reducer.recording(self._whole), self._topology.telling_node():
+        with reducer.recording(self._whole), self._telling_node():
             for exchange in self._exchanges or ():
                 reducer.exchanges.complete(exchange)
         if reducer.metrics is not None:
             reducer.metrics.record(self._whole)
+
+    def _telling_node(self) -> AbstractContextManager[None]:
+        """Surround work whose results the other ranks of the node wait for: they are told of an error."""
+        node = self._reducer.node
+        return nullcontext() if node is None else node.failing_together()
+
+    def _by_topology(self, entries: _Entries) -> list[tuple[Topology, _Entries]]:
+        """Divide the entries, in order, into those that are exchanged together.
+
+        The direct topology would send a tensor below ``min_numel`` whole to every rank. With more than two
+        ranks fewer bytes cross when an owner sums it: those of a ring.
+        """
+        reducer, for_small = self._reducer, self._reducer.topologies.small
+        small = [each for each in entries if reducer.is_small(each[0], each[1].numel())]
+        nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in small)
+        if self._shards is not None or for_small is None or nbytes < SMALL_APART:
+            return [(self._topology, entries)]
+        large = [each for each in entries if not reducer.is_small(each[0], each[1].numel())]
+        parts: list[tuple[Topology, _Entries]] = [(self._topology, large), (for_small, small)]
+        return parts if large else parts[1:]

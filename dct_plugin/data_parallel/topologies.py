@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..policy.rules import exchange_by_rule
 from .direct import Direct
-from .hierarchical import Hierarchical
 from .scatter import Scatter
 from .stream_group import StreamGroup
 from .topology import Topology
@@ -27,15 +26,8 @@ class Topologies:
     """
 
     def __init__(self, group: StreamGroup) -> None:
-        node = group.node
-
-        def between_nodes(topology: Topology) -> Topology:
-            return topology if node is None else Hierarchical(topology, node, group)
-
         self.is_direct = exchange_by_rule(group.settings, group.world_size) == "direct"
-        self.all_reduce = between_nodes(Direct(group) if self.is_direct else TwoPhase(group))
-        self.small: Topology | None = None
-        if self.is_direct and group.world_size > 2:
-            self.small = between_nodes(TwoPhase(group))
-        self.scatter = between_nodes(Scatter(group))
+        self.all_reduce: Topology = Direct(group) if self.is_direct else TwoPhase(group)
+        self.small = TwoPhase(group) if self.is_direct and group.world_size > 2 else None
+        self.scatter = Scatter(group)
         self.sums_at_owners = False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -16,9 +15,7 @@ from torch import Tensor
 
 from ..codecs.message import MessageWriter
 from ..kernels import GRAD_DTYPES
-from ..metrics import Record
 from ..transport.slots import Slots
-from .node_ranks import Entries
 from .plan import ReductionPlan, Shard
 from .stream_group import StreamGroup, WrittenTensor
 
@@ -158,19 +155,3 @@ class Topology(ABC):
         names of their streams.
         """
         return iter(())
-
-    def reduce_in_node(
-        self, entries: Entries, shards: Sequence[Sequence[Shard]] | None, whole: Record
-    ) -> tuple[Entries, Sequence[Sequence[Shard]] | None]:
-        """Return what takes part in the phases in place of this rank's gradients, and its shards where the
-        host names owners; a collective.
-        """
-        return entries, shards
-
-    def telling_node(self) -> AbstractContextManager[None]:
-        """Surround the work on what entered: ranks that wait for the results are told of an error."""
-        return nullcontext()
-
-    def gather_in_node(self) -> None:
-        """Give the ranks the sums of all that entered, when its phases are complete; a collective."""
-        return

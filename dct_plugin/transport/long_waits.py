@@ -7,7 +7,6 @@ of the process group, which is half an hour. Each rank says in the key-value sto
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 import time
@@ -61,7 +60,7 @@ def _look(ended: threading.Event) -> None:
             continue
         with contextlib.suppress(Exception):  # a store that is gone, or a process group that is destroyed
             if longest is None:
-                lost_ranks.default_store().delete_key(lost_ranks.wait_key(dist.get_rank()))
+                lost_ranks.default_store().delete_key(lost_ranks.key_of("waits", dist.get_rank()))
             else:
                 _report(longest, ended)
         reported = longest
@@ -69,15 +68,15 @@ def _look(ended: threading.Event) -> None:
 
 def _report(wait: lost_ranks.Wait, ended: threading.Event) -> None:
     """Say in the store what this rank waits for, and warn of what the others do."""
-    store, own = lost_ranks.default_store(), dist.get_rank()
-    store.set(lost_ranks.wait_key(own), json.dumps(wait.call))
+    own = dist.get_rank()
+    lost_ranks.default_store().set(lost_ranks.key_of("waits", own), wait.call)
     ranks = dist.get_process_group_ranks(wait.group if wait.group is not None else dist.group.WORLD)
     calls: dict[int, str] = {}
     until = time.monotonic() + ANSWERS
     while len(calls) < len(ranks) - 1 and time.monotonic() < until and not ended.wait(INTERVAL / 10):
         for rank in set(ranks) - {own} - calls.keys():
-            if store.check([lost_ranks.wait_key(rank)]):
-                calls[rank] = json.loads(store.get(lost_ranks.wait_key(rank)))
+            if (call := lost_ranks.stated(lost_ranks.key_of("waits", rank))) is not None:
+                calls[rank] = call
     if wait not in lost_ranks.waits.values():
         return
     others = [

@@ -60,7 +60,7 @@ waits: dict[int, Wait] = {}
 def register_process() -> None:
     """Tell the others which process this rank is; called again for every default process group."""
     with contextlib.suppress(Exception):  # a job without a store finds out later, or never
-        default_store().set(_process_key(dist.get_rank()), processes.this())
+        default_store().set(key_of("process", dist.get_rank()), processes.this())
     rejoin()
 
 
@@ -68,9 +68,8 @@ def rejoin() -> None:
     """Clear what an earlier failure left in the store; called when this rank is connected to others again."""
 
     def clear() -> None:
-        default_store().delete_key(_alive_key(dist.get_rank()))
-        default_store().delete_key(wait_key(dist.get_rank()))
-        default_store().delete_key(_LOST)
+        for key in (key_of("alive", dist.get_rank()), key_of("waits", dist.get_rank()), _LOST):
+            default_store().delete_key(key)
 
     in_time(clear, _REPORT)
 
@@ -149,7 +148,11 @@ def describe_failure(
 
     def look_for_lost() -> list[int]:
         lost = _lost(ranks, own, "imed out" not in first, calls)
-        return lost or (_verdict_of_others() if len(ranks) < dist.get_world_size() else [])
+        if lost or len(ranks) == dist.get_world_size():
+            return lost
+        with contextlib.suppress(Exception):  # the rank that serves the store may have ended
+            return _verdict_of_others(_VERDICT)
+        return []
 
     lost = in_time(look_for_lost, _REPORT + 2.0)
     others = {rank: other for rank, other in calls.items() if other not in (_UNKNOWN, call)}
@@ -175,10 +178,8 @@ def call_of(what: str, step: int | None) -> str:
 
 def found_lost() -> str:
     """Return what another rank has found out about lost ranks, as the end of a sentence; empty if nothing."""
-    lost = in_time(
-        lambda: json.loads(default_store().get(_LOST)) if default_store().check([_LOST]) else [], _REPORT
-    )
-    return f"; rank(s) {sorted(lost)} {_SILENT}" if lost else ""
+    lost = in_time(lambda: _verdict_of_others(0.0), _REPORT)
+    return f"; rank(s) {lost} {_SILENT}" if lost else ""
 
 
 def in_time(function: Callable[[], Any], seconds: float) -> Any:
@@ -196,59 +197,53 @@ def in_time(function: Callable[[], Any], seconds: float) -> Any:
     return answers[0] if answers else None
 
 
-def _lost(ranks: Sequence[int], own: int, look: bool, calls: dict[int, str] | None = None) -> list[int]:
+def _lost(ranks: Sequence[int], own: int, look: bool, calls: dict[int, str]) -> list[int]:
     """Report this rank, and return the ranks that do not report; ``look`` for processes on this machine.
 
     ``calls`` has the call that failed on this rank, and gets those of the others, by rank.
     """
-    calls = {own: _UNKNOWN} if calls is None else calls
     store = default_store()
-    store.set(_alive_key(own), calls[own])
+    store.set(key_of("alive", own), calls[own])
     began = time.monotonic()
     while time.monotonic() < began + _REPORT:
         # Not at once: a dying process closes its connections before it is gone.
         if look and time.monotonic() > began + _REPORT / 2:
             look = False
             for rank in set(ranks) - calls.keys():
-                key = _process_key(rank)
-                if store.check([key]) and processes.lives(store.get(key).decode()):
-                    store.compare_set(_alive_key(rank), "", _UNKNOWN)
+                process = stated(key_of("process", rank))
+                if process is not None and processes.lives(process):
+                    store.compare_set(key_of("alive", rank), "", _UNKNOWN)
         # Ranks of other groups may wait for a rank of this one: the verdict holds for them, too.
-        if store.check([_LOST]):
-            return sorted(json.loads(store.get(_LOST)))
+        if lost := _verdict_of_others(0.0):
+            return lost
         for rank in set(ranks) - calls.keys():
-            if store.check([_alive_key(rank)]):
-                calls[rank] = store.get(_alive_key(rank)).decode()
+            if (call := stated(key_of("alive", rank))) is not None:
+                calls[rank] = call
         time.sleep(0.05)
     if absent := sorted(set(ranks) - calls.keys()):
         store.set(_LOST, json.dumps(absent))
     return absent
 
 
-def _alive_key(rank: int) -> str:
-    return f"dct_plugin/alive/{rank}"
-
-
-def _verdict_of_others() -> list[int]:
-    """Return the ranks that another group has found to be lost: one of this group may wait for them."""
-    until = time.monotonic() + _VERDICT
-    with contextlib.suppress(Exception):  # the rank that serves the store may have ended
-        while time.monotonic() < until:
-            if default_store().check([_LOST]):
-                return sorted(json.loads(default_store().get(_LOST)))
-            time.sleep(0.05)
-    return []
-
-
-def wait_key(rank: int) -> str:
-    """Return the key under which a rank says in which call it waits for long."""
-    return f"dct_plugin/waits/{rank}"
-
-
-def _process_key(rank: int) -> str:
-    return f"dct_plugin/process/{rank}"
+def _verdict_of_others(seconds: float) -> list[int]:
+    """Return the ranks that others have found to be lost, or will have within so many seconds."""
+    until = time.monotonic() + seconds
+    while (lost := stated(_LOST)) is None and time.monotonic() < until:
+        time.sleep(0.05)
+    return [] if lost is None else sorted(json.loads(lost))
 
 
 def default_store() -> Any:
     """Return the key-value store of the default process group."""
     return dist.distributed_c10d._get_default_store()
+
+
+def key_of(what: str, rank: int) -> str:
+    """Return the key under which a rank states something: ``alive``, ``waits``, ``process``, ``machine``."""
+    return f"dct_plugin/{what}/{rank}"
+
+
+def stated(key: str) -> str | None:
+    """Return what stands in the store under a key; None if there is nothing."""
+    store = default_store()
+    return store.get(key).decode() if store.check([key]) else None

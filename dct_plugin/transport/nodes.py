@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .. import processes
 from ..errors import ConfigError, DesyncError
 from .agreement import HINT, TIME_LIMIT, ranks_in_words
-from .lost_ranks import default_store
+from .lost_ranks import default_store, key_of, stated
 
 #: The option that says which ranks are a node, as errors name it.
 KEY = "dct.data_parallel.nodes"
@@ -59,7 +59,7 @@ def layout_of(nodes: Nodes | None) -> list[list[int]]:
 
 def publish_machine() -> None:
     """Tell the other ranks which machine this process runs on."""
-    default_store().set(_key(dist.get_rank()), processes.machine())
+    default_store().set(key_of("machine", dist.get_rank()), processes.machine())
 
 
 def ranks_of_machines(
@@ -76,18 +76,19 @@ def ranks_of_machines(
         DesyncError: A rank did not report; names it.
     """
     publish_machine()
-    store, until = default_store(), time.monotonic() + limit
-    missing = list(ranks)
-    while missing := [rank for rank in missing if not store.check([_key(rank)])]:
-        if time.monotonic() >= until:
+    until = time.monotonic() + limit
+    names: dict[int, str] = {}
+    while missing := [rank for rank in ranks if rank not in names]:
+        names |= {rank: name for rank in missing if (name := stated(key_of("machine", rank))) is not None}
+        if time.monotonic() >= until and len(names) < len(ranks):
+            silent = ranks_in_words(rank for rank in ranks if rank not in names)
             raise DesyncError(
-                f"rank {dist.get_rank()}: {ranks_in_words(missing)} did not report within {limit:g} s: "
-                f"crashed, or {hint}"
+                f"rank {dist.get_rank()}: {silent} did not report within {limit:g} s: crashed, or {hint}"
             )
         time.sleep(0.02)
     machines: dict[str, list[int]] = {}
     for rank in ranks:
-        machines.setdefault(store.get(_key(rank)).decode(), []).append(rank)
+        machines.setdefault(names[rank], []).append(rank)
     return machines
 
 
@@ -134,7 +135,3 @@ def find_nodes(
                 "to 'auto'"
             )
     return Nodes(tuple(nodes), rank, group)
-
-
-def _key(rank: int) -> str:
-    return f"dct_plugin/machine/{rank}"

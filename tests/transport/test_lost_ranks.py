@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dct_plugin.errors import DesyncError
 from dct_plugin.transport import lost_ranks
-from dct_plugin.transport.lost_ranks import _LOST, _REPORT, _alive_key, _lost
+from dct_plugin.transport.lost_ranks import _LOST, _REPORT, _lost, key_of
 
 
 class Clock:
@@ -42,21 +42,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_ranks_that_do_not_report_are_named_when_the_time_for_reports_is_over(clock: Clock) -> None:
-    clock.at = {1001.0: (_alive_key(2), "1")}
-    assert _lost([0, 1, 2, 3], own=0, look=False) == [1, 3]
+    clock.at = {1001.0: (key_of("alive", 2), "1")}
+    assert _lost([0, 1, 2, 3], own=0, look=False, calls={0: "1"}) == [1, 3]
     assert _REPORT <= clock.waited < _REPORT + 0.1
     assert json.loads(clock.store.get(_LOST)) == [1, 3]
 
 
 def test_what_another_rank_has_found_out_holds_at_once(clock: Clock) -> None:
     clock.store.set(_LOST, "[3]")
-    assert _lost([0, 1, 2, 3], own=0, look=False) == [3]
+    assert _lost([0, 1, 2, 3], own=0, look=False, calls={0: "1"}) == [3]
     assert clock.waited == 0
 
 
 def test_a_rank_that_reports_late_but_in_time_is_not_lost(clock: Clock) -> None:
-    clock.at = {1000.0 + _REPORT - 0.1: (_alive_key(1), "1")}
-    assert _lost([0, 1], own=0, look=False) == []
+    clock.at = {1000.0 + _REPORT - 0.1: (key_of("alive", 1), "1")}
+    assert _lost([0, 1], own=0, look=False, calls={0: "1"}) == []
     assert not clock.store.check([_LOST])
 
 
@@ -64,12 +64,15 @@ def test_a_rank_that_reports_late_but_in_time_is_not_lost(clock: Clock) -> None:
     ("at", "text"),
     [
         # The rank that failed waited for one of another group, which finds that out a moment later.
-        ({1001.0: (_alive_key(1), "sum"), 1003.5: (_LOST, "[3]")}, "rank(s) [3] gave no sign of life since"),
         (
-            {1001.0: (_alive_key(1), "sum of residuals")},
+            {1001.0: (key_of("alive", 1), "sum"), 1003.5: (_LOST, "[3]")},
+            "rank(s) [3] gave no sign of life since",
+        ),
+        (
+            {1001.0: (key_of("alive", 1), "sum of residuals")},
             "others failed in another call (rank 1 in the sum of residuals); decide on all ranks",
         ),
-        ({1001.0: (_alive_key(1), "sum in step 7")}, "the other ranks report the same"),
+        ({1001.0: (key_of("alive", 1), "sum in step 7")}, "the other ranks report the same"),
     ],
 )
 def test_of_a_group_in_which_all_live(
