@@ -68,8 +68,7 @@ def diagnose() -> Iterator[Finding]:
 
 def _packages() -> Iterable[Finding]:
     yield Finding("ok", DISTRIBUTION, f"{__version__}, {os.path.dirname(os.path.dirname(__file__))}")
-    for name, advice in PACKAGES.items():
-        yield _package(name, advice)
+    yield from (_package(name, advice) for name, advice in PACKAGES.items())
 
 
 def _package(name: str, advice: str) -> Finding:
@@ -97,7 +96,7 @@ def _supported(name: str) -> SpecifierSet:
 def _kernels() -> Iterable[Finding]:
     import torch
 
-    from ..kernels import get_backend
+    from ..kernels import get_backend, problem_with
     from ..kernels.cpu import CpuBackend
 
     forced = os.environ.get("DCT_KERNELS")
@@ -109,25 +108,18 @@ def _kernels() -> Iterable[Finding]:
         return
     compiled = f", {backend.path}" if isinstance(backend, CpuBackend) else ""
     detail = backend.name + compiled + (f" (DCT_KERNELS={forced})" if forced else "")
+    advice = ""
     if backend.name == "reference" and not forced:
         advice = "install a C compiler (gcc or clang): without compiled kernels DCT rarely pays on a CPU"
-        yield Finding("warn", "kernels", detail, advice)
-    else:
-        yield Finding("ok", "kernels", detail)
+    yield Finding("warn" if advice else "ok", "kernels", detail, advice)
     if torch.cuda.is_available():
-        yield _cuda_kernels()
-
-
-def _cuda_kernels() -> Finding:
-    """Say which kernels CUDA tensors take, after their self-check."""
-    from ..kernels import get_backend, problem_with
-
-    name = get_backend("cuda").name
-    if problem := problem_with("triton", "cuda"):
-        advice = "plain torch runs, several times slower; if triton is installed, report this output"
-        return Finding("warn", "cuda kernels", f"{name}; triton: {problem}", advice)
-    detail = "triton, equal to the reference on this device" if name == "triton" else name
-    return Finding("ok", "cuda kernels", detail)
+        name, advice = get_backend("cuda").name, ""
+        if problem := problem_with("triton", "cuda"):
+            advice = "plain torch runs, several times slower; if triton is installed, report this output"
+            name = f"{name}; triton: {problem}"
+        elif name == "triton":
+            name = "triton, equal to the reference on this device"
+        yield Finding("warn" if advice else "ok", "cuda kernels", name, advice)
 
 
 def _activation() -> Iterable[Finding]:

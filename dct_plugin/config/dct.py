@@ -92,16 +92,13 @@ class DCTConfig(Section):
     """Implementation of the hot loops."""
 
     @classmethod
-    def parse(
-        cls, section: Mapping[str, Any] | DCTConfig | None, *, rank: int | None = None, source: str = SECTION
-    ) -> DCTConfig:
+    def parse(cls, section: Mapping[str, Any] | DCTConfig | None, *, rank: int | None = None) -> DCTConfig:
         """Validate a ``dct`` section.
 
         Args:
             section: The section as read from JSON, or an already validated one (returned as it is).
                 ``None`` (there is no section) gives a disabled configuration.
             rank: Named in the error when given.
-            source: Path of the section, the first part of every key named in an error.
 
         Raises:
             ConfigError: All errors of the section, one per line: key, value, what is allowed, and for an
@@ -111,7 +108,7 @@ class DCTConfig(Section):
             return section
         if section is None:
             return cls(enabled=False)
-        return validated(cls, section, source, rank=rank)
+        return validated(cls, section, SECTION, rank=rank)
 
     @classmethod
     def given(cls, section: Mapping[str, Any] | DCTConfig | None, *, rank: int | None = None) -> DCTConfig:
@@ -185,10 +182,9 @@ def read_hjson(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bool]:
         ConfigError: The file cannot be read, is larger than 1 MB, or holds no object.
     """
     where = os.fspath(path)
+    text = _beginning(where)
     try:
-        content, strict = _parsed(_beginning(where).decode("utf-8"))
-    except ConfigError:
-        raise
+        content, strict = _parsed(text.decode("utf-8"))
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from error
     except RecursionError:

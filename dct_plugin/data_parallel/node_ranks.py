@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..compression.feedback import unpacked
-from ..kernels import Backend
 from ..metrics import Metrics, Record
 from ..transport import Exchange
 from ..transport.nodes import Nodes
@@ -40,31 +39,23 @@ class NodeRanks:
         device: Device of the tensors.
         min_numel: Tensors with fewer entries are small.
         metrics: Records bytes.
-        kernels: Kernels of the tensors.
     """
 
-    def __init__(
-        self,
-        nodes: Nodes,
-        device: torch.device,
-        min_numel: int,
-        metrics: Metrics | None,
-        kernels: Backend,
-    ) -> None:
+    def __init__(self, nodes: Nodes, device: torch.device, min_numel: int, metrics: Metrics | None) -> None:
         self.exchange = Exchange(nodes.group, device, nodes.inside)
         self.size, self.position = self.exchange.world_size, self.exchange.rank
         self._on_host = self._may_share = device.type == "cpu"
         self._memory: SharedMemory | None = None
         self.sizes: dict[str, int] = {}
         """Entries of the tensors that were asked about."""
-        self._min_numel, self._metrics, self._kernels = min_numel, metrics, kernels
+        self._min_numel, self._metrics = min_numel, metrics
         if metrics is not None:
             metrics.has_nodes = True
 
     def _shared_memory(self) -> SharedMemory | None:
         """Return memory that these ranks share, if they can; the first call is a collective."""
         if self._memory is None and self._may_share:
-            self._memory = open_shared_memory(self.exchange, self._kernels)
+            self._memory = open_shared_memory(self.exchange)
             self._may_share = self._memory is not None
         return self._memory
 
@@ -85,16 +76,13 @@ class NodeRanks:
         """Return this rank's part of a tensor."""
         return self.parts(name, numel)[self.position]
 
-    def means(
-        self, entries: Entries, *, in_place: bool = False, clear: bool = False
-    ) -> list[tuple[str, Tensor]]:
+    def means(self, entries: Entries, *, in_place: bool = False) -> list[tuple[str, Tensor]]:
         """Return this rank's part of the mean of each tensor over the node; a collective. Parts without
         entries are left out.
 
         Args:
             entries: ``(name, tensor)``, 1-D.
             in_place: The means replace what is in the tensors; else they get memory of their own.
-            clear: Leave zeros in the parts of the other ranks.
         """
         ordered = _by_size(entries)
         parts = [self.parts(name, tensor.numel()) for name, tensor in ordered]
@@ -103,7 +91,7 @@ class NodeRanks:
             for rank in range(self.size)
         ]
         own = views[self.position]
-        received = self.all_to_all_in_node("node sum", views, [own] * self.size, entries, clear=clear)
+        received = self.all_to_all_in_node("node sum", views, [own] * self.size, entries)
         del received[self.position]
         found = {}
         for index, ((name, _), mine) in enumerate(zip(ordered, own, strict=True)):
@@ -149,23 +137,16 @@ class NodeRanks:
         outgoing: Sequence[Sequence[Tensor]],
         like: Sequence[Sequence[Tensor]],
         entries: Entries,
-        *,
-        clear: bool = False,
     ) -> list[list[Tensor]]:
         """Send ``outgoing[r]`` to rank ``r`` of the node; return what it sends, tensors like ``like[r]``.
 
-        Tensors are 1-D, the largest types first; ``clear`` leaves zeros in those that are sent. Ranks compare
-        ``operation``, names and sizes of ``entries``.
+        Tensors are 1-D, the largest types first. Ranks compare ``operation``, names and sizes of ``entries``.
         """
-        fingerprint = fingerprint_in_node(operation, entries)
+        fingerprint = fingerprint_of(operation, tuple([(name, t.numel(), ()) for name, t in entries]))
         with self._recorded():
             if (memory := self._shared_memory()) is not None:
-                return memory.all_to_all_in_node(outgoing, like, fingerprint, clear=clear)
-            received = self._all_to_all_messages(outgoing, like, fingerprint)
-        for views in [*outgoing[: self.position], *outgoing[self.position + 1 :]] if clear else ():
-            for tensor in views:
-                tensor.zero_()
-        return received
+                return memory.all_to_all_in_node(outgoing, like, fingerprint)
+            return self._all_to_all_messages(outgoing, like, fingerprint)
 
     def _all_to_all_messages(
         self, outgoing: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], fingerprint: int
@@ -235,18 +216,9 @@ class NodeRanks:
         return torch.cat([tensor.view(torch.uint8) for tensor in tensors])
 
 
-def _size_of(dtype: torch.dtype) -> int:
-    return dtype.itemsize
-
-
-def fingerprint_in_node(operation: str, entries: Entries) -> int:
-    """Return a description of an operation on tensors, which ranks of a node compare."""
-    return fingerprint_of(operation, tuple([(name, tensor.numel(), ()) for name, tensor in entries]))
-
-
 def _mean_into(out: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write the mean of tensors of one type, added up in fp32 at least; ``out`` may be the first of them."""
-    wide, factor = max(out.dtype, torch.float32, key=_size_of), 1.0 / len(tensors)
+    wide, factor = max(out.dtype, torch.float32, key=lambda dtype: dtype.itemsize), 1.0 / len(tensors)
     for start in range(0, out.numel(), _BLOCK):
         target, first, *others = [each[start : start + _BLOCK] for each in (out, *tensors)]
         total = target if out.dtype == wide else torch.empty_like(target, dtype=wide)

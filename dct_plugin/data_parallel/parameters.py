@@ -82,7 +82,7 @@ class ParameterUpdates(StreamGroup):
         super().__init__(settings, ranks, **options)
         self._between_nodes = None
         if self.nodes is not None and gathers:
-            node = NodeRanks(self.nodes, self.device, config.min_numel, self.metrics, self.backend)
+            node = NodeRanks(self.nodes, self.device, config.min_numel, self.metrics)
             self._between_nodes = UpdatesBetweenNodes(
                 node, self.layout, self.rank, pending=config.feedback.looks_ahead and not self.exact
             )

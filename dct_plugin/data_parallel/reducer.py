@@ -78,8 +78,7 @@ class GradientReducer(StreamGroup):
         self._flushes = False
         self.node_sums: NodeSums | None = None
         if self.nodes is not None:
-            min_numel = self.settings.min_numel
-            self.node = NodeRanks(self.nodes, self.device, min_numel, self.metrics, self.backend)
+            self.node = NodeRanks(self.nodes, self.device, self.settings.min_numel, self.metrics)
             self.node_sums = NodeSums(self.node, self)
         self.topologies = Topologies(self)
         self.add_ons = AddOns(ReducerContext(self, self.config, self.topologies, optimizer))

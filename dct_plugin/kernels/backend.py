@@ -223,11 +223,6 @@ class Backend(ABC):
         for job in jobs:
             displacement.displace(job, scratch)
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy a vector to another one of its type and size, apart from it, and leave zeros in ``source``."""
-        target.copy_(source)
-        source.zero_()
-
     # -- positions alone ---
 
     def encode_indices(

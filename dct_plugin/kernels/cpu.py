@@ -104,7 +104,6 @@ _SIGNATURES: dict[str, list[Any]] = {
         *[c_void_p, c_uint64, POINTER(c_void_p), POINTER(c_uint64)],
         *[c_int32, c_void_p],
     ],
-    "dct_move": [c_void_p, c_void_p, c_uint64],
     "dct_exact_threshold": [c_void_p, c_int32, c_void_p, c_uint64, c_uint64, POINTER(c_float)],
 }
 
@@ -311,12 +310,6 @@ class CpuBackend(Backend):
         numel, grouped = wide.numel(), exponents is not None
         call = (*pointers, numel, seed & 0xFFFFFFFF, grouped, packing, self._threads_for(numel))
         _check(self._library.dct_pack(*call))
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        check_vector("target", target, (source.dtype,), source.numel())
-        _on_cpu(source=source, target=target)
-        nbytes = source.numel() * source.element_size()
-        self._library.dct_move(source.data_ptr(), target.data_ptr(), nbytes)
 
     def encode_changes(self, wanted: Tensor, held: Tensor, out: Tensor) -> Stats:
         check_changes(wanted, held, out)

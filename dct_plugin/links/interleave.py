@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -49,17 +50,18 @@ class Figures:
     @classmethod
     def of(cls, name: str, first: Block, turns: Sequence[Block]) -> Figures:
         """Compute the figures of a method from its turns and the block before them."""
-        steps = sum(turn.steps for turn in turns)
+        steps, blocks = sum(turn.steps for turn in turns), [first, *turns]
         split = {
             key: statistics.median(
                 (turn.totals[key] - before.totals.get(key, 0.0)) / turn.steps
-                for before, turn in zip([first, *turns], turns, strict=False)
+                for before, turn in itertools.pairwise(blocks)
             )
             for key in turns[0].totals
             if key.endswith("_ms")
         }
-        sent = sum(turn.sent * turn.steps for turn in turns) / steps
-        inside = sum(turn.inside * turn.steps for turn in turns) / steps
+        sent, inside = (
+            sum(getattr(turn, name) * turn.steps for turn in turns) / steps for name in ("sent", "inside")
+        )
         return cls(name, [turn.ms for turn in turns], sent, split, steps, inside)
 
 

@@ -34,11 +34,10 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     connection = Connection(job["connection"])
     torch.set_num_threads(1)
-    rank = Rank(job["data"], job["control"])
     try:
         module, _, attribute = job["workload"].partition(":")
-        made = getattr(importlib.import_module(module), attribute)(job["options"])
-        rank.serve(made, connection)
+        rank = Rank(job["data"], job["control"])
+        rank.serve(getattr(importlib.import_module(module), attribute)(job["options"]), connection)
     except Exception:
         traceback.print_exc()
         raise SystemExit(1) from None

@@ -216,16 +216,16 @@ class Exchange:
             raise
 
     @contextmanager
-    def collecting(self, *, posts: int = 0) -> Iterator[None]:
+    def collecting(self) -> Iterator[None]:
         """Surround the work on what was posted.
 
         After an error the remaining messages are received from the ranks that sent them, which may be well,
-        and forgotten. These ranks are told in the ``posts`` exchanges that they wait for next.
+        and forgotten.
         """
         try:
             yield
         except BaseException:
-            self.abort(posts)
+            self.abort(posts=0)
             raise
 
     def abort(self, posts: int = 1) -> None:

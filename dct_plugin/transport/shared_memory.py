@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import Backend
 from .exchange import Exchange
 from .tcp_connect import VARIABLE
 
@@ -39,20 +38,14 @@ class SharedMemory:
         exchange: The ranks.
         memories: Two memories of each rank, used in turn. When the other ranks announce their next operation,
             they have read what was written for the last one.
-        kernels: Kernels of the tensors.
     """
 
-    def __init__(self, exchange: Exchange, memories: Sequence[Sequence[_Memory]], kernels: Backend) -> None:
-        self._exchange, self._memories, self._kernels = exchange, memories, kernels
+    def __init__(self, exchange: Exchange, memories: Sequence[Sequence[_Memory]]) -> None:
+        self._exchange, self._memories = exchange, memories
         self._turn = 0
 
     def all_to_all_in_node(
-        self,
-        outgoing: Sequence[Sequence[Tensor]],
-        like: Sequence[Sequence[Tensor]],
-        fingerprint: int,
-        *,
-        clear: bool = False,
+        self, outgoing: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], fingerprint: int
     ) -> list[list[Tensor]]:
         """Give ``outgoing[r]`` to rank ``r``; return what it gives, tensors like ``like[r]``; a collective.
 
@@ -60,12 +53,11 @@ class SharedMemory:
             outgoing: 1-D tensors, the largest types first; one list where several ranks get the same.
             like: Tensors of these types and sizes are returned, good until the next call.
             fingerprint: See :meth:`.Exchange.all_to_all`, and so are the errors.
-            clear: Leave zeros in what is given to other ranks.
         """
         self._turn ^= 1
         rank = self._exchange.rank
         with self._exchange.preparing():
-            self._write(outgoing, clear)
+            self._write(outgoing)
         # With the turn: a rank that failed before it was here would read what was written for another call.
         self._exchange.agree((2 * fingerprint + self._turn) % (1 << 63))
         sent = [(each[self._turn], tensors) for each, tensors in zip(self._memories, like, strict=True)]
@@ -74,7 +66,7 @@ class SharedMemory:
             for sender, (memory, tensors) in enumerate(sent)
         ]
 
-    def _write(self, outgoing: Sequence[Sequence[Tensor]], clear: bool) -> None:
+    def _write(self, outgoing: Sequence[Sequence[Tensor]]) -> None:
         exchange, end = self._exchange, _begin(len(outgoing))
         own = self._memories[exchange.rank][self._turn]
         places: dict[int, int] = {}
@@ -89,13 +81,10 @@ class SharedMemory:
             own.set_place(receiver, places.get(id(tensors), 0))
         for tensors in {id(each): each for each in outgoing if id(each) in places}.values():
             for view, tensor in zip(own.views(places[id(tensors)], tensors), tensors, strict=True):
-                if clear:
-                    self._kernels.move(tensor, view)
-                else:
-                    view.copy_(tensor)
+                view.copy_(tensor)
 
 
-def open_shared_memory(exchange: Exchange, kernels: Backend) -> SharedMemory | None:
+def open_shared_memory(exchange: Exchange) -> SharedMemory | None:
     """Return memory that the ranks of an exchange share; a collective.
 
     Returns None on every rank if the system has no memory without a name (only Linux has), if a rank may not
@@ -115,7 +104,7 @@ def open_shared_memory(exchange: Exchange, kernels: Backend) -> SharedMemory | N
             problem = str(error)
     able = all(len(found) == 2 for found in memories) and not problem
     if all(int(answer[0]) for answer in exchange.all_gather(_as_tensor(bytes([able])))):
-        return SharedMemory(exchange, memories, kernels)
+        return SharedMemory(exchange, memories)
     if problem:
         logger.warning("dct: ranks of a node share no memory, which costs time: %s", problem)
     return None

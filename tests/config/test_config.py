@@ -273,11 +273,6 @@ def test_all_faults_in_one_error_with_the_rank() -> None:
         DCTConfig.parse(section, rank=3)
 
 
-def test_source_is_the_first_part_of_the_path() -> None:
-    lines = faults({"metrics": {"every": 0}}, source="ds_config.dct")
-    assert lines == ["ds_config.dct.metrics.every = 0: must be an integer >= 1"]
-
-
 @pytest.mark.parametrize("section", [7, "dct", [], True])
 def test_section_must_be_an_object(section: Any) -> None:
     assert faults(section) == [f"dct = {json.dumps(section)}: must be a JSON object"]

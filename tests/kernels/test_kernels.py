@@ -377,19 +377,6 @@ def test_payloads_whose_header_is_known(backend: Backend) -> None:
     assert same_bits(by_bytes, by_payload)
 
 
-@pytest.mark.parametrize("dtype", GRAD_DTYPES)
-def test_moved_entries_leave_zeros(backend: Backend, dtype: torch.dtype) -> None:
-    for numel, offset, place in ((0, 0, 0), (1, 1, 0), (4_095, 0, 3), (100_003, 5, 1), (65_536, 0, 0)):
-        source, target = torch.randn(numel + 16).to(dtype), torch.full((numel + 16,), 7.0).to(dtype)
-        before = source.clone()
-        backend.move(source[offset : offset + numel], target[place : place + numel])
-        assert torch.equal(target[place : place + numel], before[offset : offset + numel])
-        assert (target[:place] == 7).all()
-        assert (target[place + numel :] == 7).all()
-        before[offset : offset + numel] = 0
-        assert torch.equal(source, before)
-
-
 def test_slices_at_any_offset(backend: Backend) -> None:
     """Gradients and residuals are views into buckets, payloads views into messages."""
     bucket, residuals = torch.randn(1003), torch.randn(1003)

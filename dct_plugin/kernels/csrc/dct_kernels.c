@@ -1650,40 +1650,6 @@ API int32_t dct_exact_threshold(const void *grad, int32_t dtype, const float *re
     return OK;
 }
 
-/* ---- shared memory --------------------------------------------------------------------------------------------- */
-
-/* Copy bytes and leave zeros in their place. Another process reads the copy, so it need not pass this core's caches. */
-API int32_t dct_move(void *from, void *to, uint64_t nbytes) {
-    enum { PART = 16384 };
-    char *source = from, *target = to;
-    for (uint64_t i = 0; i < nbytes;) {
-        /* The first part ends where the target is aligned. */
-        uint64_t n = i ? PART : PART - (uintptr_t)target % 64;
-        if (n > nbytes - i) n = nbytes - i;
-        if (nbytes - i - n >= PART) prefetch(source, i + n, PART);
-        uint64_t done = 0;
-#ifdef DCT_X86
-        for (; i && done + 64 <= n; done += 64) {
-            const __m128i *s = (const __m128i *)(source + i + done);
-            __m128i *t = (__m128i *)(target + i + done);
-            const __m128i a = _mm_loadu_si128(s), b = _mm_loadu_si128(s + 1);
-            const __m128i c = _mm_loadu_si128(s + 2), d = _mm_loadu_si128(s + 3);
-            _mm_stream_si128(t, a);
-            _mm_stream_si128(t + 1, b);
-            _mm_stream_si128(t + 2, c);
-            _mm_stream_si128(t + 3, d);
-        }
-#endif
-        memcpy(target + i + done, source + i + done, n - done);
-        memset(source + i, 0, n);
-        i += n;
-    }
-#ifdef DCT_X86
-    _mm_sfence();
-#endif
-    return OK;
-}
-
 #include "dct_embedding.c"
 #include "dct_residual.c"
 #include "dct_changes.c"
