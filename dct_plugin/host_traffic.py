@@ -210,11 +210,11 @@ class HostTraffic:
             sent += _GLOO_MESSAGE * _OPERATIONS[operation].gloo_messages(ranks)
         numel = sum(tensor.numel() for tensor in flat)
         if _own.recorded is None:
-            self._metrics.record(Record(f"{HOST}{operation}", sent, sent, numel, tensors=0))
+            self._metrics.record(Record(f"{HOST}{operation}", sent, sent, numel))
             if (count := _own.count or _counts.get(group)) is not None:
                 count(sent)
         else:
-            self._metrics.record(Record(PLUGIN, 0, sent, numel, tensors=0))
+            self._metrics.record(Record(PLUGIN, 0, sent, numel))
 
 
 _started: list[HostTraffic] = []

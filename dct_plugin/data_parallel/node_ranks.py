@@ -180,7 +180,7 @@ class NodeRanks:
         yield
         if self._metrics is not None:
             sent = self.exchange.sent_bytes - before
-            self._metrics.record(Record(CLASS, intra_node=sent, tensors=0))
+            self._metrics.record(Record(CLASS, intra_node=sent))
 
     def state_dict(self, streams: Mapping[str, Any]) -> dict[str, Any]:
         """Return the parts that ``streams`` are of: their bounds, and the entries of the tensors."""

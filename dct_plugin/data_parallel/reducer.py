@@ -314,7 +314,7 @@ class Reduction:
         self, reducer: GradientReducer, entries: _Entries, scale: float, shards: _Shards | None = None
     ) -> None:
         self._reducer, self._entries, self._scale, self._shards = reducer, entries, scale, shards
-        self._whole = Record("gradient", tensors=0)
+        self._whole = Record("gradient")
         self._exchanges: list[PlanExchange] | None = None
         topologies = reducer.topologies
         self._topology: Topology = topologies.all_reduce if shards is None else topologies.scatter

@@ -264,7 +264,7 @@ class StreamGroup:
         """Record an exchange as a whole: announcements of sizes, the time of exchange and decoding, and as
         time of selection whatever no other figure holds.
         """
-        whole = Record(cls, tensors=0)
+        whole = Record(cls)
         with self.recording(whole):
             yield whole
         if self.metrics is not None:

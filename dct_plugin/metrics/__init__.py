@@ -43,7 +43,7 @@ logger = logging.getLogger("dct_plugin")
 
 @dataclass(slots=True)
 class Record:
-    """One message, of one tensor or of ``tensors`` tensors.
+    """One message, of one or several tensors.
 
     Attributes:
         cls: Tensor class.
@@ -56,7 +56,6 @@ class Record:
         select_ms, encode_ms, exchange_ms, decode_ms: Milliseconds.
         waited_ms: How many of ``exchange_ms`` passed until the slowest rank's message was ready.
         intra_node: Bytes sent inside the node, which are not in ``sent_bytes``.
-        tensors: Tensors in the message.
     """
 
     cls: str
@@ -73,7 +72,6 @@ class Record:
     decode_ms: float = 0.0
     waited_ms: float = 0.0
     intra_node: float = 0.0
-    tensors: int = 1
 
     @contextmanager
     def timed(self, what: Literal["exchange", "decode"]) -> Iterator[None]:
@@ -88,18 +86,16 @@ class Record:
 @dataclass(slots=True)
 class _Sums(Record):
     """Sums over the records of one tensor class; ``tau`` is that of tau * numel, over ``tau_numel`` entries
-    that had a finite tau > 0. ``tensors`` and what begins with ``sparse`` are of thresholded messages
-    only (target < 1), so without warm-up and small tensors.
+    that had a finite tau > 0. What begins with ``sparse`` is of thresholded messages only (target < 1), so
+    without warm-up and small tensors.
     """
 
     cls: str = ""
-    tensors: int = 0
     target: float = 0.0  # of target density * numel
     tau_numel: int = 0
     sparse_numel: int = 0
     sparse_nnz: int = 0
     sparse_target: float = 0.0
-    sparse_steps: int = 0
 
     def count(self, record: Record) -> None:
         """Add a record of one step, which these are the sums of."""
@@ -118,8 +114,6 @@ class _Sums(Record):
         target = record.target_density * record.numel
         self.target += target
         if record.target_density < 1:
-            self.sparse_steps = 1
-            self.tensors += record.tensors
             self.sparse_numel += record.numel
             self.sparse_nnz += record.nnz
             self.sparse_target += target
@@ -127,8 +121,8 @@ class _Sums(Record):
             self.tau += record.tau * record.numel
             self.tau_numel += record.numel
 
-    def summary(self, steps: int, tensors: float) -> ClassSummary:
-        """Return the sums as totals and averages of a run with so many steps, and tensors in a step."""
+    def summary(self, steps: int) -> ClassSummary:
+        """Return the sums as totals and averages of a run with so many steps."""
         per_step = 1 / max(steps, 1)
         return ClassSummary(
             steps=steps,
@@ -139,7 +133,6 @@ class _Sums(Record):
             density_target=ratio_of(self.sparse_target, self.sparse_numel),
             tau=ratio_of(self.tau, self.tau_numel),
             refreshes=self.refreshes,
-            refreshes_per_tensor=self.refreshes / (tensors or 1),
             intra_node=round(self.intra_node),
             **{name: getattr(self, name) * per_step for name in _TIMES},
         )
@@ -246,7 +239,7 @@ class Metrics:
             reason: A key of :data:`.metrics_summary.REASONS`.
             nbytes: Bytes that this rank sends; the framework's own collectives have them already.
         """
-        self.record(Record(f"{UNCOMPRESSED}{kind}/{reason}", nbytes, nbytes, tensors=0))
+        self.record(Record(f"{UNCOMPRESSED}{kind}/{reason}", nbytes, nbytes))
 
     def step(self, n: int) -> None:
         """Close step ``n`` (the host's step number); reports when the last report is ``every`` steps ago, and
@@ -261,7 +254,7 @@ class Metrics:
             self._steps += 1
             self._window_steps += 1
             self._last_step = n
-            self._is_dense = self._is_dense and not any(sums.sparse_steps for sums in opened.values())
+            self._is_dense = self._is_dense and not any(sums.sparse_numel for sums in opened.values())
             if ended is not None:  # the first step has no beginning
                 self._durations.append(1e3 * (now - ended))
                 if self._is_dense and len(self._dense_durations) < _DENSE_STEPS:
@@ -303,14 +296,12 @@ class Metrics:
         for cls, sums in per_class.items():
             if "/" not in cls:  # a layer's share of its class has been counted there
                 whole.add(sums)
-        tensors = {cls: sums.tensors / max(sums.sparse_steps, 1) for cls, sums in per_class.items()}
-        classes = {cls: sums.summary(steps, tensors[cls]) for cls, sums in per_class.items()}
-        count = sum(n for cls, n in tensors.items() if "/" not in cls)
+        classes = {cls: sums.summary(steps) for cls, sums in per_class.items()}
         ended = self._start_steps < steps
         start = [sums for cls, sums in self._start.items() if ended and "/" not in cls]
         later = max(steps - ended * self._start_steps, 1)
         return Summary(
-            **vars(whole.summary(steps, count)),
+            **vars(whole.summary(steps)),
             classes=classes,
             steady_ms={
                 name: (getattr(whole, name) - sum(getattr(sums, name) for sums in start)) / later

@@ -31,18 +31,12 @@ class ClassSummary:
     density_target: float | None
     tau: float | None
     refreshes: int
-    refreshes_per_tensor: float
     select_ms: float
     encode_ms: float
     exchange_ms: float
     decode_ms: float
     waited_ms: float
     intra_node: int
-
-    @property
-    def total_ms(self) -> float:
-        """Milliseconds per step in select, encode, exchange and decode together."""
-        return self.select_ms + self.encode_ms + self.exchange_ms + self.decode_ms
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class _SlotExchange:
         before = comm.exchange.sent_bytes
         fingerprint = zlib.crc32(f"slots:{self._name}:{count}".encode())
         answers = comm.exchange.all_to_all([pack(part, 1) for part in bits], fingerprint)
-        self._path.metrics.record(Record(comm.cls, sent_bytes=comm.exchange.sent_bytes - before, tensors=0))
+        self._path.metrics.record(Record(comm.cls, sent_bytes=comm.exchange.sent_bytes - before))
         return torch.cat([unpack(answer, 1)[:count] for answer in answers]).bool()
 
     def _record_empty(
@@ -156,7 +156,7 @@ class _SlotExchange:
         empty = sum(block - count for rank, count in enumerate(sent_counts) if rank != comm.rank)
         dense = empty * rows.shape[1] * rows.element_size()
         for cls in (comm.cls, f"{comm.cls}_gradient")[: 1 + self._path.streams.training]:
-            self._path.metrics.record(Record(cls, dense_bytes=dense, tensors=0))
+            self._path.metrics.record(Record(cls, dense_bytes=dense))
 
 
 def _is_distributed(layer: Any) -> bool:

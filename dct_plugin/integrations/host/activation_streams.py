@@ -98,12 +98,12 @@ class PipelineMetrics(NamedTuple):
     def sent_whole(self, tensor: Tensor) -> None:
         """Record a tensor that was sent as it is."""
         nbytes = tensor.numel() * tensor.element_size()
-        self.metrics.record(Record(f"{HOST}send", nbytes, nbytes, tensor.numel(), tensors=0))
+        self.metrics.record(Record(f"{HOST}send", nbytes, nbytes, tensor.numel()))
 
     @contextmanager
     def timed(self, what: Literal["exchange", "decode"]) -> Iterator[None]:
         """Record the time that the block takes."""
-        record = Record("pipeline", tensors=0)
+        record = Record("pipeline")
         with record.timed(what):
             yield
         if self.training:
