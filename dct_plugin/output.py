@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -64,12 +63,10 @@ def check_target(path: Path | None, option: str) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(21, "is a directory")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-        if path.exists():
-            open(path, "ab").close()
+        is_new = not path.exists()
+        open(path, "ab").close()
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise typer.BadParameter(
             f"{path}: cannot be written: {error.strerror or error}", param_hint=option

@@ -18,20 +18,21 @@ def this() -> str:
 
 def lives(name: str) -> bool:
     """Return whether a process, named by its :func:`this`, runs on this machine and is not stopped."""
-    where, process, begin = _parts(name)
-    return where == machine() and begin != "" and _begin(process) == begin
+    return _is_here(name, stopped=False) is True
 
 
 def gone(name: str) -> bool:
     """Return whether a process was on this machine and has ended."""
-    where, process, begin = _parts(name)
-    return where == machine() and begin != "" and _begin(process, stopped=True) != begin
+    return _is_here(name, stopped=True) is False
 
 
-def _parts(name: str) -> tuple[str, str, str]:
-    machine, _, rest = name.rpartition("]")
+def _is_here(name: str, *, stopped: bool) -> bool | None:
+    """Return whether a process runs, or is ``stopped``; None if it is on another machine, or not known."""
+    where, _, rest = name.rpartition("]")
     process, _, begin = rest.strip().partition(" ")
-    return machine + "]", process, begin
+    if where + "]" != machine() or not begin:
+        return None
+    return _begin(process, stopped=stopped) == begin
 
 
 def machine() -> str:

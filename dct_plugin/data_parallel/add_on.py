@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +12,9 @@ from ..metrics import Record
 from .plan import ReductionPlan
 from .stream_group import Sparsity, StreamGroup
 from .topologies import Topologies
+
+#: Codes of a dense sum: the host's own sum, or a lossless code.
+DenseCode = Literal["plain", "lossless"]
 
 
 class AddOn:
@@ -43,14 +46,9 @@ class AddOn:
         return []
 
     @property
-    def dense(self) -> bool:
-        """True if gradients of this step are to be summed densely, as the host would."""
-        return False
-
-    @property
-    def lossless(self) -> bool:
-        """True if dense sums of this step are to cross in a lossless code."""
-        return False
+    def dense(self) -> DenseCode | None:
+        """The code in which gradients of this step are to be summed densely; None: in no one."""
+        return None
 
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         """Return the sparsity of a tensor in this step; ``otherwise`` is that without this add-on."""

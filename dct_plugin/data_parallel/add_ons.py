@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..metrics import Record
 from .accordion import Accordion
-from .add_on import AddOn, ReducerContext
+from .add_on import AddOn, DenseCode, ReducerContext
 from .autotune.add_on import AutomaticSparsity
 from .plan import ReductionPlan
 from .step_ahead.add_on import StepAheadAddOn
@@ -53,14 +53,9 @@ class AddOns:
         return found
 
     @property
-    def dense(self) -> bool:
-        """True if an add-on wants the gradients of this step summed densely."""
-        return any(each.dense for each in self._each)
-
-    @property
-    def lossless(self) -> bool:
-        """True if an add-on wants dense sums of this step in a lossless code."""
-        return any(each.lossless for each in self._each)
+    def dense(self) -> DenseCode | None:
+        """The code in which gradients of this step are to be summed densely; None: in no one."""
+        return next((each.dense for each in self._each if each.dense is not None), None)
 
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         """Return the sparsity of a tensor in this step; ``otherwise`` is that without add-ons."""

@@ -43,14 +43,14 @@ class DenseSums:
     def active(self) -> bool:
         """True if this step's gradients are summed densely."""
         starting = self._group.step < self._warmup_steps
-        return self._group.world_size == 1 or starting or self._add_ons.dense
+        return self._group.world_size == 1 or starting or self._add_ons.dense is not None
 
     def reduce(self, plan: ReductionPlan, whole: Record) -> None:
         """Sum the tensors of ``plan`` over the ranks; a collective."""
         if self._group.world_size == 1:
             self._add_loaded_residuals(plan)
         else:
-            codes = self._add_ons.lossless
+            codes = self._add_ons.dense == "lossless"
             # Nothing is selected: copies and checks are part of the exchange.
             with nullcontext() if codes else whole.timed("exchange"):
                 self._agree(plan)
@@ -93,7 +93,7 @@ class DenseSums:
         flat = torch.cat(same) if adjoined is None else adjoined
         if not group.nonfinite_reported:
             self._look_for_nonfinite(planned, flat)
-        if self._add_ons.lossless:
+        if self._add_ons.dense == "lossless":
             size = bytes_sent("all_reduce", flat.nbytes, group.world_size, gloo=True)
             sent = lossless.all_reduce(group, flat, whole)
         else:

@@ -41,7 +41,6 @@ class Row(BaseModel):
     density: _Share | None = None
     density_target: _Target | None = None
     tau: _Threshold | None = None
-    refreshes: _Count = 0
     select_ms: _Amount = 0.0
     encode_ms: _Amount = 0.0
     exchange_ms: _Amount = 0.0

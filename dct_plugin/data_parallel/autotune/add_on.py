@@ -28,7 +28,7 @@ from torch import Tensor
 from ...host_traffic import own_traffic
 from ...metrics import format_bytes
 from ...policy.settings import LOSSLESS, Setting, settings_within
-from ..add_on import AddOn, ReducerContext
+from ..add_on import AddOn, DenseCode, ReducerContext
 from ..stream_group import Sparsity, StreamGroup
 from ..topologies import Topologies
 from .cost_model import CostModel, Link
@@ -84,12 +84,10 @@ class AutomaticSparsity(AddOn):
         return cls(group, settings, context.topologies)
 
     @property
-    def dense(self) -> bool:
-        return self.current.is_exact
-
-    @property
-    def lossless(self) -> bool:
-        return self.current.value_dtype == LOSSLESS
+    def dense(self) -> DenseCode | None:
+        if self.current.value_dtype == LOSSLESS:
+            return "lossless"
+        return "plain" if self.current.is_dense else None
 
     def before_compression(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         self._sizes.update((name, (tensor.numel(), tensor.nbytes)) for name, tensor in entries)
