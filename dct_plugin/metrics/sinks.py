@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..config import MetricsConfig
-from ..errors import ConfigError
+from ..config.validation_errors import faulty
 
 logger = logging.getLogger("dct_plugin")
 
@@ -102,11 +102,6 @@ def _own_path(path: str | None, rank: int) -> str | None:
     return path if rank == 0 else None
 
 
-def _fault(key: str, value: str, reason: str, rank: int) -> ConfigError:
-    head = f"invalid dct configuration on rank {rank} (1 fault):"
-    return ConfigError(f"{head}\n  dct.metrics.{key} = {json.dumps(value)}: {reason}")
-
-
 def _opened(key: str, value: str, rank: int) -> Any:
     """Return the file, or the writer of TensorBoard, of an option."""
     try:
@@ -118,9 +113,10 @@ def _opened(key: str, value: str, rank: int) -> Any:
         os.makedirs(value, exist_ok=True)
         return SummaryWriter(value)
     except ImportError as error:
+        cause: Exception = error
         reason = "needs TensorBoard, which is not installed: pip install tensorboard"
-        raise _fault(key, value, reason, rank) from error
     except OSError as error:
-        kind = "file" if key == "path" else "directory"
+        cause, kind = error, "file" if key == "path" else "directory"
         reason = f"must be a {kind} that can be written ({error.strerror or error})"
-        raise _fault(key, value, reason, rank) from error
+    fault = f"dct.metrics.{key} = {json.dumps(value)}: {reason}"
+    raise faulty([fault], f"dct configuration on rank {rank}") from cause
