@@ -16,7 +16,7 @@ class DenseAverages:
     """DDP's own averages; the first ones contain the residuals.
 
     Args:
-        residuals: The mean of the ranks' residuals by parameter, 1-D; may be empty.
+        residuals: This rank's residuals by parameter, 1-D, to be averaged with its gradients; may be empty.
         names: The names of the parameters.
         group: The group that DDP averages over.
     """

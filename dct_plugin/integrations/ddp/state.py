@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from dct_plugin import checkpoint
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
@@ -28,7 +29,6 @@ from dct_plugin.transport.nodes import Nodes, layout_of
 
 from ..host import attachments, lost_peers, reducer_files, startup
 from ..host.frozen import FrozenParameters
-from ..host.mean_residuals import mean_residuals
 from ..host.nonfinite import PoisonedSteps
 from ..host.overlap import Overlap, overlap_of
 from ..host.replica_checksums import ReplicaChecksums
@@ -38,7 +38,7 @@ from ..host.startup import nodes_of
 from ..host.steps import OptimizerSteps, StepHooks
 from .backward import BucketReductions
 from .fallback import DenseAverages
-from .parameters import ParameterNames, as_real, entries_of
+from .parameters import ParameterNames, as_real
 
 logger = logging.getLogger("dct_plugin")
 
@@ -194,26 +194,21 @@ class DCTState:
     def detach(self) -> None:
         """Let DDP exchange gradients after the next step, which sends all residuals.
 
-        A collective, between two steps. Then all hooks are removed, and rank 0 prints the summary.
+        Call it on every rank, between two steps. Then all hooks are removed, and rank 0 prints the summary.
 
         Raises:
             DCTError: See :meth:`close`.
         """
-        saved = self.state_dict()["reducer"]
-        sizes = self.parameters.sizes or {name: entries_of(p) for name, p in self.parameters.reduced()}
-        small = self.config.data_parallel.min_numel
-        residuals = mean_residuals(
-            saved, {name: numel for name, numel in sizes.items() if numel >= small}, self.process_group
-        )
-        owed = {name: residual for name, residual in residuals.items() if residual.any()}
+        own = self.state_dict()["reducer"]
+        streams = checkpoint.reshard([{"state": own, "unit": 1.0}])["streams"]
         self.close()
-        self.fallback_hook = DenseAverages(owed, self.parameters, self.process_group)
+        self.fallback_hook = DenseAverages(
+            {name: each["residual"] for name, each in streams.items()}, self.parameters, self.process_group
+        )
         if dist.get_rank(self.process_group) == 0:
-            norm = sum(float(residual.norm()) ** 2 for residual in owed.values()) ** 0.5
             logger.warning(
-                "dct: switched off after %d steps; the next step brings what was owed: a gradient of norm "
-                "%.3g in %d tensors", saved["step"], norm, len(owed),
-            )  # fmt: skip
+                "dct: switched off after %d steps; the next step brings what was owed", own["step"]
+            )
 
     def close(self) -> None:
         """Remove all hooks from the model and its optimizer, and print the summary. Unsent entries are lost;
