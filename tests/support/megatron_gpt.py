@@ -151,7 +151,7 @@ def train(
         from megatron.core.transformer.moe import moe_utils
 
         vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16 forgets it without Transformer Engine
-    active = []
+    active = {}
     if job.dct is not None:
         active = hooks.install(DCTConfig.parse(job.dct), pass_through=not job.through_codec)
     ps.initialize_model_parallel(
@@ -336,7 +336,7 @@ def _outside(config: Any, kind: str) -> Callable[..., torch.Tensor]:
 
 def _run(
     job: Job, models: list[Any], optimizer: Any, schedule: Any, batches: Any, held_out: Any, on_step: Any,
-    active: list[Any], ps: Any,
+    active: dict[str, str], ps: Any,
 ) -> Outcome:  # fmt: skip
     from dct_plugin.integrations.megatron import hooks
 
@@ -415,7 +415,7 @@ def _run(
     last = ps.is_pipeline_last_stage(ignore_virtual=True)
     return Outcome(
         losses if last else [], evaluations if last else [], hashlib.sha256(parameters).hexdigest(), skipped,
-        [item.name for item in active], classes, history,
+        list(active), classes, history,
     )  # fmt: skip
 
 

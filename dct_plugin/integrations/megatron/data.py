@@ -287,7 +287,7 @@ class _DenseGroups:
         group = ps.get_embedding_group(check_initialized=False)
         if isinstance(group, dist.ProcessGroup) and not self._has_all:
             count = functools.partial(self._session.metrics.uncompressed, "gradient", "shared_weights")
-            self._session.at_end(count_group(group, count))
+            self._session.ends.callback(count_group(group, count))
 
 
 class _OptimizerSteps:

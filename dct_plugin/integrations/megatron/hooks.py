@@ -17,7 +17,7 @@ from dct_plugin.errors import DCTError
 from ..host import lost_peers
 from ..host.patching import Function
 from .options import hook_states
-from .session import Active, Session
+from .session import Session
 
 _SCHEDULES = (
     "forward_backward_no_pipelining",
@@ -33,7 +33,7 @@ def current() -> Session | None:
     return _session
 
 
-def install(config: DCTConfig, *, pass_through: bool = True) -> list[Active]:
+def install(config: DCTConfig, *, pass_through: bool = True) -> dict[str, str]:
     """Put the hooks that ``config`` asks for into megatron-core; a repeated call changes nothing.
 
     Args:
@@ -41,7 +41,7 @@ def install(config: DCTConfig, *, pass_through: bool = True) -> list[Active]:
         pass_through: Leave what has sparsity 0 to Megatron; False sends it through the codec (for tests).
 
     Returns:
-        The hooks that are active, with their settings.
+        The settings of the active hooks by their names, in words.
 
     Raises:
         DCTError: Hooks with another configuration are already installed.
@@ -51,9 +51,9 @@ def install(config: DCTConfig, *, pass_through: bool = True) -> list[Active]:
     if _session is not None:
         if _session.written != config:
             raise DCTError("Megatron hooks are already installed with another configuration")
-        return list(_session.active)
+        return dict(_session.active)
     if not config.enabled:
-        return []
+        return {}
     session = Session(config, pass_through=pass_through)
     try:
         _add_hooks(session)
@@ -61,9 +61,9 @@ def install(config: DCTConfig, *, pass_through: bool = True) -> list[Active]:
         session.close()
         raise
     _session = session
-    session.at_end(_forget)
-    session.at_end(lost_peers.watch(session, lambda session: session.step))
-    return list(session.active)
+    session.ends.callback(_forget)
+    session.ends.callback(lost_peers.watch(session, lambda session: session.step))
+    return dict(session.active)
 
 
 def uninstall() -> None:
@@ -147,28 +147,32 @@ def _add_hooks(session: Session) -> None:
         from .pipeline import PipelineHook
 
         each = "".join(f", boundary {i}: {s:g}" for i, s in enumerate(pipeline.boundary_sparsity))
-        session.add(PipelineHook(session), Active("pipeline", f"{pipeline.summary}{each}"))
+        session.hooks.append(PipelineHook(session))
+        session.active["pipeline"] = f"{pipeline.summary}{each}"
     if not off["tensor"]:
         from .tensor import TensorHook
 
-        detail = f"{tensor.summary}, {'with' if tensor.gather else 'without'} gathers"
-        session.add(TensorHook(session), Active("tensor", detail))
+        session.hooks.append(TensorHook(session))
+        session.active["tensor"] = f"{tensor.summary}, {'with' if tensor.gather else 'without'} gathers"
     if not off["data_parallel"]:
         from .data import DataParallelHook
 
         hook = DataParallelHook(session)
-        session.add(hook, Active("data_parallel", f"sparsity {data.sparsity:g}"))
+        session.hooks.append(hook)
+        session.active["data_parallel"] = f"sparsity {data.sparsity:g}"
         if data.parameters is not None:
             from .parameters import ParameterHook
 
             updates = data.parameters
-            detail = updates if isinstance(updates, str) else f"sparsity {updates.sparsity:g}"
-            session.add(ParameterHook(session, hook.resolve), Active("parameters", detail))
+            session.hooks.append(ParameterHook(session, hook.resolve))
+            session.active["parameters"] = (
+                updates if isinstance(updates, str) else f"sparsity {updates.sparsity:g}"
+            )
     if session.hooks:
         from .checkpoint import CheckpointHook
 
         _watch_iterations(session)
-        session.add(CheckpointHook(session))
+        session.hooks.append(CheckpointHook(session))
 
 
 def _watch_iterations(session: Session) -> None:

@@ -121,9 +121,8 @@ def _patch(core: ModuleType, launch: CommandLine, state: dict[str, Any]) -> None
     _agree_with_groups(launch.config, str(core.__version__))
     _say(f"dct-plugin {__version__}, configuration {launch.config.fingerprint()} from {launch.source}")
     _say(f"megatron-core {core.__version__} from {os.path.dirname(core.__file__ or '')}")
-    _say("active hooks: " + (", ".join(str(hook) for hook in active) or "none"))
-    names = {hook.name for hook in active}
-    if off := [f"{name} ({reason})" for name, reason in states.items() if name not in names]:
+    _say("active hooks: " + (", ".join(f"{name} ({how})" for name, how in active.items()) or "none"))
+    if off := [f"{name} ({reason})" for name, reason in states.items() if name not in active]:
         _say("not active: " + ", ".join(off))
 
 

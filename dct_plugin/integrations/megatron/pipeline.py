@@ -26,7 +26,7 @@ from dct_plugin.model_parallel.fixed import number_of
 from ..host.activation_streams import PipelineMetrics
 from ..host.patching import Function, given
 from .session import Session
-from .streams import ActivationHook, data_parallel_group
+from .streams import ActivationHook
 
 _CHUNK = "_dct_chunk"
 _PREFIX = "pipeline boundary "
@@ -53,8 +53,11 @@ class PipelineHook(ActivationHook):
     def seed(self) -> int:
         # Tensor-parallel ranks send the same activation (unless their sequences differ, and with them what
         # they send): it must stay the same behind the boundary.
-        group = data_parallel_group()
-        return dist.get_rank() if group is None else group.rank()
+        from megatron.core import parallel_state as ps
+
+        if not ps.model_parallel_is_initialized():
+            return dist.get_rank()
+        return int(ps.get_data_parallel_rank(with_context_parallel=True))
 
     # -- iterations -----------------------------------------------------------------------------------------
 

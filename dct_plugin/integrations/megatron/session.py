@@ -6,12 +6,13 @@ start of the next training iteration, when it is known whether the optimizer too
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,16 +25,6 @@ from ..host.patching import Patches, when_imported
 from ..host.reporting import Reporting
 
 logger = logging.getLogger("dct_plugin")
-
-
-class Active(NamedTuple):
-    """A hook that was put in place."""
-
-    name: str
-    detail: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.detail})"
 
 
 class Hook:
@@ -92,6 +83,7 @@ class Session:
         training: Whether the current iteration has a backward pass.
         step: Completed training iterations.
         patches: What was replaced in megatron-core.
+        active: The settings of the hooks by their names, in words.
     """
 
     def __init__(self, config: DCTConfig, *, pass_through: bool = True) -> None:
@@ -99,11 +91,13 @@ class Session:
         self.pass_through = pass_through
         self.training = True
         self.step = 0
+        self.ends = contextlib.ExitStack()
+        """Takes off what the hooks have put on megatron-core and the process."""
         self.patches = Patches()
+        self.ends.callback(self.patches.undo)
         self.hooks: list[Hook] = []
-        self.active: list[Active] = []
+        self.active: dict[str, str] = {}
         self._open = self._leaves = self._sites_told = False
-        self._at_end: list[Callable[[], object]] = []
         self._reporting: Reporting | None = None
         self._monitors: set[str] = set()
 
@@ -121,21 +115,11 @@ class Session:
         self._reporting = Reporting(metrics, before_finish=self.end_step)
         return metrics
 
-    def add(self, hook: Hook, active: Active | None = None) -> None:
-        """Take part in iterations and checkpoints; ``active`` describes the hook to the user."""
-        self.hooks.append(hook)
-        if active is not None:
-            self.active.append(active)
-
     def when_imported(self, module: str, function: Callable[[ModuleType], None]) -> None:
         """Call ``function(module)`` as soon as that module has run, if it does before the hooks are taken
         out.
         """
-        self.at_end(when_imported(module, function))
-
-    def at_end(self, function: Callable[[], object]) -> None:
-        """Call a function when the hooks are taken out."""
-        self._at_end.append(function)
+        self.ends.callback(when_imported(module, function))
 
     def begin(self, training: bool) -> None:
         """Begin an iteration."""
@@ -220,9 +204,7 @@ class Session:
         """Report what is left, and put megatron-core back as it was."""
         if self._reporting is not None:
             self._reporting.finish()
-        self.patches.undo()
-        for function in self._at_end:
-            function()
+        self.ends.close()
         for hook in self.hooks:
             hook.close()
 

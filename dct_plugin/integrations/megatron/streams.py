@@ -46,15 +46,3 @@ class ActivationHook(Hook):
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         self._streams.load_state_dict({} if state is None else state["streams"], step=self.session.step)
-
-
-def data_parallel_group() -> dist.ProcessGroup | None:
-    """Return the ranks with the same parameters, context-parallel ones included; None before Megatron has
-    groups.
-    """
-    from megatron.core import parallel_state as ps
-
-    if not ps.model_parallel_is_initialized():
-        return None
-    group: dist.ProcessGroup = ps.get_data_parallel_group(with_context_parallel=True)
-    return group

@@ -106,7 +106,7 @@ class TensorHook(ActivationHook):
         group = getattr(linear, "tp_group", None)
         if isinstance(group, dist.ProcessGroup) and group not in self._counted:
             self._counted.add(group)
-            self.session.at_end(count_group(group, self._count))
+            self.session.ends.callback(count_group(group, self._count))
         previous = self._current, self._in_linear
         self._current, self._in_linear = getattr(linear, _SITE, None), True
         if self._current is None:
