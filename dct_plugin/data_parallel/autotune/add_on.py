@@ -33,7 +33,7 @@ from ..stream_group import Sparsity, StreamGroup
 from ..topologies import Topologies
 from .cost_model import CostModel, Link
 from .decision_rules import DecisionRules, gentlest_of_fastest, settings_to_try
-from .measurements import PROBE_BYTES, ReductionTimer, gradient_sizes, largest, probe_link, time_codings
+from .measurements import PROBE_BYTES, gradient_sizes, largest, probe_link, reduction_seconds, time_codings
 
 logger = logging.getLogger("dct_plugin")
 
@@ -145,13 +145,13 @@ class AutomaticSparsity(AddOn):
                 yield max(1, group.schedule.warmup_steps - group.step)
                 yield from self._change_to(self.current)
             return
-        reductions = ReductionTimer(group)
+        before = reduction_seconds(group)
         steps = rules.settling_steps + rules.trial_steps
         if not is_known:
             dense_steps = rules.settling_steps + rules.dense_steps
             steps = max(group.schedule.warmup_steps - group.step, dense_steps)
         yield steps
-        reduction = reductions.per_step(steps)
+        reduction = largest(group, [max((reduction_seconds(group) - before) / steps, 0.0)])[0]
         dense = reduction if self.current.is_dense else None
         now, link, why = self._median(), probe_link(group), "measured"
         while True:

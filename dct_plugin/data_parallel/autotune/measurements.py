@@ -24,22 +24,11 @@ ENTRIES, PROBE_BYTES = 1 << 17, 1 << 17
 REPEATS, ENCODES = 3, 8
 
 
-class ReductionTimer:
-    """Times the reductions of a group from the moment it is made."""
-
-    def __init__(self, group: StreamGroup) -> None:
-        self._group = group
-        self._began = self._total()
-
-    def per_step(self, steps: int) -> float:
-        """Return the seconds of a step's reductions on the slowest rank; a collective. The wait for slower
-        ranks, which every setting has, is left out.
-        """
-        return largest(self._group, [max((self._total() - self._began) / steps, 0.0)])[0]
-
-    def _total(self) -> float:
-        """Return the seconds of all reductions so far, without those of waiting in them."""
-        return self._group.reduce_seconds - 1e-3 * self._group.exchange.waited_ms
+def reduction_seconds(group: StreamGroup) -> float:
+    """Return the seconds of all reductions so far, without the waits for slower ranks, which every setting
+    has.
+    """
+    return group.reduce_seconds - 1e-3 * group.exchange.waited_ms
 
 
 def largest(group: StreamGroup, figures: Sequence[float]) -> list[float]:

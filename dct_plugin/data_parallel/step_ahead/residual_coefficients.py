@@ -26,7 +26,6 @@ DECAY = 0.8
 
 #: Two inner products of each tensor.
 Products = dict[str, tuple[float, float]]
-_Measured = tuple[Sequence[str], Tensor]
 
 
 class ResidualCoefficients:
@@ -53,9 +52,9 @@ class ResidualCoefficients:
         """``<own, own>`` and ``<own, mean>`` of residuals."""
         self._gradients: Products = {}
         """``<own, own>`` and ``<mean, mean>`` of gradients."""
-        self._measured: list[_Measured] = []
+        self._measured: list[tuple[Sequence[str], Tensor]] = []
         """Products of residuals in this step, which counts if it is not skipped; on their device."""
-        self._measured_gradients: list[_Measured] = []
+        self._measured_gradients: list[tuple[Sequence[str], Tensor]] = []
         """Products of gradients in this step."""
         self._own_squares: dict[str, Tensor] = {}
         """The sums of the squares of this rank's gradients in this step."""
@@ -119,9 +118,10 @@ class ResidualCoefficients:
         pairs = (self._measured, self._residuals), (self._measured_gradients, self._gradients)
         for measured, products in pairs:
             for names, figures in () if skipped else measured:
-                for name, (own, other) in _finite(names, *figures).items():
-                    before = products.get(name, (0.0, 0.0))
-                    products[name] = (DECAY * before[0] + own, DECAY * before[1] + other)
+                for name, own, other in zip(names, *figures.tolist(), strict=True):
+                    before, is_finite = products.get(name, (0.0, 0.0)), math.isfinite(own + other)
+                    new = (own, other) if is_finite else (0.0, 0.0)
+                    products[name] = (DECAY * before[0] + new[0], DECAY * before[1] + new[1])
             measured.clear()
         self._own_squares.clear()
 
@@ -141,9 +141,3 @@ class ResidualCoefficients:
             {name: (own, other) for name, (own, other) in state.get(key, {}).items()}
             for key in ("products", "gradients")
         )
-
-
-def _finite(names: Sequence[str], own: Tensor, other: Tensor) -> Products:
-    """Return the products by name, with zeros in place of those that are not finite."""
-    rows = zip(own.tolist(), other.tolist(), strict=True)
-    return {n: row if math.isfinite(sum(row)) else (0.0, 0.0) for n, row in zip(names, rows, strict=True)}
