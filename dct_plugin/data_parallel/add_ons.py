@@ -8,7 +8,6 @@ from typing import TypeVar
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..metrics import Record
 from .accordion import Accordion
 from .add_on import AddOn, DenseCode, ReducerContext
 from .autotune.add_on import AutomaticSparsity
@@ -63,10 +62,6 @@ class AddOns:
             otherwise = each.sparsity(name, otherwise)
         return otherwise
 
-    def compared(self, names: Sequence[str]) -> list[str]:
-        """Return those of ``names`` that add-ons compare between ranks after a reduction."""
-        return [name for each in self._each for name in each.compared(names)]
-
     def before_compression(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         """Show gradients to the add-ons before they are reduced, also those that the host reduces by itself.
 
@@ -77,11 +72,6 @@ class AddOns:
             entries = [(name, self._of_this_pass(name, tensor)) for name, tensor in entries]
         for each in self._each:
             each.before_compression(entries)
-
-    def before_reduce(self, plan: ReductionPlan, whole: Record) -> None:
-        """Exchange what add-ons have to know before the tensors of ``plan`` are sent; a collective."""
-        for each in self._each:
-            each.before_reduce(plan, whole)
 
     def after_reduce(self, plan: ReductionPlan) -> None:
         """Show reduced gradients to the add-ons."""

@@ -185,10 +185,11 @@ class GradientReducer(StreamGroup):
                 self.operation(topology.name + (" between nodes" if self.node else "")),
                 tensors,
                 scale * self.ranks_inside,
-                self.add_ons.compared(large),
+                [name for each in self.add_ons for name in each.compared(large)],
                 topology.sums_everywhere,
             )
-        self.add_ons.before_reduce(plan, whole)
+        for add_on in self.add_ons:
+            add_on.before_reduce(plan, whole)
         with self.exchange.preparing():
             exchange = self.exchanges.begin(topology.phases, plan, whole)
         exchange.post()
