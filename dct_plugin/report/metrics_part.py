@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -145,26 +146,21 @@ def _densities(run: Run) -> list[Section]:
     """Return density and threshold of each class, and the tensors that miss their density most."""
     if not run.thresholded:
         return []
-    density, threshold = [], []
-    for cls in run.thresholded:
-        for key, name in (("density", cls), ("density_target", f"{cls}, target")):
-            density.append((name, partial(Window.mean, key=key, cls=cls), ".6g"))
-        threshold.append((cls, partial(Window.mean, key="tau", cls=cls), ".6g"))
+    drawn = run.thresholded[:_DRAWN]
 
-    def draw(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]]) -> None:
-        drawn = run.thresholded[:_DRAWN]
-        targets = {f"{cls}, target": found[f"{cls}, target"] for cls in drawn}
-        chosen = {cls: found[cls] for cls in drawn}
-        charts.lines(axis, steps, chosen, "share of entries sent", reference=targets)
+    def columns(key: str, suffix: str = "") -> list[_Column]:
+        return [(cls + suffix, partial(Window.mean, key=key, cls=cls), ".6g") for cls in run.thresholded]
+
+    def draw(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]], unit: str) -> None:
+        targets = {name: values for cls in drawn if (values := found.get(name := f"{cls}, target"))}
+        charts.lines(axis, steps, {cls: found[cls] for cls in drawn}, unit, reference=targets)
         axis.set_ylim(bottom=0)
 
-    def draw_threshold(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]]) -> None:
-        charts.lines(axis, steps, {cls: found[cls] for cls in run.thresholded[:_DRAWN]}, "gradient units")
-        axis.set_ylim(bottom=0)
-
+    pairs = zip(columns("density"), columns("density_target", ", target"), strict=True)
+    density = list(itertools.chain.from_iterable(pairs))
     sections = [
-        _over_steps(run, "Density by class", density, draw),
-        _over_steps(run, "Mean threshold by class", threshold, draw_threshold),
+        _over_steps(run, "Density by class", density, partial(draw, unit="share of entries sent")),
+        _over_steps(run, "Mean threshold by class", columns("tau"), partial(draw, unit="gradient units")),
     ]
     return [*sections, _tensors(run)] if run.tensors else sections
 
