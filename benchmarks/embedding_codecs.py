@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dct_plugin.kernels import get_backend
-from dct_plugin.kernels.embedding_format import FloatArray, Outgoing
-from dct_plugin.kernels.embedding_reference import half_steps
+from dct_plugin.kernels import embedding as kernels
+from dct_plugin.kernels.embedding import FloatArray, Outgoing
 from dct_plugin.recommender.data import ClickDataset, epoch_batches, load
 from dct_plugin.recommender.models import DLRM
 
@@ -93,8 +92,7 @@ def timed(function: Callable[[], Any], repeats: int = 15) -> tuple[Any, float]:
 
 def stages(part: Outgoing) -> list[tuple[str, float, float, float]]:
     """(name, bytes, ms to encode, ms to decode) of each stage; ours quantises in that time, too."""
-    kernels = get_backend("cpu").embedding_kernels()
-    steps = np.repeat(2 * half_steps(part.bounds), part.lengths)
+    steps = np.repeat(2 * part.bounds, part.lengths)
     q = np.rint(part.x.numpy() / steps).astype(np.int16)
     plain = q.astype(np.int8 if np.abs(q).max(initial=0) < 128 else "<i2").tobytes()
     found = [("order-0 entropy", entropy_bytes(q, part.lengths.tolist()), 0.0, 0.0)]

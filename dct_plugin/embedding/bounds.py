@@ -18,7 +18,7 @@ from ..codecs.copies import Mirror, to_device, to_host
 from ..compression.stream import as_flat, backend_beside
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels import SMALLEST_TAU, Backend
-from ..kernels.embedding_format import EmbeddingKernels, FloatArray
+from ..kernels.embedding import FloatArray
 
 logger = logging.getLogger("dct_plugin")
 
@@ -71,7 +71,6 @@ class TableLimits(nn.Module):
         self.name = name
         self._kernels = kernels
         self._backends: dict[torch.device, Backend] = {}
-        self._host: EmbeddingKernels | None = None
         self._measured = False  # in this step
         self._passes = 0  # forward passes in training since the last step
         self._mirror = Mirror()
@@ -85,12 +84,6 @@ class TableLimits(nn.Module):
         if device not in self._backends:
             self._backends[device] = backend_beside(self._kernels, device)
         return self._backends[device]
-
-    def host_kernels(self) -> EmbeddingKernels:
-        """Return the kernels of error-bounded codes and of row lookups, on the host."""
-        if self._host is None:
-            self._host = self.backend(torch.device("cpu")).embedding_kernels()
-        return self._host
 
     # -- optimizer steps ---
 

@@ -91,7 +91,7 @@ class EmbeddingExchange(TableLimits):
         self.dim = dim
         self.metrics = metrics
         self.gradient_scale = gradient_scale
-        codec = VectorCodec(config, name=name, backend=self.backend, host=self.host_kernels)
+        codec = VectorCodec(config, name=name, backend=self.backend)
         self.messages = VectorMessages(codec, dim)
         self._transport: Exchange | None = None
 

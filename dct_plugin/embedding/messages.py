@@ -16,7 +16,7 @@ from torch import Tensor
 from ..codecs.values import ValueDtype
 from ..compression.stream import as_flat, encode_at, wire_dtype
 from ..errors import PayloadError
-from ..kernels.embedding_format import FloatArray, IntArray, Outgoing
+from ..kernels.embedding import FloatArray, IntArray, Outgoing
 from .vector_codec import BOUNDED, VectorCodec
 
 # Bit of a message's last byte: gradients come back at the entries that crossed only.

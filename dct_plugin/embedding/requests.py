@@ -19,7 +19,7 @@ from torch import Tensor
 from ..codecs.copies import to_device, to_host
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
-from ..kernels.embedding_format import EmbeddingKernels, OutOfRange
+from ..kernels.embedding import OutOfRange, distinct_rows
 from ..transport.exchange import Exchange
 from .bounds import TableLimits
 from .request_message import (
@@ -105,12 +105,11 @@ class RequestBuilder:
         for tables, first_rows in zip(placement, self.first_rows, strict=True):
             self.base[tables] = first_rows[:-1]
 
-    def build(self, categorical: Tensor | Sequence[Bags], kernels: EmbeddingKernels) -> BatchLookup:
+    def build(self, categorical: Tensor | Sequence[Bags]) -> BatchLookup:
         """Build the requests of this rank's samples, on the host.
 
         Args:
             categorical: int [B, F]; or int [B, F, L]; or one :class:`Bags` per table.
-            kernels: For tensors on the host.
 
         Raises:
             IndexError: An id is outside its table.
@@ -121,7 +120,7 @@ class RequestBuilder:
         if categorical.shape[1] != len(self.limits):
             raise ValueError(_shape_error(categorical, len(self.limits)))
         ids = _on_host(categorical).contiguous()
-        return self._distinct_rows(ids, kernels) if self.deduplicates else self._all_rows(ids)
+        return self._distinct_rows(ids) if self.deduplicates else self._all_rows(ids)
 
     def ids_to_peers(self, lookup: BatchLookup) -> int:
         """Count the ids that would cross if every sample asked for its own rows."""
@@ -138,10 +137,10 @@ class RequestBuilder:
 
     # -- one row per sample ---
 
-    def _distinct_rows(self, ids: Tensor, kernels: EmbeddingKernels) -> BatchLookup:
+    def _distinct_rows(self, ids: Tensor) -> BatchLookup:
         """Ask for each distinct row of ``ids``, int64 [B, F], once."""
         try:
-            rows, counts, positions = kernels.distinct_rows(ids, self.order, self.limits, self.base)
+            rows, counts, positions = distinct_rows(ids, self.order, self.limits, self.base)
         except OutOfRange as error:
             raise self._out_of_range(error.column, error.found) from None
         requests = []
@@ -251,7 +250,7 @@ class RequestExchange:
         """
         builder, device = self._builder, transport.device
         with transport.preparing():  # peers learn of an error in the exchange they are waiting in
-            lookup = builder.build(categorical, self._limits.host_kernels())
+            lookup = builder.build(categorical)
             timer.lap()
             backend = self._limits.backend(_HOST)
             messages = [

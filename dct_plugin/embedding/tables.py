@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ..autograd import with_gradient
 from ..codecs.copies import to_device
 from ..config import EmbeddingChannelConfig, KernelConfig
-from ..kernels.embedding_format import EmbeddingKernels
+from ..kernels.embedding import add_rows
 from ..metrics import Metrics
 from .embedding_exchange import EmbeddingExchange, Route
 from .placement import Table, check_placement
@@ -193,19 +193,18 @@ class ShardedTables(nn.Module):
         """Return the vectors for every rank, [rows, dim], in rank order; one gather for all of them."""
         weight = self.shard.weight
         device = weight.device
-        kernels = self.embedding_exchange.host_kernels()
         if all(request.rows.device.type == "cpu" for request in requests):  # one copy
             rows = to_device(torch.cat([request.rows for request in requests]), device)
         else:
             rows = torch.cat([to_device(request.rows, device) for request in requests])
         row_counts = [len(request.rows) for request in requests]
         bag_counts = [len(request.bags.lengths) for request in requests]
-        singles = take_rows(weight, rows, kernels, sparse=self.sparse)
+        singles = take_rows(weight, rows, sparse=self.sparse)
         if not sum(bag_counts):
             return singles
         ids, lengths = (torch.cat(each) for each in zip(*(r.bags for r in requests), strict=True))
         if bool((lengths == 1).all()):
-            bags = take_rows(weight, to_device(ids, device), kernels, sparse=self.sparse)
+            bags = take_rows(weight, to_device(ids, device), sparse=self.sparse)
         else:
             ids, lengths = to_device(ids, device), to_device(lengths, device)
             bags = _pool(ids, lengths, weight, self.pooling, sparse=self.sparse)
@@ -216,11 +215,10 @@ class ShardedTables(nn.Module):
 
     def _assemble(self, received: Tensor, lookup: BatchLookup) -> Tensor:
         """Put [B, F, dim] together from the rows that arrived."""
-        kernels = self.embedding_exchange.host_kernels()
         if isinstance(lookup.positions, Tensor):
-            return take_rows(received, lookup.positions, kernels)
+            return take_rows(received, lookup.positions)
         vectors = [
-            take_rows(received, where, kernels)
+            take_rows(received, where)
             if where is not None
             else _pool(*lookup.pooled[table], received, self.pooling)
             for table, where in enumerate(lookup.positions)
@@ -253,7 +251,7 @@ class ShardedTables(nn.Module):
         }
 
 
-def take_rows(matrix: Tensor, rows: Tensor, kernels: EmbeddingKernels, *, sparse: bool = False) -> Tensor:
+def take_rows(matrix: Tensor, rows: Tensor, *, sparse: bool = False) -> Tensor:
     """Return ``matrix[rows]``: [any, dim], int64 [...] -> [..., dim], with a gradient that costs no more than
     what it adds up.
 
@@ -261,7 +259,6 @@ def take_rows(matrix: Tensor, rows: Tensor, kernels: EmbeddingKernels, *, sparse
     us for a row of 16 numbers, longer than all of the codec. The kernels add the same rows in the same order.
 
     Args:
-        kernels: For matrices on the CPU.
         sparse: Make the gradient sparse, for optimizers that take them.
     """
     if sparse or matrix.device.type != "cpu" or matrix.dtype != torch.float32:
@@ -270,7 +267,7 @@ def take_rows(matrix: Tensor, rows: Tensor, kernels: EmbeddingKernels, *, sparse
     def add_up(gradient: Tensor) -> Tensor:
         out = torch.zeros(matrix.shape)
         x = gradient.reshape(-1, matrix.shape[1]).contiguous()
-        kernels.add_rows(out, rows.reshape(-1).contiguous(), x)
+        add_rows(out, rows.reshape(-1).contiguous(), x)
         return out
 
     return with_gradient(matrix, lambda x: functional.embedding(rows, x), add_up)

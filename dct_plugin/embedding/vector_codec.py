@@ -1,7 +1,7 @@
 """How the numbers of a message are coded: error-bounded codes, or values of one floating type.
 
 A message is a payload and one byte that says how to read it. Error-bounded codes (Feng et al., SC 2024,
-arXiv:2407.04272; :mod:`~dct_plugin.kernels.embedding_format` has the format) of all ranks are written in one
+arXiv:2407.04272; :mod:`~dct_plugin.kernels.embedding` has the format) of all ranks are written in one
 call, and read in one call, on the host: ``|x - decoded| <= bound`` holds for every entry.
 """
 
@@ -20,7 +20,8 @@ from ..compression.stream import encode_all
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
 from ..kernels import Backend
-from ..kernels.embedding_format import EmbeddingKernels, Encoded, IntArray, Outgoing
+from ..kernels import embedding as kernels
+from ..kernels.embedding import Encoded, IntArray, Outgoing
 
 #: Bit of a message's last byte: the payload holds error-bounded codes.
 BOUNDED = 1
@@ -35,7 +36,6 @@ class VectorCodec:
         config: ``dct.embedding``.
         name: Name of the exchange in errors.
         backend: Gives the kernels for tensors on a device.
-        host: Gives the kernels of error-bounded codes on the host.
 
     Attributes:
         bit_cost: Picoseconds that a bit takes on the wire (:meth:`observe`), against which the work of the
@@ -48,13 +48,11 @@ class VectorCodec:
         *,
         name: str,
         backend: Callable[[torch.device], Backend],
-        host: Callable[[], EmbeddingKernels],
     ) -> None:
         self.config = config
         self.name = name
         self.bit_cost = _SLOWEST
         self.backend = backend
-        self._host = host
 
     def observe(self, nbytes: int, seconds: float) -> None:
         """Note how long an exchange took; the fastest of the last ones tells of the link."""
@@ -80,14 +78,11 @@ class VectorCodec:
         if not parts:
             return {}
         outgoing = list(parts.values())
-        host = self._host()
         if relative is not None:
             with np.errstate(over="ignore", invalid="ignore"):
-                bounds = [relative * square**0.5 for square in host.mean_squares(outgoing)]
+                bounds = [relative * square**0.5 for square in kernels.mean_squares(outgoing)]
             outgoing = [part._replace(bounds=each) for part, each in zip(outgoing, bounds, strict=True)]
-        # Plain Python reads packed codes all at once, and Rice codes one by one.
-        bit_cost = 0 if host.name == "reference" else self.bit_cost
-        encoded = host.encode(outgoing, bit_cost, decoded=decoded)
+        encoded = kernels.encode(outgoing, self.bit_cost, decoded=decoded)
         return dict(zip(parts, encoded, strict=True))
 
     def decode(
@@ -110,9 +105,8 @@ class VectorCodec:
         if not sources:
             return
         hosts = [outs[s] if outs[s].device.type == "cpu" else torch.empty(len(outs[s])) for s in sources]
-        faults = self._host().decode(
-            [payloads[s].cpu() for s in sources], [lengths[s] for s in sources], hosts
-        )
+        found = [payloads[s].cpu() for s in sources]
+        faults = kernels.decode(found, [lengths[s] for s in sources], hosts)
         for source, fault in zip(sources, faults, strict=True):
             if fault is not None:
                 with self.blame(what, source):

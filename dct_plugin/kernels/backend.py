@@ -25,8 +25,6 @@ from ..codecs.stats import Stats
 from . import displacement
 from .checks import check_changes, check_difference
 from .displacement import Displacement, Scratch, Squares
-from .embedding_cpu import host_embedding_kernels
-from .embedding_format import EmbeddingKernels
 from .job import Job, Tau
 
 
@@ -234,12 +232,6 @@ class Backend(ABC):
     def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
         """See :func:`dct_plugin.codecs.index.decode_indices`."""
         return decode_indices(encoding, param, data, nnz, numel)
-
-    # -- embeddings ---
-
-    def embedding_kernels(self) -> EmbeddingKernels:
-        """Return the kernels of the embedding exchange that work on the host."""
-        return host_embedding_kernels()
 
     # -- messages in slots of fixed size (codecs.slots), where lengths stay on the device ---
 

@@ -3,10 +3,9 @@
 Order: the library beside this file (put there at installation) if it belongs to this source; the user's
 cache; a build into that cache. Standard library only: the installation runs this file on its own.
 
-Any number of processes may do this at once, also on a shared home directory: a build goes to a temporary file
-that replaces the final one atomically. A lock keeps the others waiting instead of building too, but nothing
-depends on it: after :data:`LOCK_LIMIT` seconds they build as well. A library ends with a digest of itself:
-loading a truncated one would end the process.
+Any number of processes may do this at once, also on a shared home directory: each builds for itself, in about
+two seconds, into a temporary file that replaces the final one atomically. A library ends with a digest of
+itself: loading a truncated one would end the process.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import logging
 import os
 import platform
 import shlex
@@ -24,14 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: no build either
-    fcntl = None  # type: ignore[assignment]
+from typing import NamedTuple
 
 ABI_VERSION = 2
 SOURCE = Path(__file__).with_name("csrc") / "dct_kernels.c"
@@ -40,12 +32,8 @@ PREBUILT = Path(__file__).with_name("_dct_kernels.so")
 # No contraction to fused multiply-add: results must not depend on the machine.
 FLAGS = ["-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-ffp-contract=off"]
 COMPILE_TIMEOUT = 300.0  # seconds; a build takes about two
-#: Seconds to wait for another process's build, and after which to say so.
-LOCK_LIMIT, LOCK_PATIENCE = 120.0, 10.0
 #: Before the digest at the end of a library.
 _SEAL = b"\ndct_plugin sha256 "
-
-logger = logging.getLogger("dct_plugin.kernels")
 
 
 class BuildError(OSError):
@@ -162,30 +150,6 @@ def _private(folder: Path) -> None:
         raise BuildError(f"{folder} is not writable")
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock, if the file system has them and it can be had in time."""
-    # O_RDWR: opening a FIFO in its place does not wait for a reader.
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "w") as handle:
-        began, said = time.monotonic(), False
-        while fcntl is not None:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waited = time.monotonic() - began
-            except OSError:  # no locks here
-                break
-            if waited > LOCK_LIMIT:
-                logger.warning("gave up waiting for %s; building the kernels beside it", path)
-                break
-            if waited > LOCK_PATIENCE and not said:
-                said = True
-                logger.warning("another process has been building kernels for %.0f s (%s)", waited, path)
-            time.sleep(0.05)
-        yield
-
-
 def _sweep(folder: Path) -> None:
     """Remove temporary files of builds that were killed."""
     for path in folder.glob("dct_kernels-*.tmp"):
@@ -211,20 +175,6 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def fields(names: str, kind: type[Any]) -> list[tuple[str, type[Any]]]:
-    """Return fields of one type for a structure of ctypes."""
-    return [(name, kind) for name in names.split()]
-
-
-def load_functions(signatures: Mapping[str, Sequence[Any]]) -> tuple[ctypes.CDLL, Path]:
-    """Do what :func:`load` does, and declare functions: their arguments by name; each returns a status."""
-    library, path = load()
-    for name, arguments in signatures.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, ctypes.c_int32
-    return library, path
-
-
 def load() -> tuple[ctypes.CDLL, Path]:
     """Return the kernels and the file they come from, built first if need be.
 
@@ -242,10 +192,8 @@ def load() -> tuple[ctypes.CDLL, Path]:
             if path.exists() and _foreign(path):
                 path.unlink()
             if not path.exists():
-                with _locked(folder / f"{path.stem}.lock"):
-                    if not path.exists():
-                        _sweep(folder)
-                        compile_library(path)
+                _sweep(folder)
+                compile_library(path)
             try:
                 return _open(path), path
             except BuildError:  # damaged, or its C library is not this machine's: once more

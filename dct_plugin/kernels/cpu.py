@@ -7,8 +7,8 @@ import platform
 import threading
 import time
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
-from typing import Any
+from ctypes import byref, c_float, c_int32, c_int64, c_uint64, c_void_p
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ..codecs.index import NO_POSITIONS, IndexEncoding, check_positions, check_section
 from ..codecs.payload import Header, Payload, verify_checksum, write_payload
-from ..codecs.stats import KERNEL_ERRORS, Stats
+from ..codecs.stats import Stats
 from ..errors import PayloadError
 from .backend import Backend
-from .build import fields, load_functions
 from .checks import (
     check_changes,
     check_encode_shared,
@@ -32,8 +31,8 @@ from .checks import (
     scales_first,
     split_message,
 )
-from .embedding_cpu import CompiledEmbeddingKernels
 from .job import GRAD_CODES, GRAD_DTYPES, Job, check_vector
+from .library import WRONG_HEADER, Library, check, fields, passed
 
 ENTRIES_PER_THREAD = 1 << 20  # a thread is worth starting for this many entries
 #: Instruction sets that the library has branches for on this architecture, from the least to the most.
@@ -42,89 +41,40 @@ ISA_NAMES = (
 )
 _MAX_THREADS = 64
 
-_ERRORS = {
-    **{-1 - number: text for number, text in KERNEL_ERRORS.items()},  # -1: out of memory
-    -8: "index section has trailing bits or bytes",
-    -9: "payload header is wrong",
-}
-_ERR_HEADER = -9
-
 
 class _Compress(ctypes.Structure):
     _fields_ = [
-        *fields("grad residual left out", c_void_p),
-        *fields("numel capacity start", c_uint64),
-        *fields("tau", c_float),
-        *fields("grad_dtype value_dtype encoding dense threads clear nonfinite", c_int32),
-        *fields("nbytes nnz above select_ns encode_ns", c_uint64),
+        *fields("P", "grad residual left out"),
+        *fields("Q", "numel capacity start"),
+        *fields("f", "tau"),
+        *fields("i", "grad_dtype value_dtype encoding dense threads clear nonfinite"),
+        *fields("Q", "nbytes nnz above select_ns encode_ns"),
     ]
-
-
-class _Payload(ctypes.Structure):
-    _fields_ = [
-        *fields("data", c_void_p),
-        *fields("nbytes numel nnz index_nbytes", c_uint64),
-        *fields("encoding param value_dtype", c_int32),
-        *fields("check1 check2", c_uint32),
-    ]
-
-    @classmethod
-    def of(cls, payload: Payload) -> _Payload:
-        header = payload.header
-        return cls(payload.data.data_ptr(), *(getattr(header, field[0]) for field in cls._fields_[1:]))
 
 
 class _Message(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("nbytes", c_uint64)]
+    _fields_ = [*fields("P", "data"), *fields("Q", "nbytes")]
 
 
 class _Target(ctypes.Structure):
-    _fields_ = [("out", c_void_p), ("numel", c_uint64), ("dtype", c_int32)]
+    _fields_ = [*fields("P", "out"), *fields("Q", "numel"), *fields("i", "dtype")]
 
 
-_SIGNATURES: dict[str, list[Any]] = {
-    "dct_isa": [c_int32],
-    "dct_compress": [POINTER(_Compress)],
-    "dct_decode_add": [POINTER(_Payload), POINTER(_Payload), c_void_p],
-    "dct_sum_messages": [
-        *[POINTER(_Message), c_int32, POINTER(_Target), c_int32],
-        *[c_float, c_void_p, POINTER(c_int32)],
-    ],
-    "dct_decode_mask": [POINTER(_Payload), c_void_p],
-    "dct_encode_shared": [c_void_p, c_int32, POINTER(_Payload), c_int32, c_void_p, POINTER(c_int32)],
-    "dct_encode_indices": [c_void_p, c_uint64, c_uint64, POINTER(c_int64), c_void_p],
-    "dct_decode_indices": [c_int32, c_int32, c_void_p, c_uint64, c_uint64, c_uint64, c_void_p],
-    "dct_sample_threshold": [
-        *[c_void_p, c_int32, c_void_p, c_uint64],
-        *[c_double, c_uint64, c_uint64, POINTER(c_float)],
-    ],
-    "dct_pack": [c_void_p, c_void_p, c_void_p, c_uint64, c_uint32, *[c_int32] * 3],
-    "dct_encode_changes": [c_void_p, c_void_p, c_uint64, c_void_p, c_void_p, POINTER(c_uint64)],
-    "dct_apply_changes": [
-        *[c_void_p, c_uint64, POINTER(c_void_p), POINTER(c_uint64)],
-        *[c_int32, c_void_p],
-    ],
-    "dct_exact_threshold": [c_void_p, c_int32, c_void_p, c_uint64, c_uint64, POINTER(c_float)],
+_SIGNATURES = {
+    "dct_isa": "i",
+    "dct_compress": "P",
+    "dct_decode_add": "PPP",
+    "dct_sum_messages": "PiPifPP",
+    "dct_decode_mask": "PP",
+    "dct_encode_shared": "PiPiPP",
+    "dct_encode_indices": "PQQPP",
+    "dct_decode_indices": "iiPQQQP",
+    "dct_sample_threshold": "PiPQdQQP",
+    "dct_exact_threshold": "PiPQQP",
+    "dct_pack": "PPPQIiii",
+    "dct_encode_changes": "PPQPPP",
+    "dct_apply_changes": "PQPPiP",
 }
-
-
-def _check(status: int) -> None:
-    if status == 0:
-        return
-    if status == -1:
-        raise MemoryError("compiled kernels: out of memory")
-    raise PayloadError(_ERRORS[status])
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _on_cpu(**tensors: Payload | Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        tensor = tensor.data if isinstance(tensor, Payload) else tensor
-        if tensor is not None and tensor.device.type != "cpu":
-            raise ValueError(f"{name} is on {tensor.device}, these kernels serve cpu tensors")
 
 
 class CpuBackend(Backend):
@@ -134,7 +84,6 @@ class CpuBackend(Backend):
         threads: threads per call; None: as many as torch uses, at most one per 2**20 entries. Results do not
             depend on it.
     Attributes:
-        path: the library's file.
         isa: the instruction set it uses on this machine: ``portable``, ``avx2``, ``avx512`` or ``neon``.
     Raises:
         OSError: the library can be neither loaded nor built.
@@ -143,7 +92,8 @@ class CpuBackend(Backend):
     name = "cpu"
 
     def __init__(self, threads: int | None = None) -> None:
-        self._library, self.path = load_functions(_SIGNATURES)
+        self._library = Library(_SIGNATURES)
+        self._call = self._library.call
         self.threads = threads
         self._local = threading.local()
 
@@ -151,38 +101,28 @@ class CpuBackend(Backend):
         return f"CpuBackend(isa={self.isa!r}, path={str(self.path)!r})"
 
     @property
+    def path(self) -> Path:
+        """The library's file."""
+        return self._library.path
+
+    @property
     def isa(self) -> str:
-        return ISA_NAMES[self._library.dct_isa(-1)]
+        return ISA_NAMES[self._library.status("dct_isa", -1)]
 
     def set_isa(self, name: str) -> str:
         """Ask for an instruction set, process-wide (tests, benchmarks); return the one used from now on."""
-        return ISA_NAMES[self._library.dct_isa(ISA_NAMES.index(name))]
+        return ISA_NAMES[self._library.status("dct_isa", ISA_NAMES.index(name))]
 
     def compress(self, job: Job) -> Stats:
-        if job.grad.device.type != "cpu":
-            _on_cpu(grad=job.grad)
         call = _Compress(
-            _pointer(job.grad),
-            _pointer(job.residual),
-            _pointer(job.residual_out),
-            _pointer(job.out),
-            job.numel,
-            job.capacity,
-            job.start,
-            float(job.applied_tau()),
-            GRAD_CODES[job.grad.dtype],
-            job.value_dtype,
-            -1 if job.encoding is None else job.encoding,
-            job.dense,
-            self._threads_for(job.numel),
-            job.clear,
+            *map(passed, (job.grad, job.residual, job.residual_out, job.out)),
+            *(job.numel, job.capacity, job.start, float(job.applied_tau())),
+            *(GRAD_CODES[job.grad.dtype], job.value_dtype, -1 if job.encoding is None else job.encoding),
+            *(job.dense, self._threads_for(job.numel), job.clear),
         )
-        _check(self._library.dct_compress(byref(call)))
+        self._call("dct_compress", byref(call))
         return Stats(
-            call.nbytes,
-            call.nnz,
-            call.above,
-            bool(call.nonfinite),
+            *(call.nbytes, call.nnz, call.above, bool(call.nonfinite)),
             tau=call.tau,
             select_ns=call.select_ns,
             encode_ns=call.encode_ns,
@@ -199,40 +139,36 @@ class CpuBackend(Backend):
         self, payload: Payload | Tensor, out: Tensor, positions: Payload | Tensor | None = None
     ) -> int:
         check_vector("out", out, (torch.float32,))
-        _on_cpu(payload=payload, positions=positions, out=out)
         opened, mask = open_pair(payload, positions, out.numel(), verify=False)
         if opened.nonfinite:
             verify_checksum(opened.header, opened.data)
             out.fill_(float("nan"))
             return 0
-        own = _Payload.of(opened)
-        other = own if mask is opened else _Payload.of(mask)
-        _check(self._library.dct_decode_add(byref(own), byref(other), out.data_ptr()))
+        self._call("dct_decode_add", opened, mask, out)
         return opened.nnz
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
         for out in outs:
             check_vector("out", out, GRAD_DTYPES)
-            _on_cpu(out=out)
         for message in messages:
             check_vector("message", message, (torch.uint8,))
-            _on_cpu(message=message)
         which = c_int32()
         in_place = scales_first(len(messages), scale)
         apart = [out.numel() for out in outs if not in_place or out.dtype != torch.float32]
-        status = self._library.dct_sum_messages(
-            (_Message * len(messages))(*[_Message(m.data_ptr(), m.numel()) for m in messages]),
+        status = self._library.status(
+            "dct_sum_messages",
+            (_Message * len(messages))(*[_Message(passed(m), m.numel()) for m in messages]),
             len(messages),
-            (_Target * len(outs))(*[_Target(o.data_ptr(), o.numel(), GRAD_CODES[o.dtype]) for o in outs]),
+            (_Target * len(outs))(*[_Target(passed(o), o.numel(), GRAD_CODES[o.dtype]) for o in outs]),
             len(outs),
             scale,
-            self._zeros(max(apart)).data_ptr() if apart else None,
+            self._zeros(max(apart)) if apart else None,
             byref(which),
         )
-        if status == _ERR_HEADER:
+        if status == WRONG_HEADER:
             split_message(messages, which.value, outs)  # tells what is wrong
         with naming_message(which.value):
-            _check(status)
+            check(status)
 
     def _zeros(self, numel: int) -> Tensor:
         """Return fp32 zeros, this thread's own; the kernel that writes there puts zeros back."""
@@ -242,27 +178,23 @@ class CpuBackend(Backend):
         return zeros
 
     def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
-        _on_cpu(payload=payload)
-        payload = open_positions(payload, numel, verify=False)
         mask = torch.zeros(numel, dtype=torch.bool)
-        _check(self._library.dct_decode_mask(byref(_Payload.of(payload)), mask.data_ptr()))
+        self._call("dct_decode_mask", open_positions(payload, numel, verify=False), mask)
         return mask
 
     def encode_shared(
         self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
     ) -> Stats:
-        _on_cpu(source=source, index_payload=index_payload, out=out)
         began = time.perf_counter_ns()
         mask, header = check_encode_shared(source, index_payload, value_dtype, out, verify=False)
         if header.nonfinite:
             verify_checksum(mask.header, mask.data)
             write_payload(out, header)
         else:
-            flag, code, vt = c_int32(), GRAD_CODES[source.dtype], header.value_dtype
-            arguments = (source.data_ptr(), code, byref(_Payload.of(mask)), vt, out.data_ptr(), byref(flag))
-            _check(self._library.dct_encode_shared(*arguments))
+            flag, value_type = c_int32(), header.value_dtype
+            self._call("dct_encode_shared", source, source.dtype, mask, value_type, out, byref(flag))
             if flag.value:
-                header = Header.flagged(vt, mask.numel)
+                header = Header.flagged(value_type, mask.numel)
         elapsed = time.perf_counter_ns() - began
         return Stats(header.nbytes, header.nnz, mask.nnz, header.nonfinite, encode_ns=elapsed)
 
@@ -270,29 +202,16 @@ class CpuBackend(Backend):
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
     ) -> float:
         check_sample(grad, residual, keep_fraction, num_samples)
-        _on_cpu(grad=grad, residual=residual)
-        tau = c_float()
-        status = self._library.dct_sample_threshold(
-            grad.data_ptr(),
-            GRAD_CODES[grad.dtype],
-            _pointer(residual),
-            grad.numel(),
-            keep_fraction,
-            num_samples,
-            seed & (2**64 - 1),
-            byref(tau),
-        )
-        _check(status)
-        return tau.value
+        wanted = keep_fraction, num_samples, seed & (2**64 - 1)
+        return self._threshold("dct_sample_threshold", grad, residual, *wanted)
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
         check_exact(grad, residual, k)
-        _on_cpu(grad=grad, residual=residual)
+        return self._threshold("dct_exact_threshold", grad, residual, k)
+
+    def _threshold(self, name: str, grad: Tensor, residual: Tensor | None, *wanted: float) -> float:
         tau = c_float()
-        code, numel = GRAD_CODES[grad.dtype], grad.numel()
-        _check(
-            self._library.dct_exact_threshold(grad.data_ptr(), code, _pointer(residual), numel, k, byref(tau))
-        )
+        self._call(name, grad, grad.dtype, residual, grad.numel(), *wanted, byref(tau))
         return tau.value
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
@@ -305,18 +224,14 @@ class CpuBackend(Backend):
         self, wide: Tensor, packed: Tensor, exponents: Tensor | None, seed: int, *, packing: bool
     ) -> None:
         check_pack(wide, packed, exponents)
-        _on_cpu(wide=wide, packed=packed, exponents=exponents)
-        pointers = wide.data_ptr(), packed.data_ptr(), _pointer(exponents)
         numel, grouped = wide.numel(), exponents is not None
-        call = (*pointers, numel, seed & 0xFFFFFFFF, grouped, packing, self._threads_for(numel))
-        _check(self._library.dct_pack(*call))
+        numbers = numel, seed & 0xFFFFFFFF, grouped, packing, self._threads_for(numel)
+        self._call("dct_pack", wide, packed, exponents, *numbers)
 
     def encode_changes(self, wanted: Tensor, held: Tensor, out: Tensor) -> Stats:
         check_changes(wanted, held, out)
-        _on_cpu(wanted=wanted, held=held, out=out)
-        began, sizes = time.perf_counter_ns(), (c_uint64 * 2)()
-        pointers = wanted.data_ptr(), held.data_ptr(), wanted.numel(), out.data_ptr()
-        _check(self._library.dct_encode_changes(*pointers, self._scratch(6 * wanted.numel()), sizes))
+        began, sizes, numel = time.perf_counter_ns(), (c_uint64 * 2)(), wanted.numel()
+        self._call("dct_encode_changes", wanted, held, numel, out, self._scratch(6 * numel), sizes)
         elapsed = time.perf_counter_ns() - began
         return Stats(sizes[0], sizes[1], sizes[1], False, encode_ns=elapsed)
 
@@ -324,43 +239,34 @@ class CpuBackend(Backend):
         check_vector("message", message, (torch.uint8,))
         for out in outs:
             check_vector("out", out, (torch.bfloat16, torch.float16))
-            _on_cpu(message=message, out=out)
-        targets = (c_void_p * len(outs))(*[out.data_ptr() for out in outs])
+        targets = (c_void_p * len(outs))(*map(passed, outs))
         sizes = (c_uint64 * len(outs))(*[out.numel() for out in outs])
         scratch = self._scratch(10 * max((out.numel() for out in outs), default=0))
-        arguments = message.data_ptr(), message.numel(), targets, sizes, len(outs), scratch
-        _check(self._library.dct_apply_changes(*arguments))
+        self._call("dct_apply_changes", message, message.numel(), targets, sizes, len(outs), scratch)
 
-    def _scratch(self, nbytes: int) -> int:
-        """Return the address of memory of this thread, which the next call may use again."""
+    def _scratch(self, nbytes: int) -> Tensor:
+        """Return memory of this thread, uint8, which the next call may use again."""
         memory: Tensor | None = getattr(self._local, "scratch", None)
         if memory is None or memory.numel() < nbytes:
             memory = self._local.scratch = torch.empty(nbytes, dtype=torch.uint8)
-        return memory.data_ptr()
-
-    def embedding_kernels(self) -> CompiledEmbeddingKernels:
-        return CompiledEmbeddingKernels(self.threads)
+        return memory
 
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None
     ) -> tuple[IndexEncoding, int, Tensor]:
-        _on_cpu(idx=idx)
         check_positions(idx, numel, encoding)
         positions = idx.numpy().astype(np.uint32)
         plan = (c_int64 * 3)(-1 if encoding is None else encoding, 0, 0)
-        arguments = (positions.ctypes.data, positions.size, numel, plan)
-        _check(self._library.dct_encode_indices(*arguments, None))
+        self._call("dct_encode_indices", positions, positions.size, numel, plan, None)
         data = torch.empty(plan[2], dtype=torch.uint8)
-        _check(self._library.dct_encode_indices(*arguments, data.data_ptr() or None))
+        self._call("dct_encode_indices", positions, positions.size, numel, plan, data)
         return IndexEncoding(plan[0]), plan[1], data
 
     def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
-        _on_cpu(data=data)
         check_vector("data", data, (torch.uint8,))
         enc = check_section(encoding, param, data.numel(), nnz, numel)
         if enc is IndexEncoding.SHARED_MASK:
             raise PayloadError(NO_POSITIONS)
         positions = np.empty(nnz, dtype=np.uint32)
-        arguments = (data.data_ptr() or None, data.numel(), nnz, numel)
-        _check(self._library.dct_decode_indices(enc, param, *arguments, positions.ctypes.data))
+        self._call("dct_decode_indices", enc, param, data, data.numel(), nnz, numel, positions)
         return torch.from_numpy(positions.astype(np.int64))

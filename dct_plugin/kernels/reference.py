@@ -33,7 +33,6 @@ from .checks import (
     open_positions,
     split_message,
 )
-from .embedding_reference import ReferenceEmbeddingKernels
 from .job import SMALLEST_TAU, Job, Tau, check_vector
 
 #: Entries that the reference packs at once: its temporaries take 40 bytes each.
@@ -279,9 +278,6 @@ class ReferenceBackend(Backend):
             out[lo : lo + _PACKED_AT_ONCE] = steps.to(torch.int8)
             first = lo // PACK_BLOCK
             exponents[first : first + exponent.numel()] = exponent.to(torch.int8)
-
-    def embedding_kernels(self) -> ReferenceEmbeddingKernels:
-        return ReferenceEmbeddingKernels()
 
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
         check_pack(out, packed, exponents)

@@ -13,32 +13,29 @@ from torch import Tensor
 
 from dct_plugin.config import EmbeddingChannelConfig
 from dct_plugin.embedding import Bags
+from dct_plugin.embedding import requests as requests_module
 from dct_plugin.embedding.bounds import TableLimits
 from dct_plugin.embedding.request_message import RowRequest, read_request, write_request
 from dct_plugin.embedding.requests import BatchLookup, RequestBuilder, RequestExchange
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import get_backend
-from dct_plugin.kernels.embedding_format import EmbeddingKernels
+from dct_plugin.kernels.embedding import distinct_rows, distinct_rows_in_torch
 
 CARDINALITIES, PLACEMENT = (9, 300, 4), [[1], [0, 2]]
 CPU = torch.device("cpu")
 KERNELS = get_backend(CPU)
-HOST = KERNELS.embedding_kernels()
-REFERENCE = get_backend(CPU, "reference").embedding_kernels()
 
 
 #: First rows of each owner's tables, and its rows.
 FIRST_ROWS = [[0, 300], [0, 9, 13]]
 
 
-def asked(
-    categorical: Any, asking: int = 0, kernels: EmbeddingKernels = HOST, **options: Any
-) -> tuple[BatchLookup, list[RowRequest]]:
+def asked(categorical: Any, asking: int = 0, **options: Any) -> tuple[BatchLookup, list[RowRequest]]:
     """The requests of a rank, and what each owner reads."""
     config = EmbeddingChannelConfig.of(options)
     builder = RequestBuilder(CARDINALITIES, PLACEMENT, rank=asking, config=config, name="tables")
     assert builder.first_rows == FIRST_ROWS
-    lookup = builder.build(categorical, kernels)
+    lookup = builder.build(categorical)
     answers = [
         request if r == asking else read_request(message(request, r), FIRST_ROWS[r], KERNELS)
         for r, request in enumerate(lookup.requests)
@@ -82,7 +79,10 @@ def test_positions_lead_to_the_rows_that_were_asked_for(samples: int, seed: int,
     ids = torch.stack([torch.randint(n, (samples,), generator=generator) for n in CARDINALITIES], dim=1)
     first_rows = {0: (1, 0), 1: (0, 0), 2: (1, 9)}  # table: owner, row of its shard
     for asking in range(2):
-        requests = [asked(ids, asking, kernels, deduplicate=deduplicate) for kernels in (HOST, REFERENCE)]
+        requests = [asked(ids, asking, deduplicate=deduplicate)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(requests_module, "distinct_rows", distinct_rows_in_torch)
+            requests.append(asked(ids, asking, deduplicate=deduplicate))
         for request, answers in requests:
             rows = torch.cat([torch.cat([a.rows, a.bags.ids]) for a in answers])
             owners = torch.cat(
@@ -106,7 +106,7 @@ def test_tables_of_millions_of_rows_are_sorted_too() -> None:
     ids = torch.stack([torch.randint(int(n), (500,), generator=generator) for n in limits], dim=1)
     ids[0], ids[1] = limits - 1, 0
     order, base = np.array([4, 1, 0, 2, 3]), np.array([7, 0, 0, 2**33, 1])
-    found = [kernels.distinct_rows(ids, order, limits.numpy(), base) for kernels in (HOST, REFERENCE)]
+    found = [find(ids, order, limits.numpy(), base) for find in (distinct_rows, distinct_rows_in_torch)]
     for one, other in zip(*found, strict=True):
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 

@@ -17,12 +17,10 @@ from dct_plugin.embedding.messages import VectorBlock, VectorMessages
 from dct_plugin.embedding.vector_codec import VectorCodec
 from dct_plugin.kernels import get_backend
 
-HOST = get_backend("cpu").embedding_kernels()
-
 
 def test_the_messages_of_an_exchange() -> None:
     config = EmbeddingChannelConfig.of({"error_bound": 0.1, "gradient_bound": 0.1})
-    codec = VectorCodec(config, name="t", backend=get_backend, host=lambda: HOST)
+    codec = VectorCodec(config, name="t", backend=get_backend)
     messages = VectorMessages(codec, 16)
     rows = [[300, 200], [400, 100]]
     x = [torch.randn(500, 16, device="cuda") for _ in rows]

@@ -112,12 +112,12 @@ class _NoPacking(TritonBackend):
 @pytest.mark.parametrize(
     ("check", "factory", "said"),
     [
-        ("selection", _WrongPayload, "selection: selection (int4, bitmap): 1 of "),
-        ("selection", _WrongResidual, "selection: selection (fp32, dense): 1 of 3001 entries differ"),
-        ("decoding", _WrongValue, "decoding: decoding (fp32, dense): 1 of 3001 entries differ"),
-        ("sums", _WrongSum, "sums: sums of messages: 1 of 3001 entries differ"),
+        ("selection", _WrongPayload, "selection: int4, bitmap: 1 of "),
+        ("selection", _WrongResidual, "selection: fp32, dense: 1 of 3001 entries differ"),
+        ("decoding", _WrongValue, "decoding: fp32, dense: 1 of 3001 entries differ"),
+        ("sums", _WrongSum, "sums: 1 of 3001 entries differ"),
         ("batches and slots", _WrongSlot, "batches and slots: a message in a slot is refused"),
-        ("thresholds", _WrongThreshold, "thresholds: thresholds: 1 of 1 entries differ"),
+        ("thresholds", _WrongThreshold, "thresholds: torch.float32: 1 of 1 entries differ"),
         ("residuals", _NoPacking, "residuals: RuntimeError: no kernel image for this device"),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import logging
 import os
 import shutil
 import time
@@ -65,21 +63,6 @@ def test_a_folder_that_a_group_can_write_is_refused(cache: Path) -> None:
     cache.parent.chmod(0o770)
     _, path = build.load()
     assert path.parent.parent == cache.parent.parent / "tmp"
-
-
-def test_waiting_for_the_lock_is_said_and_ends(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(build, "LOCK_PATIENCE", 0.2)
-    monkeypatch.setattr(build, "LOCK_LIMIT", 0.6)
-    cache.unlink()
-    lock = cache.with_suffix(".lock")
-    with open(lock, "w") as held, caplog.at_level(logging.WARNING):
-        fcntl.flock(held, fcntl.LOCK_EX)
-        build.load()
-    assert cache.exists()
-    assert "another process has been building kernels" in caplog.text
-    assert f"gave up waiting for {lock}" in caplog.text
 
 
 def test_what_a_killed_build_left_is_removed(cache: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dct_plugin.kernels.embedding_format import Outgoing
+from dct_plugin.kernels.embedding import Outgoing
 
 segments = st.lists(
     st.tuples(

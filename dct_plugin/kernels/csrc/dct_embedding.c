@@ -1,4 +1,4 @@
-/* Compiled kernels of the embedding exchange: kernels/embedding_reference.py with the same results, bit for bit.
+/* Compiled kernels of the embedding exchange; kernels/embedding.py has the format.
  *
  * Included by dct_kernels.c, whose helpers it uses. One call serves all messages of a step, to or from all peers; each
  * message holds the segments of several tables. The caller (kernels/embedding.py) has checked pointers and sizes;

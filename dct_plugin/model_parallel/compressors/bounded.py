@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...compression.stream import backend_beside
 from ...config.methods import BoundMethod
 from ...errors import PayloadError
-from ...kernels.embedding_format import EmbeddingKernels, IntArray, Outgoing
+from ...kernels import embedding as kernels
+from ...kernels.embedding import IntArray, Outgoing
 from .compressor import ActivationCompressor, Written, add, rows_of, size_of_rows
 
 #: Entries that share a code, or a row's where that has more.
 _SEGMENT = 256
-#: Picoseconds that a bit is worth (see ``EmbeddingKernels.encode``): the smallest code.
+#: Picoseconds that a bit is worth (see ``kernels.embedding.encode``): the smallest code.
 _BIT_COST = 1 << 20
 
 
@@ -45,20 +45,17 @@ class Bounded(ActivationCompressor[BoundMethod]):
             bound = torch.where(scale.isfinite(), self.config.error_bound * scale.to(torch.float64), 0.0)
             outgoing.append(Outgoing(rows.reshape(-1), lengths, bound.repeat(len(lengths)).numpy()))
         messages = []
-        for one, part in zip(self._kernels().encode(outgoing, _BIT_COST), parts, strict=True):
+        for one, part in zip(kernels.encode(outgoing, _BIT_COST), parts, strict=True):
             assert one.message is not None
             messages.append(one.message.to(part.device))
         return self.written(messages, [None] * len(messages), parts, began)
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> None:
         values = torch.empty(out.numel())
-        (fault,) = self._kernels().decode([message[:-1].cpu()], [_segments(out.shape)], [values])
+        (fault,) = kernels.decode([message[:-1].cpu()], [_segments(out.shape)], [values])
         if fault is not None:
             raise PayloadError(fault)
         add(out, values.to(out.device))
-
-    def _kernels(self) -> EmbeddingKernels:
-        return backend_beside(self.site.kernels, torch.device("cpu")).embedding_kernels()
 
 
 def _segments(shape: torch.Size) -> IntArray:
