@@ -83,7 +83,6 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "scan": [{}],
     "place": [{}],
     "add": [{"SCALED": True}],
-    "mark": [{}],
     "take_error": [{}],
     "begin_slots": [{"ANSWERS": True}],
     "fill_slots": [{}],

@@ -2,7 +2,7 @@
 
 Nothing here waits for the device. Thresholds and figures stay there; what is wrong with a payload that is
 decoded is found there before anything is written, leaves the output alone, and raises
-:class:`~dct_plugin.errors.PayloadError` where the figures of a later payload of the same stream are read
+:class:`~dct_plugin.errors.PayloadError` where the figures of a later payload on the same device are read
 (:func:`~dct_plugin.codecs.read_stats`).
 """
 
@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import math
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -20,9 +19,10 @@ from torch import Tensor
 
 from ...codecs.index import IndexEncoding
 from ...codecs.message import MessageWriter
-from ...codecs.payload import Payload
+from ...codecs.payload import OVERFLOW_MAGNITUDE, Payload
 from ...codecs.slots import PREFIX
-from ...codecs.stats import Stats
+from ...codecs.stats import KERNEL_ERRORS, Stats
+from ...errors import PayloadError
 from ..backend import Backend
 from ..checks import (
     check_difference,
@@ -30,6 +30,7 @@ from ..checks import (
     check_exact,
     check_pack,
     check_sample,
+    naming_message,
     open_pair,
     open_positions,
 )
@@ -53,18 +54,10 @@ try:
         launch_write,
         launched_on,
         programs,
-        readable,
         upload,
     )
     from .launch import launch
-    from .messages import (
-        RICE_ON_HOST,
-        OpenedMessages,
-        open_all,
-        open_payload_on_device,
-        say_once,
-        split_messages,
-    )
+    from .messages import OpenedMessages, open_all
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 
@@ -73,44 +66,6 @@ WRITTEN = (IndexEncoding.DENSE, IndexEncoding.BITMAP, IndexEncoding.GAPS8, Index
 
 _COPIED = reading.COPIED.value
 _MOST_SAMPLES = 1 << 17  # that one program finds the threshold of
-#: Batches of other streams after which they take the errors of a stream that writes nothing.
-_PATIENCE = 16
-
-
-class _Errors:
-    """The errors of decoded payloads, int32 [1] for each stream of a device.
-
-    The next payload that is written on the same stream takes an error to the host. A stream that only decodes
-    has none: the payloads of other streams take its errors, from time to time.
-    """
-
-    def __init__(self) -> None:
-        self._by_stream: dict[tuple[torch.device, int], Tensor] = {}
-        self._passed: Counter[tuple[torch.device, int]] = Counter()
-        """Batches of other streams since the last one of this stream."""
-
-    def __getitem__(self, where: torch.device) -> Tensor:
-        """Return the error of the current stream of a device."""
-        key = _stream_of(where)
-        if key not in self._by_stream:
-            self._by_stream[key] = torch.zeros(1, dtype=torch.int32, device=where)
-        return self._by_stream[key]
-
-    def for_payloads(self, where: torch.device) -> Tensor:
-        """Return the error that the next payloads of the current stream take to the host."""
-        own, key = self[where], _stream_of(where)
-        self._passed[key] = 0
-        for other, error in list(self._by_stream.items()):
-            if other[0] == where and other != key:
-                self._passed[other] += 1
-                if self._passed[other] % _PATIENCE == 0:
-                    with launched_on(where):
-                        launch(reading.take_error, 1, own, error)
-        return own
-
-
-def _stream_of(where: torch.device) -> tuple[torch.device, int]:
-    return where, torch.cuda.current_stream(where).cuda_stream if where.type == "cuda" else 0
 
 
 class TritonBackend(Backend):
@@ -129,7 +84,7 @@ class TritonBackend(Backend):
     encodings = WRITTEN
 
     def __init__(self) -> None:
-        self._errors = _Errors()
+        self._errors: dict[torch.device, Tensor] = {}
         self._waiting = threading.local()
         self._reference = ReferenceBackend(WRITTEN)
 
@@ -140,7 +95,6 @@ class TritonBackend(Backend):
 
     def compress(self, job: Job) -> Stats:
         if job.encoding is IndexEncoding.RICE:
-            say_once(RICE_ON_HOST)
             self._catch_up()
             return self._reference.compress(job)
         with self._batch(job.grad.device) as batch:
@@ -163,13 +117,13 @@ class TritonBackend(Backend):
         """Give the open batch, or one that is launched at once."""
         batches: dict[torch.device, Batch] | None = getattr(self._waiting, "batches", None)
         if batches is None:
-            batch = Batch(where, self._errors.for_payloads(where), 1)
+            batch = Batch(where, self._error(where), 1)
             yield batch
             batch.launch()
             return
         if where not in batches or batches[where].full:
             self._catch_up()
-            batches[where] = Batch(where, self._errors.for_payloads(where), ROOM)
+            batches[where] = Batch(where, self._error(where), ROOM)
         yield batches[where]
 
     def _catch_up(self) -> None:
@@ -177,46 +131,52 @@ class TritonBackend(Backend):
         for batch in (getattr(self._waiting, "batches", None) or {}).values():
             batch.launch()
 
+    def _error(self, where: torch.device) -> Tensor:
+        """Return what is wrong with payloads that were read on a device, int32 [1]; the next payload that is
+        written there takes it to the host.
+        """
+        if where not in self._errors:
+            self._errors[where] = torch.zeros(1, dtype=torch.int32, device=where)
+        return self._errors[where]
+
+    def _note(self, wrong: Tensor) -> None:
+        """Remember what is wrong with a payload, int32 [1]."""
+        with launched_on(wrong.device):
+            launch(reading.take_error, 1, self._error(wrong.device), wrong)
+
     def encode_shared(
         self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
     ) -> Stats:
         mask, header = check_encode_shared(source, index_payload, value_dtype, out, verify=False)
         self._catch_up()
-        where = source.device
+        if mask.header.encoding is IndexEncoding.RICE:
+            return self._reference.encode_shared(source, mask, value_dtype, out)
+        where, nnz, value = source.device, mask.nnz, int(header.value_dtype)
         with launched_on(where):
             state = torch.zeros(STATE, dtype=torch.int64, device=where)
             counts = torch.empty(1, 4, dtype=torch.int64, device=where)
-            nnz, code, value = mask.nnz, GRAD_CODES[source.dtype], int(header.value_dtype)
-            grad = readable(source)
-            row = [0] * ROW
-            row[device.GRAD_AT.value], row[device.OUT_AT.value] = grad.data_ptr(), out.data_ptr()
-            row[device.NUMEL.value], row[device.COUNT.value] = grad.numel(), nnz
-            row[device.TAU_SLOT.value] = -1
-            table = upload([row, [0] * ROW], where)
+            positions, wrong = OpenedMessages.of(mask).entries(mask)
+            values = source[positions].to(torch.float32)
+            state[device.FLAG.value] = ~(values.abs() < OVERFLOW_MAGNITUDE).all() | (wrong != 0)[0]
             if mask.nonfinite:
                 state[device.FLAG.value].fill_(1)
-            else:
-                opened = open_payload_on_device(mask)
-                dense = mask.header.encoding is IndexEncoding.DENSE
-                chunks = programs(nnz, CHUNK)
-                launch(
-                    reading.overflow_at,
-                    chunks,
-                    *(grad, opened.rows, opened.positions, state, self._errors[where]),
-                    GRAD=code,
-                )
-                launch_write(
-                    *(table, None, None if dense else opened.positions, None, state, None, 1),
-                    grid=chunks,
-                    ENTRIES=int(IndexEncoding.DENSE if dense else IndexEncoding.SHARED_MASK),
-                    ACCUMULATED=False,
-                    VALUE=value,
-                    GRAD=code,
-                    HAS_RESIDUAL=False,
-                    HAS_LEFT=False,
-                )
-            errors = self._errors.for_payloads(where)
-            launch_seal(table, state, counts, errors, 1, int(IndexEncoding.SHARED_MASK), value)
+            self._note(wrong)
+            row = [0] * ROW
+            row[device.GRAD_AT.value], row[device.OUT_AT.value] = values.data_ptr(), out.data_ptr()
+            row[device.NUMEL.value], row[device.COUNT.value] = source.numel(), nnz
+            row[device.TAU_SLOT.value] = -1
+            table = upload([row, [0] * ROW], where)
+            launch_write(
+                *(table, None, None, None, state, None, 1),
+                grid=programs(nnz, CHUNK),
+                ENTRIES=int(IndexEncoding.DENSE),
+                ACCUMULATED=False,
+                VALUE=value,
+                GRAD=GRAD_CODES[torch.float32],
+                HAS_RESIDUAL=False,
+                HAS_LEFT=False,
+            )
+            launch_seal(table, state, counts, self._error(where), 1, int(IndexEncoding.SHARED_MASK), value)
         return Stats.on_device(counts[0])
 
     # -- reading ---
@@ -227,20 +187,21 @@ class TritonBackend(Backend):
         check_vector("out", out, (torch.float32,))
         self._catch_up()
         own, mask = open_pair(payload, positions, out.numel(), verify=False)
-        opened = open_payload_on_device(own)
-        places = opened if mask is own else open_payload_on_device(mask)
-        opened.add_to(out, places, self._errors[out.device])
+        if mask.header.encoding is IndexEncoding.RICE:
+            return self._reference.decode_add(own, out, None if mask is own else mask)
+        opened = OpenedMessages.of(own)
+        opened.add_to(out, opened if mask is own else OpenedMessages.of(mask), self._error(out.device))
         return own.nnz
 
     def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
         payload = open_positions(payload, numel, verify=False)
         self._catch_up()
-        opened, where = open_payload_on_device(payload), payload.data.device
-        with launched_on(where):
-            mask = torch.zeros(numel, dtype=torch.uint8, device=where)
-            chunks = programs(payload.nnz, CHUNK)
-            launch(reading.mark, chunks, opened.rows, opened.positions, mask, self._errors[where])
-            return mask.view(torch.bool)
+        if payload.header.encoding is IndexEncoding.RICE:
+            return self._reference.decode_mask(payload, numel)
+        positions, wrong = OpenedMessages.of(payload).entries(payload)
+        self._note(wrong)
+        mask = torch.zeros(numel, dtype=torch.bool, device=payload.data.device)
+        return mask.index_fill_(0, positions, True)
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
         for out in outs:
@@ -250,14 +211,10 @@ class TritonBackend(Backend):
         if not messages or not outs:
             return
         self._catch_up()
-        opened = open_all(messages, outs)
-        payloads = split_messages(messages, opened, outs)
-        if any(p.header.encoding is IndexEncoding.RICE for split in payloads for p in split):
-            self._reference.sum_messages(messages, outs, scale)
-            return
-        wrong = opened.sum_into([outs], scale)
-        error = self._errors[wrong.device]
-        torch.maximum(error, wrong.amax(0, keepdim=True), out=error)
+        for which, wrong in enumerate(open_all(messages, outs).sum_into([outs], scale).tolist()):
+            if wrong:
+                with naming_message(which):
+                    raise PayloadError(KERNEL_ERRORS[wrong])
 
     # -- slots ---
 

@@ -41,7 +41,6 @@ from .selection_kernels import (
     INT4,
     INT8,
     MAGIC_AND_VERSION,
-    OVERFLOW,
     RICE,
     ROW,
     SHARED,
@@ -49,7 +48,6 @@ from .selection_kernels import (
     _as_position,
     _bits_set,
     _counts_before,
-    _flag_unless,
     _levels_of,
     _load_bytes,
     _load_grad,
@@ -128,8 +126,7 @@ def _read_header(buffer, at, end, numel, SINGLE: tl.constexpr):
     most_kind = BLOCK16
     if SINGLE:
         most_kind = SHARED
-        high = tl.where(kind == RICE, index, high)
-        param = tl.where(kind == RICE, 0, param)
+        index = tl.where(kind == RICE, -1, index)  # is read elsewhere
     bad = (_field(byte, lane, 0, 3) != MAGIC_AND_VERSION) | (kind > most_kind) | (value > INT2)
     bad = bad | (flagged > 1) | (param != 0) | (_field(byte, lane, 7, 1) != 0) | (entries != numel)
     body_bad = (nnz < least) | (nnz > numel) | (index < low) | (index > high)
@@ -152,7 +149,7 @@ def open_messages(
 
     ``bounds``, int64 [messages, 3], has the two bytes, and the number of payloads. ``meta``, int64 [count,
     META], has the entries of the tensors that the payloads are for; that of the next message begins
-    ``stride`` numbers on. SINGLE payloads may have shared positions, or Rice code. A header that is damaged
+    ``stride`` numbers on. SINGLE payloads may have shared positions. A header that is damaged
     ends the walk. ABSENT: the state of what is missing.
     """
     message = tl.program_id(0).to(tl.int64)
@@ -517,40 +514,8 @@ def add(
 
 
 @triton.jit
-def _of_one(row, positions, errors):
-    """Return the error of a single payload, which the host is told, and the entries of this program."""
-    error = _error_of(row)
-    if tl.program_id(0) == 0:
-        tl.atomic_max(errors, error.to(tl.int32))
-    rank = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    kept = rank < tl.load(row + COUNT)
-    at = rank
-    if tl.load(row + KIND) != DENSE:
-        at = _places(positions, rank, kept, False)
-    return error, at, kept
-
-
-@triton.jit(do_not_specialize_on_alignment=["mask"])
-def mark(row, positions, mask, errors):
-    """Set ``mask[position] = 1``, uint8, if nothing is wrong with the payload."""
-    error, at, kept = _of_one(row, positions, errors)
-    if error == 0:
-        tl.store(mask + at, tl.full((CHUNK,), 1, tl.uint8), mask=kept)
-
-
-@triton.jit
-def overflow_at(source, row, positions, state, errors, GRAD: tl.constexpr):
-    """Flag what is to be sent (in ``state``) if one of its entries overflows, or if its positions are bad."""
-    error, at, kept = _of_one(row, positions, errors)
-    if error == 0:
-        _flag_unless(state, tl.abs(_load_grad(source, at, kept, GRAD)) < OVERFLOW)
-    else:
-        _flag_unless(state, kept & (kept == 0))
-
-
-@triton.jit
 def take_error(errors, others):
-    """Take the error of another stream, int32 [1], if it is the larger one."""
+    """Take another error, int32 [1], if it is the larger one."""
     tl.atomic_max(errors, tl.atomic_xchg(others, tl.full((), 0, tl.int32)))
 
 

@@ -4,35 +4,24 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...codecs.index import IndexEncoding, decode_indices
-from ...codecs.payload import HEADER_NBYTES, Header, Payload, check_numel
-from ...errors import PayloadError
-from ..checks import naming_message, scales_first
+from ...codecs.index import IndexEncoding
+from ...codecs.payload import Payload
+from ..checks import scales_first
 from ..job import GRAD_CODES
 from . import message_kernels as device
 from .batch import BLOCK, CHUNK, launched_on, upload
 from .launch import launch
 
-#: Why plain torch does what the kernels do not.
-RICE_ON_HOST = "Rice code is not written or read by the Triton kernels: plain torch does it, with copies"
-
-logger = logging.getLogger("dct_plugin.kernels")
-_ROW, _BODY = device.ROW.value, device.BODY.value
-
-
-@functools.cache
-def say_once(text: str) -> None:
-    """Log once in a process what kernels of a device leave to plain torch."""
-    logger.warning(text)
+_ROW, _FOUND, _WANTED, _WRONG = (
+    each.value for each in (device.ROW, device.FOUND, device.WANTED, device.WRONG)
+)
 
 
 class OpenedMessages(NamedTuple):
@@ -97,6 +86,26 @@ class OpenedMessages(NamedTuple):
             launch(device.place, (units, several), buffer, rows, meta, counts, positions, *sizes, room)
         return cls(buffer, rows, positions, missing, sums)
 
+    @classmethod
+    def of(cls, payload: Payload) -> OpenedMessages:
+        """Open a single payload, whose header the host has."""
+        bounds = [(0, payload.header.nbytes)]
+        return cls.open(payload.data, bounds, [[payload.numel]], single=True)
+
+    def entries(self, payload: Payload) -> tuple[Tensor, Tensor]:
+        """Return the positions of a single payload, int64 [nnz], and what is wrong with it, int32 [1].
+
+        If something is, positions are any in the tensor.
+        """
+        row = self.rows[0, 0]
+        damaged = (((row[_FOUND : _FOUND + 2] ^ row[_WANTED : _WANTED + 2]) & 0xFFFFFFFF) != 0).any()
+        wrong = torch.where(damaged & (row[_WRONG] == 0), device.BAD_CHECKSUM.value, row[_WRONG])
+        if payload.header.encoding is IndexEncoding.DENSE:
+            positions = torch.arange(payload.nnz, device=self.buffer.device)
+        else:
+            positions = self.positions[0, : payload.nnz].to(torch.int64) & 0xFFFFFFFF
+        return positions.clamp_(max=max(payload.numel - 1, 0)), wrong.to(torch.int32).view(1)
+
     def sum_into(self, outs: Sequence[Sequence[Tensor]], scale: float) -> Tensor:
         """Do what :meth:`.backend.Backend.sum_slots` does; return int32 [messages]: what is wrong."""
         where, count = self.buffer.device, len(self.rows)
@@ -138,51 +147,11 @@ class OpenedMessages(NamedTuple):
             )
 
 
-def open_payload_on_device(payload: Payload) -> OpenedMessages:
-    """Open a single payload, whose header the host has."""
-    nbytes = payload.header.nbytes
-    opened = OpenedMessages.open(payload.data, [(0, nbytes)], [[payload.numel]], single=True)
-    if payload.header.encoding is IndexEncoding.RICE and not payload.nonfinite:
-        say_once(RICE_ON_HOST)
-        header, index = payload.header, payload.data[HEADER_NBYTES:]
-        found = decode_indices(
-            header.encoding, header.param, index[: header.index_nbytes], header.nnz, header.numel
-        )
-        return opened._replace(positions=found.to(torch.int32))
-    return opened
-
-
 def open_all(messages: Sequence[Tensor], outs: Sequence[Tensor]) -> OpenedMessages:
     """Open messages of one payload for each of ``outs``."""
     ends = list(itertools.accumulate((message.numel() for message in messages), initial=0))
     bounds = list(itertools.pairwise(ends))
     return OpenedMessages.open(torch.cat([*messages]), bounds, [[out.numel() for out in outs]])
-
-
-def split_messages(
-    messages: Sequence[Tensor], opened: OpenedMessages, outs: Sequence[Tensor]
-) -> list[list[Payload]]:
-    """Return the payloads of opened messages, with one read of all their headers.
-
-    Raises:
-        PayloadError: A message does not hold one payload for each of ``outs``.
-    """
-    begins = opened.rows[:, :-1, _BODY, None] - HEADER_NBYTES
-    at = begins + torch.arange(HEADER_NBYTES, device=begins.device)
-    tables = opened.buffer[at.clamp(max=max(opened.buffer.numel() - 1, 0))].cpu().numpy()
-    split = []
-    for which, (message, table) in enumerate(zip(messages, tables, strict=True)):
-        start, payloads = 0, []
-        with naming_message(which):
-            for row, out in zip(table, outs, strict=True):
-                header = Header.parse(row.tobytes()[: message.numel() - start], message.numel() - start)
-                check_numel(header, out.numel())
-                payloads.append(Payload(message[start : start + header.nbytes], header))
-                start += header.nbytes
-            if start != message.numel():
-                raise PayloadError(f"the message goes on behind its {len(outs)} payloads")
-        split.append(payloads)
-    return split
 
 
 def _targets(outs: Sequence[Tensor]) -> list[list[int]]:

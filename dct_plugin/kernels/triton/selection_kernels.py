@@ -671,18 +671,17 @@ def write(
 ):  # fmt: skip
     """Write a chunk of the body: positions and values. What the values do not carry stays in what is left.
 
-    ENTRIES says which they are: -1, those of ``positions``, written here as ``plan`` found best; SHARED,
-    those of ``positions``, which the receiver has; DENSE, all. ACCUMULATED: their values are in what is left.
+    ENTRIES says which they are: -1, those of ``positions``, written here as ``plan`` found best; DENSE, all.
+    ACCUMULATED: their values are in what is left.
     """
     number, job, chunk = _job_of(table, count, CHUNKS)
     state += number * STATE
     if tl.load(state + FLAG) == 0:
         left = _floats_of(job, LEFT_AT, False)
-        if ENTRIES != DENSE:
-            positions += tl.load(job + ROOM)
         nnz = tl.load(job + COUNT)
         values_at = nnz * 0
         if ENTRIES == -1:
+            positions += tl.load(job + ROOM)
             nnz = tl.load(state + NNZ)
             values_at = tl.load(state + INDEX_NBYTES)
             _write_index(job, words, positions, kept_counts, state, sums, chunk, nnz)
