@@ -35,7 +35,7 @@ from ..kernels.reference import has_overflow
 from ..metrics import Metrics, Record
 from ..transport.exchange import Exchange
 from .bounds import Limits, TableLimits
-from .messages import Mask, VectorBlock, VectorMessages
+from .messages import VectorBlock, VectorMessages
 from .timer import ExchangeTimer
 from .vector_codec import VectorCodec
 
@@ -138,8 +138,8 @@ class _RoundTrip:
         self._transport = transport
         self._rank = transport.rank
         self._peers = [r for r in range(transport.world_size) if r != transport.rank]
-        self._sent_masks: list[Mask | None] = [None] * transport.world_size
-        self._received_masks: list[Mask | None] = [None] * transport.world_size
+        self._sent_masks: list[Tensor | None] = [None] * transport.world_size
+        self._received_masks: list[Tensor | None] = [None] * transport.world_size
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Send ``vectors``, [rows, dim]; return those that arrived."""

@@ -14,20 +14,13 @@ import torch
 from torch import Tensor
 
 from ..codecs.values import ValueDtype
-from ..compression.stream import as_flat, encode_at, wire_dtype
+from ..compression.stream import as_flat, wire_dtype
 from ..errors import PayloadError
 from ..kernels.embedding import FloatArray, IntArray, Outgoing
 from .vector_codec import BOUNDED, VectorCodec
 
 # Bit of a message's last byte: gradients come back at the entries that crossed only.
 _MASKED = 2
-
-
-class Mask(NamedTuple):
-    """The entries at which gradients come back: bool [rows, dim], or the positions of a payload, uint8."""
-
-    entries: Tensor | None = None
-    payload: Tensor | None = None
 
 
 class VectorBlock(NamedTuple):
@@ -51,13 +44,13 @@ class Messages(NamedTuple):
 
     Attributes:
         data: uint8 each; that to this rank is empty.
-        masks: Where gradients come back; None: everywhere.
+        masks: Where gradients come back, bool [rows, dim]; None: everywhere.
         own: [rows, dim], what this rank has for itself.
         kept: Entries that cross.
     """
 
     data: list[Tensor]
-    masks: list[Mask | None]
+    masks: list[Tensor | None]
     own: Tensor
     kept: int
 
@@ -96,7 +89,7 @@ class VectorMessages:
         decoded = any(blocks[r].mask is not None for r in outgoing)
         coded = self.codec.encode(outgoing, decoded=decoded)
         data = [_nothing(block.x.device) for block in blocks]
-        masks: list[Mask | None] = [None] * len(blocks)
+        masks = [block.mask for block in blocks]
         vectors, kept = blocks[own].x, 0
         for r, (block, flat) in enumerate(zip(blocks, flats, strict=True)):
             if not block.x.numel():
@@ -104,30 +97,27 @@ class VectorMessages:
             if r in coded:
                 if (rounded := coded[r].decoded) is not None:  # else: not finite, and nobody rounds that
                     flat = rounded.to(block.x.device)
-                mask = None if block.mask is None else Mask(entries=(flat != 0).view(block.x.shape))
+                if block.mask is not None:
+                    masks[r] = (flat != 0).view(block.x.shape)
                 if (message := coded[r].message) is not None:
                     data[r] = message.to(block.x.device)
-                    kept += len(flat) if mask is None or mask.entries is None else int(mask.entries.sum())
+                    kept += len(flat) if block.mask is None else int(flat.count_nonzero())
             elif r == own:
-                flat, mask = self._rounded(block, flat), Mask(entries=block.mask)
+                flat = self._rounded(block, flat)
             else:
-                code = self._code(block, flat)
-                data[r], number = self.codec.encode_values(
-                    flat, code, self._masked_bit(block), zeros=block.mask is None
-                )
-                mask = Mask(payload=data[r][:-1])
+                code, kind = self._code(block, flat), self._masked_bit(block)
+                data[r], number = self.codec.encode_values(flat, code, kind, zeros=block.mask is None)
                 kept += number
-            masks[r] = mask if self._masked_bit(block) else None
             if r == own:
                 vectors = flat.view(block.x.shape).to(block.x.dtype)
-        return Messages(data, masks, vectors, kept)
+        return Messages(data, [None] * len(blocks) if self.config.dense_gradient else masks, vectors, kept)
 
     def encode_gradients(
         self,
         parts: Sequence[Tensor],
         own: int,
         rows: Sequence[Sequence[int]],
-        masks: Sequence[Mask | None],
+        masks: Sequence[Tensor | None],
         *,
         quantised: bool,
     ) -> Messages:
@@ -143,25 +133,17 @@ class VectorMessages:
         for r, (part, mask) in enumerate(zip(parts, masks, strict=True)):
             if not part.numel():
                 continue
-            flat = as_flat(part)
-            code = wire_dtype(flat.dtype, self.config.value_dtype, dense=mask is None)
-            if r != own and not quantised and mask is not None and mask.payload is not None:
-                payload, stats = encode_at(self.codec.backend(flat.device), flat, mask.payload, code)
-                data[r] = torch.cat([payload[: stats.nbytes], payload.new_zeros(1)])
-                kept += stats.nnz
-                continue
-            entries = self._entries(mask, part.shape, part.device)
             if r == own:
-                gradient = part if entries is None else part * entries
+                gradient = part if mask is None else part * mask
                 continue
-            flat = flat if entries is None else flat[entries.view(-1)]
+            flat = as_flat(part) if mask is None else as_flat(part)[mask.view(-1)]
             if quantised:
-                lengths = self.lengths(rows[r], entries)
-                outgoing[r] = Outgoing(
-                    self.codec.to_code(flat), lengths, np.zeros(len(lengths)), kind=BOUNDED
-                )
+                lengths = self.lengths(rows[r], mask)
+                bounds = np.zeros(len(lengths))
+                outgoing[r] = Outgoing(self.codec.to_code(flat), lengths, bounds, kind=BOUNDED)
                 kept += flat.numel()
             else:
+                code = wire_dtype(flat.dtype, self.config.value_dtype, dense=mask is None)
                 data[r], number = self.codec.encode_values(flat, code, 0)
                 kept += number
         for r, encoded in self.codec.encode(outgoing, relative=self.config.gradient_bound or 0.0).items():
@@ -175,8 +157,8 @@ class VectorMessages:
         own: int,
         values: Tensor,
         rows: Sequence[Sequence[int]],
-        masks: Sequence[Mask | None] | None = None,
-    ) -> tuple[Tensor, list[Mask | None]]:
+        masks: Sequence[Tensor | None] | None = None,
+    ) -> tuple[Tensor, list[Tensor | None]]:
         """Read vectors, or the gradients that answer them.
 
         Args:
@@ -196,8 +178,8 @@ class VectorMessages:
         counts = [sum(each) * self.dim for each in rows]
         out = torch.empty(sum(counts), dtype=torch.float32, device=values.device)
         slices = list(out.split(counts))
-        found: list[Mask | None] = [None] * len(rows)
-        entries: dict[int, Tensor | None] = {}
+        found: list[Tensor | None] = [None] * len(rows)
+        bounded: dict[int, Tensor | None] = {}
         kinds = _kinds(messages)
         for source, (message, part) in enumerate(zip(messages, slices, strict=True)):
             mask = None if masks is None else masks[source]
@@ -206,20 +188,21 @@ class VectorMessages:
             elif part.numel():
                 self._check_kind(kinds[source], source)
                 if kinds[source] & BOUNDED:
-                    entries[source] = self._entries(mask, (len(part) // self.dim, self.dim), out.device)
-                else:
-                    with self.codec.blame(what, source):
-                        self._read_values(message[:-1], part.zero_(), mask)
-                if kinds[source] & _MASKED:
-                    found[source] = Mask(payload=message[:-1])
-        lengths = {s: self.lengths(rows[s], each) for s, each in entries.items()}
-        outs = {s: slices[s] if e is None else out.new_empty(lengths[s].sum()) for s, e in entries.items()}
-        self.codec.decode({s: messages[s][:-1] for s in entries}, lengths, outs, what)
-        for source, each in entries.items():
-            if each is not None:
-                slices[source].zero_().masked_scatter_(each.view(-1), outs[source])
-            if found[source] is not None:
-                found[source] = Mask(entries=(slices[source] != 0).view(-1, self.dim))
+                    bounded[source] = mask
+                    continue
+                with self.codec.blame(what, source):
+                    self._read_values(message[:-1], part.zero_(), mask)
+                    if kinds[source] & _MASKED:
+                        kept = self.codec.backend(out.device).decode_mask(message[:-1], part.numel())
+                        found[source] = kept.view(-1, self.dim)
+        lengths = {s: self.lengths(rows[s], mask) for s, mask in bounded.items()}
+        outs = {s: slices[s] if m is None else out.new_empty(lengths[s].sum()) for s, m in bounded.items()}
+        self.codec.decode({s: messages[s][:-1] for s in bounded}, lengths, outs, what)
+        for source, mask in bounded.items():
+            if mask is not None:
+                slices[source].zero_().masked_scatter_(mask.view(-1), outs[source])
+            if kinds[source] & _MASKED:
+                found[source] = (slices[source] != 0).view(-1, self.dim)
         return out.view(-1, self.dim).to(values.dtype), found
 
     def lengths(self, rows: Sequence[int], entries: Tensor | None = None) -> IntArray:
@@ -250,24 +233,12 @@ class VectorMessages:
         self.codec.backend(flat.device).decode_add(message[:-1], decoded)
         return decoded
 
-    def _entries(self, mask: Mask | None, shape: Sequence[int], device: torch.device) -> Tensor | None:
-        """Return a mask as bool [rows, dim]."""
-        if mask is None or mask.payload is None:
-            return None if mask is None else mask.entries
-        shape = torch.Size(shape)
-        return self.codec.backend(device).decode_mask(mask.payload, shape.numel()).view(shape)
-
-    def _read_values(self, payload: Tensor, out: Tensor, mask: Mask | None) -> None:
+    def _read_values(self, payload: Tensor, out: Tensor, mask: Tensor | None) -> None:
         """Add values of one floating type, which are at the entries of ``mask``, to ``out``, fp32 zeros."""
-        kernels = self.codec.backend(out.device)
-        if mask is not None and mask.payload is not None:
-            kernels.decode_add(payload, out, mask.payload)
-        elif mask is None or mask.entries is None:
-            kernels.decode_add(payload, out)
-        else:
-            values = out.new_zeros(int(mask.entries.sum()))
-            kernels.decode_add(payload, values)
-            out.masked_scatter_(mask.entries.view(-1), values)
+        values = out if mask is None else out.new_zeros(int(mask.count_nonzero()))
+        self.codec.backend(out.device).decode_add(payload, values)
+        if mask is not None:
+            out.masked_scatter_(mask.view(-1), values)
 
     def _check_kind(self, kind: int, source: int) -> None:
         if not 0 <= kind <= BOUNDED | _MASKED:

@@ -26,7 +26,7 @@ _ONE_HOT = 2
 #: The largest request: 2**28 ids of a batch. The number of another rank's samples is not known beforehand.
 MOST_BYTES = 2**30
 NO_IDS = torch.empty(0, dtype=torch.int64)
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 class Bags(NamedTuple):
@@ -140,7 +140,7 @@ def read_request(message: Tensor, first_rows: Sequence[int], kernels: Backend) -
     if encoding >= IndexEncoding.SHARED_MASK:
         raise PayloadError(f"index encoding {encoding} is unknown")
     index = bytearray(reader.take(index_size))
-    positions = torch.frombuffer(index, dtype=torch.uint8) if index else _NO_BYTES
+    positions = torch.frombuffer(index, dtype=torch.uint8) if index else NO_BYTES
     rows = kernels.decode_indices(encoding, param, positions, nnz, first_rows[-1])
     ids = reader.integers(id_count)
     bag_counts = reader.integers(tables - sum(as_rows)).tolist()

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from ..codecs.copies import to_device, to_host
-from ..config import EmbeddingChannelConfig
+from ..compression.stream import backend_beside
+from ..config import EmbeddingChannelConfig, KernelConfig
 from ..errors import PayloadError
 from ..kernels.embedding import OutOfRange, distinct_rows
 from ..transport.exchange import Exchange
-from .bounds import TableLimits
 from .request_message import (
     MOST_BYTES,
     NO_BAGS,
+    NO_BYTES,
     NO_IDS,
     Bags,
     RowRequest,
@@ -34,45 +35,38 @@ from .request_message import (
 )
 from .timer import ExchangeTimer
 
-_HOST = torch.device("cpu")
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
-
 
 class BatchLookup(NamedTuple):
     """The requests of a batch, and how its vectors are put together from the answers.
 
     Attributes:
         requests: One per owner, this rank included.
-        positions: Row of the answers for every sample and table, int64 [samples, tables]; or, if some tables
-            are pooled here, a list of int64 [samples], None for those tables.
+        positions: int64 [samples, tables], the row of every sample and table among those of the answers and,
+            behind them, the vectors that are pooled here.
         pooled: Per table that is pooled here: rows of the answers, and how many for each sample.
     """
 
     requests: list[RowRequest]
-    positions: Tensor | list[Tensor | None]
+    positions: Tensor
     pooled: dict[int, tuple[Tensor, Tensor]]
 
     def to(self, device: torch.device) -> BatchLookup:
         """Copy positions and pooled rows to ``device``."""
-        positions = self.positions
-        return BatchLookup(
-            self.requests,
-            to_device(positions, device)
-            if isinstance(positions, Tensor)
-            else [None if each is None else to_device(each, device) for each in positions],
-            {t: (to_device(a, device), to_device(b, device)) for t, (a, b) in self.pooled.items()},
-        )
+        pooled = {t: (to_device(a, device), to_device(b, device)) for t, (a, b) in self.pooled.items()}
+        return BatchLookup(self.requests, to_device(self.positions, device), pooled)
 
 
-class RequestBuilder:
-    """Builds the requests of one set of sharded tables.
+class RequestExchange:
+    """Builds the requests of one set of sharded tables for a batch, sends them, and receives those of all
+    ranks. They are written and read on the host.
 
     Args:
         cardinalities: Rows of each table.
         placement: Tables of each rank.
         rank: This rank.
         config: ``dct.embedding``.
-        name: Name in errors.
+        name: Name in errors, part of the fingerprint by which ranks out of step are found.
+        kernels: ``dct.kernels``; the defaults when None.
 
     Attributes:
         first_rows: Per rank: the first row of each of its tables in its shard, then the number of rows.
@@ -89,10 +83,12 @@ class RequestBuilder:
         rank: int,
         config: EmbeddingChannelConfig,
         name: str,
+        kernels: KernelConfig | None = None,
     ) -> None:
         self.placement = placement
         self.rank = rank
         self.name = name
+        self._kernels = backend_beside(kernels, torch.device("cpu"))
         self.deduplicates = config.enabled and config.deduplicate
         # A bound on rows is none on their sum, and a threshold is meant for what the model sees.
         self._keeps_bags = config.sparsity > 0 or config.error_bound is not None
@@ -115,12 +111,11 @@ class RequestBuilder:
             IndexError: An id is outside its table.
             ValueError: The ids have another shape.
         """
-        if not isinstance(categorical, Tensor) or categorical.dim() != 2:
-            return self._bags(_as_bags(categorical, len(self.limits)))
-        if categorical.shape[1] != len(self.limits):
-            raise ValueError(_shape_error(categorical, len(self.limits)))
-        ids = _on_host(categorical).contiguous()
-        return self._distinct_rows(ids) if self.deduplicates else self._all_rows(ids)
+        if self.deduplicates and isinstance(categorical, Tensor) and categorical.dim() == 2:
+            if categorical.shape[1] != len(self.limits):
+                raise ValueError(_shape_error(categorical, len(self.limits)))
+            return self._distinct_rows(_on_host(categorical).contiguous())
+        return self._bags(_as_bags(categorical, len(self.limits)))
 
     def ids_to_peers(self, lookup: BatchLookup) -> int:
         """Count the ids that would cross if every sample asked for its own rows."""
@@ -151,26 +146,6 @@ class RequestBuilder:
             rows = rows[sum(each) :]
         return BatchLookup(requests, positions, {})
 
-    def _all_rows(self, ids: Tensor) -> BatchLookup:
-        """Ask for the row of every sample and table of ``ids``, int64 [B, F]."""
-        samples = len(ids)
-        outside = ((ids < 0) | (ids >= torch.from_numpy(self.limits))).nonzero()
-        if len(outside):
-            sample, table = outside[0].tolist()
-            raise self._out_of_range(table, int(ids[sample, table]))
-        requests = []
-        for tables, first_rows in zip(self.placement, self.first_rows, strict=True):
-            several = len(tables)
-            flat = ids.t()[tables].reshape(-1)
-            bags = Bags(flat, torch.ones_like(flat))
-            request = RowRequest(samples, [False] * several, [samples] * several, bags=bags)
-            requests.append(request.with_ids(flat, first_rows))
-        turns = torch.empty(len(self.order), dtype=torch.int64)
-        turns[torch.from_numpy(self.order)] = torch.arange(len(self.order))
-        return BatchLookup(requests, turns * samples + torch.arange(samples).unsqueeze(1), {})
-
-    # -- any number of rows per sample ---
-
     def _bags(self, bags: Sequence[Bags]) -> BatchLookup:
         """Ask for the rows, or for the distinct bags, of each table; ``bags`` are int64 on the host."""
         for table, bag in enumerate(bags):
@@ -179,7 +154,7 @@ class RequestBuilder:
                 if low < 0 or high >= self.limits[table]:
                     raise self._out_of_range(table, low if low < 0 else high)
         samples = len(bags[0].lengths) if bags else 0
-        positions: list[Tensor | None] = [None] * len(bags)
+        positions = torch.empty(samples, len(bags), dtype=torch.int64)
         pooled: dict[int, tuple[Tensor, Tensor]] = {}
         requests = []
         first = 0
@@ -204,11 +179,13 @@ class RequestBuilder:
                 if takes_rows and not bag.one_hot:
                     pooled[table] = where, bag.lengths
                 else:
-                    positions[table] = where
+                    positions[:, table] = where
             first += sum(counts)
             ids, lengths = (torch.cat(each) for each in zip(*kept, strict=True))
             request = RowRequest(samples, as_rows, counts, torch.cat(rows), Bags(ids, lengths))
             requests.append(request.with_ids(ids, first_rows))
+        for number, table in enumerate(pooled):
+            positions[:, table] = torch.arange(samples) + (first + number * samples)
         return BatchLookup(requests, positions, pooled)
 
     def _takes_rows(self, bag: Bags) -> bool:
@@ -216,22 +193,6 @@ class RequestBuilder:
         if not self.deduplicates or bag.one_hot:
             return self.deduplicates
         return not self._keeps_bags and len(torch.unique(bag.ids)) <= len(bag.lengths)
-
-
-class RequestExchange:
-    """Sends the requests of a batch, and receives those of all ranks. They are written and read on the host.
-
-    Args:
-        builder: Builds the requests.
-        limits: Gives the kernels.
-        name: Name of the tables, part of the fingerprint by which ranks out of step are found.
-    """
-
-    def __init__(self, builder: RequestBuilder, limits: TableLimits, name: str) -> None:
-        self._builder = builder
-        self._limits = limits
-        self._name = name
-        self._fingerprint = zlib.crc32(f"{name}/ids".encode())
 
     def exchange(
         self, categorical: Tensor | Sequence[Bags], transport: Exchange, timer: ExchangeTimer
@@ -248,15 +209,14 @@ class RequestExchange:
             PayloadError: A request is damaged, or about other tables.
             DesyncError: A rank failed, or is at another exchange.
         """
-        builder, device = self._builder, transport.device
+        device = transport.device
         with transport.preparing():  # peers learn of an error in the exchange they are waiting in
-            lookup = builder.build(categorical)
+            lookup = self.build(categorical)
             timer.lap()
-            backend = self._limits.backend(_HOST)
             messages = [
-                _NO_BYTES if owner == builder.rank else write_request(request, first_rows, backend)
+                NO_BYTES if owner == self.rank else write_request(request, first_rows, self._kernels)
                 for owner, (request, first_rows) in enumerate(
-                    zip(lookup.requests, builder.first_rows, strict=True)
+                    zip(lookup.requests, self.first_rows, strict=True)
                 )
             ]
             if device.type != "cpu":
@@ -264,29 +224,28 @@ class RequestExchange:
         timer.lap()
         received = transport.all_to_all(
             [to_device(message, device) for message in messages],
-            self._fingerprint,
+            zlib.crc32(f"{self.name}/ids".encode()),
             bounds=[MOST_BYTES] * transport.world_size,
         )
         timer.lap()
         requests = [
-            lookup.requests[source] if source == builder.rank else self._read(message, source)
+            lookup.requests[source] if source == self.rank else self.read(message, source)
             for source, message in enumerate(received)
         ]
         timer.lap()
         return lookup, requests
 
-    def _read(self, message: Tensor, source: int) -> RowRequest:
+    def read(self, message: Tensor, source: int) -> RowRequest:
         """Read what rank ``source`` of the group asks of this one.
 
         Raises:
             PayloadError: The request is damaged, or about other tables; names the ranks.
         """
-        builder = self._builder
         try:
-            return read_request(message, builder.first_rows[builder.rank], self._limits.backend(_HOST))
+            return read_request(message, self.first_rows[self.rank], self._kernels)
         except PayloadError as error:
             raise PayloadError(
-                f"{self._name}: rank {builder.rank}: request from rank {source} of the group: {error}"
+                f"{self.name}: rank {self.rank}: request from rank {source} of the group: {error}"
             ) from error
 
 
@@ -297,6 +256,8 @@ def _shape_error(ids: Tensor, tables: int) -> str:
 def _as_bags(categorical: Tensor | Sequence[Bags], tables: int) -> list[Bags]:
     """Return one :class:`Bags` of int64 per table, on the host."""
     if isinstance(categorical, Tensor):
+        if categorical.dim() == 2:
+            categorical = categorical.unsqueeze(2)
         if categorical.dim() != 3 or categorical.shape[1] != tables:
             raise ValueError(_shape_error(categorical, tables))
         samples, _, length = categorical.shape

@@ -27,7 +27,7 @@ from ..metrics import Metrics
 from .embedding_exchange import EmbeddingExchange, Route
 from .placement import Table, check_placement
 from .request_message import Bags, RowRequest
-from .requests import BatchLookup, RequestBuilder, RequestExchange
+from .requests import BatchLookup, RequestExchange
 from .timer import ExchangeTimer
 
 Pooling = Literal["sum", "mean"]
@@ -118,10 +118,14 @@ class ShardedTables(nn.Module):
         )
         # Host frameworks' checkpoints look for the shard by its type.
         self.shard = TableShard([self.cardinalities[t] for t in own], dim, exchange)
-        self._builder = RequestBuilder(
-            self.cardinalities, self.placement, rank=self.rank, config=self.config, name=name
+        self._requests = RequestExchange(
+            self.cardinalities,
+            self.placement,
+            rank=self.rank,
+            config=self.config,
+            name=name,
+            kernels=kernels,
         )
-        self._requests = RequestExchange(self._builder, exchange, name)
         self._initialise()
 
     @property
@@ -177,7 +181,7 @@ class ShardedTables(nn.Module):
         timer = ExchangeTimer(exchange, ("select", "encode", "exchange", "decode"))
         lookup, requests = self._requests.exchange(categorical, exchange, timer)
         if self.metrics is not None and self.world_size > 1:
-            ids = self._builder.ids_to_peers(lookup)
+            ids = self._requests.ids_to_peers(lookup)
             self.metrics.record(timer.record("embedding_ids", dense_bytes=4 * ids, numel=ids, nnz=ids))
         route = Route(
             sent_tables=[[table for table, _ in request.segments] for request in requests],
@@ -193,37 +197,23 @@ class ShardedTables(nn.Module):
         """Return the vectors for every rank, [rows, dim], in rank order; one gather for all of them."""
         weight = self.shard.weight
         device = weight.device
-        if all(request.rows.device.type == "cpu" for request in requests):  # one copy
-            rows = to_device(torch.cat([request.rows for request in requests]), device)
-        else:
-            rows = torch.cat([to_device(request.rows, device) for request in requests])
+        rows = to_device(torch.cat([request.rows for request in requests]), device)
         row_counts = [len(request.rows) for request in requests]
         bag_counts = [len(request.bags.lengths) for request in requests]
         singles = take_rows(weight, rows, sparse=self.sparse)
         if not sum(bag_counts):
             return singles
         ids, lengths = (torch.cat(each) for each in zip(*(r.bags for r in requests), strict=True))
-        if bool((lengths == 1).all()):
-            bags = take_rows(weight, to_device(ids, device), sparse=self.sparse)
-        else:
-            ids, lengths = to_device(ids, device), to_device(lengths, device)
-            bags = _pool(ids, lengths, weight, self.pooling, sparse=self.sparse)
-        if not sum(row_counts):
-            return bags
+        bags = _pool(
+            to_device(ids, device), to_device(lengths, device), weight, self.pooling, sparse=self.sparse
+        )
         pairs = zip(singles.split(row_counts), bags.split(bag_counts), strict=True)
         return torch.cat([part for pair in pairs for part in pair])
 
     def _assemble(self, received: Tensor, lookup: BatchLookup) -> Tensor:
         """Put [B, F, dim] together from the rows that arrived."""
-        if isinstance(lookup.positions, Tensor):
-            return take_rows(received, lookup.positions)
-        vectors = [
-            take_rows(received, where)
-            if where is not None
-            else _pool(*lookup.pooled[table], received, self.pooling)
-            for table, where in enumerate(lookup.positions)
-        ]
-        return torch.stack(vectors, dim=1)
+        pooled = [_pool(*each, received, self.pooling) for each in lookup.pooled.values()]
+        return take_rows(torch.cat([received, *pooled]) if pooled else received, lookup.positions)
 
     # -- state of the whole ---
 
@@ -296,5 +286,7 @@ def load_tables(module: ShardedTables, whole: Mapping[str, Any]) -> None:
 
 
 def _pool(ids: Tensor, lengths: Tensor, weight: Tensor, pooling: Pooling, *, sparse: bool = False) -> Tensor:
+    if len(ids) == len(lengths) and bool((lengths == 1).all()):
+        return take_rows(weight, ids, sparse=sparse)
     offsets = torch.cumsum(lengths, 0) - lengths
     return functional.embedding_bag(ids, weight, offsets, mode=pooling, sparse=sparse)

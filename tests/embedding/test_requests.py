@@ -14,9 +14,8 @@ from torch import Tensor
 from dct_plugin.config import EmbeddingChannelConfig
 from dct_plugin.embedding import Bags
 from dct_plugin.embedding import requests as requests_module
-from dct_plugin.embedding.bounds import TableLimits
 from dct_plugin.embedding.request_message import RowRequest, read_request, write_request
-from dct_plugin.embedding.requests import BatchLookup, RequestBuilder, RequestExchange
+from dct_plugin.embedding.requests import BatchLookup, RequestExchange
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import get_backend
 from dct_plugin.kernels.embedding import distinct_rows, distinct_rows_in_torch
@@ -33,7 +32,7 @@ FIRST_ROWS = [[0, 300], [0, 9, 13]]
 def asked(categorical: Any, asking: int = 0, **options: Any) -> tuple[BatchLookup, list[RowRequest]]:
     """The requests of a rank, and what each owner reads."""
     config = EmbeddingChannelConfig.of(options)
-    builder = RequestBuilder(CARDINALITIES, PLACEMENT, rank=asking, config=config, name="tables")
+    builder = RequestExchange(CARDINALITIES, PLACEMENT, rank=asking, config=config, name="tables")
     assert builder.first_rows == FIRST_ROWS
     lookup = builder.build(categorical)
     answers = [
@@ -60,7 +59,6 @@ def test_distinct_rows_are_named_once_in_ascending_order() -> None:
     assert second.rows.tolist() == [2, 8, 9, 12]  # table 2 begins at row 9 of its rank
     assert [first.segments, second.segments] == [[(0, 2)], [(0, 2), (1, 2)]]
     assert rows_of(request) == [[2], [2, 2]]
-    assert isinstance(request.positions, Tensor)
     assert request.positions.tolist() == [[3, 1, 5], [2, 0, 5], [3, 0, 4]]
 
 
@@ -88,7 +86,6 @@ def test_positions_lead_to_the_rows_that_were_asked_for(samples: int, seed: int,
             owners = torch.cat(
                 [torch.full((len(a.rows) + len(a.bags.ids),), r) for r, a in enumerate(answers)]
             )
-            assert isinstance(request.positions, Tensor)
             for table, (owner, first) in first_rows.items():
                 assert torch.equal(rows[request.positions[:, table]], ids[:, table] + first)
                 assert bool((owners[request.positions[:, table]] == owner).all())
@@ -97,7 +94,7 @@ def test_positions_lead_to_the_rows_that_were_asked_for(samples: int, seed: int,
             ]
         (one, _), (other, _) = requests
         assert rows_of(one) == rows_of(other)
-        assert torch.equal(torch.as_tensor(one.positions), torch.as_tensor(other.positions))
+        assert torch.equal(one.positions, other.positions)
 
 
 def test_tables_of_millions_of_rows_are_sorted_too() -> None:
@@ -137,11 +134,10 @@ def _messages() -> list[Tensor]:
 @pytest.mark.parametrize("message", _messages(), ids=["rows", "bags"])
 def test_every_truncation_and_every_changed_byte_is_refused(message: Tensor) -> None:
     config = EmbeddingChannelConfig()
-    builder = RequestBuilder(CARDINALITIES, PLACEMENT, rank=1, config=config, name="tables")
-    owner = RequestExchange(builder, TableLimits(config, tables=2, name="tables"), "tables")
+    builder = RequestExchange(CARDINALITIES, PLACEMENT, rank=1, config=config, name="tables")
     for size in range(message.numel()):
         with pytest.raises(PayloadError, match="tables: rank 1: request from rank 0"):
-            owner._read(message[:size].clone(), 0)
+            builder.read(message[:size].clone(), 0)
     for at in range(message.numel()):
         damaged = message.clone()
         damaged[at] ^= 0x41
