@@ -211,7 +211,7 @@ class TritonBackend(Backend):
         if not messages or not outs:
             return
         self._catch_up()
-        for which, wrong in enumerate(open_all(messages, outs).sum_into([outs], scale).tolist()):
+        for which, wrong in enumerate(open_all(messages, outs).sum_into([outs], scale).cpu().tolist()):
             if wrong:
                 with naming_message(which):
                     raise PayloadError(KERNEL_ERRORS[wrong])
