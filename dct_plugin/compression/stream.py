@@ -469,26 +469,44 @@ def encode_all(
 
 
 def encode_at(kernels: Backend, flat: Tensor, mask: Tensor, value_dtype: ValueDtype) -> tuple[Tensor, Stats]:
-    """``(message, stats)`` of the values of ``flat`` at the positions of the payload ``mask``.
+    """Return the message with the values of ``flat`` at the positions of the payload ``mask``, and its
+    statistics.
 
-    The message, uint8, has the size that the mask's receiver expects (:func:`values_nbytes`).
+    The message is a dense payload, uint8, of the size that the mask's receiver expects
+    (:func:`values_nbytes`).
     """
+    values = flat[kernels.positions(mask, flat.numel())]
     message = torch.empty(values_nbytes(mask, value_dtype), dtype=torch.uint8, device=flat.device)
-    return message, kernels.encode_shared(flat, mask, value_dtype, message)
+    dense = IndexEncoding.DENSE
+    return message, kernels.compress(Job(values, None, 0.0, message, value_dtype=value_dtype, encoding=dense))
 
 
 def values_nbytes(mask: Tensor, value_dtype: ValueDtype) -> int:
-    """Bytes of a values-only payload for the payload ``mask``; a non-finite one is shorter and padded."""
-    header = Header.parse(header_bytes(mask), mask.numel())
-    return payload_bound(header.numel, header.nnz, value_dtype, IndexEncoding.SHARED_MASK)
+    """Return the bytes of the values at the positions of the payload ``mask``."""
+    nnz = Header.parse(header_bytes(mask), mask.numel()).nnz
+    return payload_bound(nnz, nnz, value_dtype, IndexEncoding.DENSE)
 
 
-def add_payload(
-    kernels: Backend, payload: Payload | Tensor, out: Tensor, mask: Payload | Tensor | None = None
-) -> None:
-    """``out += decoded payload``; ``out`` contiguous, of any floating type; ``mask`` if it is values only."""
+def add_payload(kernels: Backend, payload: Payload | Tensor, out: Tensor) -> None:
+    """``out += decoded payload``; ``out`` contiguous, of any floating type."""
     flat = out.view(-1)
     total = flat if flat.dtype == torch.float32 else flat.to(torch.float32)
-    kernels.decode_add(payload, total, mask)
+    kernels.decode_add(payload, total)
     if total is not flat:
         flat.copy_(total)
+
+
+def add_at(kernels: Backend, payload: Tensor, out: Tensor, mask: Tensor) -> None:
+    """Add the values of :func:`encode_at` to ``out``, contiguous, of any floating type.
+
+    Where the tensor of the mask, or the values, overflowed, all of ``out`` becomes NaN.
+    """
+    flat = out.view(-1)
+    headers = [Header.parse(header_bytes(each), each.numel()) for each in (mask, payload)]
+    at = kernels.positions(mask, flat.numel())
+    values = flat[at].to(torch.float32)
+    kernels.decode_add(payload, values)
+    if any(header.nonfinite for header in headers):
+        flat.fill_(torch.nan)
+    else:
+        flat[at] = values.to(flat.dtype)

@@ -137,7 +137,7 @@ def read_request(message: Tensor, first_rows: Sequence[int], kernels: Backend) -
     reader = _Reader(body)
     as_rows = [bool(flag) for flag in reader.take(tables)]
     encoding, param = reader.take(2)
-    if encoding >= IndexEncoding.SHARED_MASK:
+    if encoding > max(IndexEncoding):
         raise PayloadError(f"index encoding {encoding} is unknown")
     index = bytearray(reader.take(index_size))
     positions = torch.frombuffer(index, dtype=torch.uint8) if index else NO_BYTES

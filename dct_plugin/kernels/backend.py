@@ -15,15 +15,16 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ..codecs.changes import apply_changes, encode_changes
 from ..codecs.index import CODECS, IndexEncoding, decode_indices, encode_indices
 from ..codecs.message import MessageWriter
-from ..codecs.payload import Payload
+from ..codecs.payload import HEADER_NBYTES, Payload
 from ..codecs.stats import Stats
 from . import displacement
-from .checks import check_changes, check_difference
+from .checks import check_changes, check_difference, open_payload
 from .displacement import Displacement, Scratch, Squares
 from .job import Job, Tau
 
@@ -76,13 +77,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def decode_add(
-        self, payload: Payload | Tensor, out: Tensor, positions: Payload | Tensor | None = None
-    ) -> int:
+    def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         """Add the values of a payload: ``out[index] += value``; ``out`` is fp32 [numel]. Return nnz.
-
-        Args:
-            positions: The payload that has the positions, for a payload of :meth:`encode_shared`.
 
         Raises:
             PayloadError: The payload is not valid, or not of ``out.numel()`` entries; ``out`` is untouched
@@ -107,21 +103,23 @@ class Backend(ABC):
                 which. Some of ``outs`` may have been written.
         """
 
-    @abstractmethod
-    def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
-        """Return bool [numel]: which entries a payload keeps. Raises :class:`PayloadError`."""
+    def positions(self, payload: Payload | Tensor, numel: int) -> Tensor:
+        """Return the positions of the entries that a payload keeps, ascending, int64 [nnz].
 
-    @abstractmethod
-    def encode_shared(
-        self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
-    ) -> Stats:
-        """Write the values of ``source`` (fp32, bf16 or fp16 [numel]) at the positions of an earlier payload,
-        without the positions.
-
-        ``out``: uint8, at least ``payload_bound(numel, nnz, value_dtype, IndexEncoding.SHARED_MASK)`` bytes.
-        Only the entries that are sent are checked for overflow; an earlier payload that is flagged non-finite
-        makes this one so too.
+        Raises:
+            PayloadError: The payload is not valid, or not of ``numel`` entries.
         """
+        opened = open_payload(payload, numel)
+        header, body = opened.header, opened.data[HEADER_NBYTES:]
+        section = body[: header.index_nbytes]
+        if header.nonfinite:
+            return torch.empty(0, dtype=torch.int64, device=body.device)
+        return self.decode_indices(header.encoding, header.param, section, header.nnz, numel)
+
+    def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
+        """Return bool [numel]: which entries a payload keeps; see :meth:`positions`."""
+        at = self.positions(payload, numel)
+        return torch.zeros(numel, dtype=torch.bool, device=at.device).index_fill_(0, at, True)
 
     # -- thresholds ---
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.changes import record_bound
-from ..codecs.index import NO_POSITIONS, IndexEncoding
-from ..codecs.payload import Header, Payload, check_numel, parse_payload, payload_bound, verify_checksum
-from ..codecs.values import ValueDtype
+from ..codecs.payload import Payload, check_numel, parse_payload, verify_checksum
 from ..errors import PayloadError
 from .job import GRAD_DTYPES, check_out, check_pair, check_vector
 
@@ -72,33 +70,6 @@ def open_payload(payload: Payload | Tensor, numel: int, *, verify: bool = True) 
     return payload
 
 
-def open_positions(payload: Payload | Tensor, numel: int, *, verify: bool = True) -> Payload:
-    """Do what :func:`open_payload` does, for a payload that has to hold its own positions."""
-    opened = open_payload(payload, numel, verify=verify)
-    if opened.header.encoding is IndexEncoding.SHARED_MASK:
-        raise PayloadError(NO_POSITIONS)
-    return opened
-
-
-def open_pair(
-    payload: Payload | Tensor, positions: Payload | Tensor | None, numel: int, *, verify: bool = True
-) -> tuple[Payload, Payload]:
-    """Return a payload, and the one that holds its positions: ``positions``, or (None) itself.
-
-    Raises:
-        PayloadError: One of them is not valid, or they do not fit each other.
-    """
-    if positions is None:
-        opened = open_positions(payload, numel, verify=verify)
-        return opened, opened
-    opened = open_payload(payload, numel, verify=verify)
-    if opened.nonfinite:
-        return opened, opened
-    mask = open_positions(positions, numel, verify=verify)
-    _check_shared(opened, mask)
-    return opened, mask
-
-
 def split_message(messages: Sequence[Tensor], which: int, outs: Sequence[Tensor]) -> list[Payload]:
     """Return the payloads of ``messages[which]``. Checksums are left to the kernel.
 
@@ -129,30 +100,3 @@ def scales_first(messages: int, scale: float) -> bool:
     number changes then.
     """
     return messages == 1 or math.frexp(scale)[0] == 0.5
-
-
-def check_encode_shared(
-    source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor, *, verify: bool = True
-) -> tuple[Payload, Header]:
-    """Check the arguments of :meth:`.backend.Backend.encode_shared`.
-
-    Returns:
-        The payload of the mask, and the header to write if no value that is sent overflows.
-    """
-    check_vector("source", source, GRAD_DTYPES)
-    vt = ValueDtype.parse(value_dtype)
-    mask = open_positions(index_payload, source.numel(), verify=verify)
-    check_out(out, payload_bound(mask.numel, mask.nnz, vt, IndexEncoding.SHARED_MASK))
-    if mask.nonfinite:
-        return mask, Header.flagged(vt, mask.numel)
-    return mask, Header(IndexEncoding.SHARED_MASK, vt, False, 0, mask.numel, mask.nnz, 0)
-
-
-def _check_shared(payload: Payload, mask: Payload) -> None:
-    """Raise :class:`PayloadError` unless a shared-mask payload fits the payload its mask comes from."""
-    if payload.header.encoding is not IndexEncoding.SHARED_MASK:
-        raise PayloadError(f"payload has encoding {payload.encoding}, expected shared_mask")
-    if mask.nonfinite:
-        raise PayloadError("the payload given for the mask is flagged non-finite and holds no positions")
-    if mask.nnz != payload.nnz:
-        raise PayloadError(f"payload has {payload.nnz} values, the mask {mask.nnz} positions")

@@ -14,20 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..codecs.index import NO_POSITIONS, IndexEncoding, check_positions, check_section
-from ..codecs.payload import Header, Payload, verify_checksum, write_payload
+from ..codecs.index import IndexEncoding, check_positions, check_section
+from ..codecs.payload import Payload, verify_checksum
 from ..codecs.stats import Stats
-from ..errors import PayloadError
 from .backend import Backend
 from .checks import (
     check_changes,
-    check_encode_shared,
     check_exact,
     check_pack,
     check_sample,
     naming_message,
-    open_pair,
-    open_positions,
+    open_payload,
     scales_first,
     split_message,
 )
@@ -63,10 +60,9 @@ class _Target(ctypes.Structure):
 _SIGNATURES = {
     "dct_isa": "i",
     "dct_compress": "P",
-    "dct_decode_add": "PPP",
+    "dct_decode_add": "PP",
+    "dct_positions": "PP",
     "dct_sum_messages": "PiPifPP",
-    "dct_decode_mask": "PP",
-    "dct_encode_shared": "PiPiPP",
     "dct_encode_indices": "PQQPP",
     "dct_decode_indices": "iiPQQQP",
     "dct_sample_threshold": "PiPQdQQP",
@@ -135,16 +131,14 @@ class CpuBackend(Backend):
             threads = min(torch.get_num_threads(), most) if most > 1 else 1
         return max(1, min(threads, _MAX_THREADS))
 
-    def decode_add(
-        self, payload: Payload | Tensor, out: Tensor, positions: Payload | Tensor | None = None
-    ) -> int:
+    def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))
-        opened, mask = open_pair(payload, positions, out.numel(), verify=False)
+        opened = open_payload(payload, out.numel(), verify=False)
         if opened.nonfinite:
             verify_checksum(opened.header, opened.data)
             out.fill_(float("nan"))
             return 0
-        self._call("dct_decode_add", opened, mask, out)
+        self._call("dct_decode_add", opened, out)
         return opened.nnz
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
@@ -177,26 +171,11 @@ class CpuBackend(Backend):
             zeros = self._local.zeros = torch.zeros(numel, dtype=torch.float32)
         return zeros
 
-    def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
-        mask = torch.zeros(numel, dtype=torch.bool)
-        self._call("dct_decode_mask", open_positions(payload, numel, verify=False), mask)
-        return mask
-
-    def encode_shared(
-        self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
-    ) -> Stats:
-        began = time.perf_counter_ns()
-        mask, header = check_encode_shared(source, index_payload, value_dtype, out, verify=False)
-        if header.nonfinite:
-            verify_checksum(mask.header, mask.data)
-            write_payload(out, header)
-        else:
-            flag, value_type = c_int32(), header.value_dtype
-            self._call("dct_encode_shared", source, source.dtype, mask, value_type, out, byref(flag))
-            if flag.value:
-                header = Header.flagged(value_type, mask.numel)
-        elapsed = time.perf_counter_ns() - began
-        return Stats(header.nbytes, header.nnz, mask.nnz, header.nonfinite, encode_ns=elapsed)
+    def positions(self, payload: Payload | Tensor, numel: int) -> Tensor:
+        opened = open_payload(payload, numel, verify=False)
+        found = np.empty(opened.nnz, dtype=np.uint32)
+        self._call("dct_positions", opened, found)
+        return torch.from_numpy(found.astype(np.int64))
 
     def sample_threshold(
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
@@ -265,8 +244,6 @@ class CpuBackend(Backend):
     def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
         check_vector("data", data, (torch.uint8,))
         enc = check_section(encoding, param, data.numel(), nnz, numel)
-        if enc is IndexEncoding.SHARED_MASK:
-            raise PayloadError(NO_POSITIONS)
         positions = np.empty(nnz, dtype=np.uint32)
         self._call("dct_decode_indices", enc, param, data, data.numel(), nnz, numel, positions)
         return torch.from_numpy(positions.astype(np.int64))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.copies import to_device
-from ..codecs.index import CODECS, IndexEncoding, decode_indices
+from ..codecs.index import CODECS, IndexEncoding
 from ..codecs.payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload, write_payload
 from ..codecs.splitmix import shift_right, signed, splitmix64
 from ..codecs.stats import Stats
@@ -24,13 +24,11 @@ from .backend import Backend
 from .checks import (
     PACK_BLOCK,
     PACK_EXPONENTS,
-    check_encode_shared,
     check_exact,
     check_pack,
     check_sample,
     naming_message,
-    open_pair,
-    open_positions,
+    open_payload,
     split_message,
 )
 from .job import SMALLEST_TAU, Job, Tau, check_vector
@@ -195,20 +193,18 @@ class ReferenceBackend(Backend):
         mask = torch.ge(magnitude, tau, out=self._scratch("mask", acc.numel(), torch.bool, acc.device))
         return mask.nonzero().reshape(-1)
 
-    def decode_add(
-        self, payload: Payload | Tensor, out: Tensor, positions: Payload | Tensor | None = None
-    ) -> int:
+    def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))
-        opened, mask = open_pair(payload, positions, out.numel())
+        opened = open_payload(payload, out.numel())
         if opened.nonfinite:
             out.fill_(float("nan"))
             return 0
         values = _values(opened)
-        if mask.header.encoding is IndexEncoding.DENSE:
+        if opened.header.encoding is IndexEncoding.DENSE:
             out.add_(values)
         else:
-            idx = _indices(mask)
-            out[idx] = out[idx] + values
+            index = self.positions(opened, out.numel())
+            out[index] = out[index] + values
         return opened.nnz
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
@@ -223,27 +219,6 @@ class ReferenceBackend(Backend):
                 total.mul_(scale)
             if not in_place:
                 out.copy_(total)
-
-    def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
-        payload = open_positions(payload, numel)
-        mask = torch.zeros(numel, dtype=torch.bool, device=payload.data.device)
-        if not payload.nonfinite:
-            mask[_indices(payload)] = True
-        return mask
-
-    def encode_shared(
-        self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
-    ) -> Stats:
-        began = time.perf_counter_ns()
-        mask, header = check_encode_shared(source, index_payload, value_dtype, out)
-        values = source[:0] if mask.nonfinite else source[_indices(mask)].to(torch.float32)
-        selected = time.perf_counter_ns()
-        if header.nonfinite or has_overflow(values):
-            nbytes = write_payload(out, Header.flagged(header.value_dtype, header.numel))
-            return _stats(nbytes, 0, mask.nnz, True, 0.0, began, selected)
-        body, _ = encode_values(values, header.value_dtype)
-        nbytes = write_payload(out, header, body)
-        return _stats(nbytes, mask.nnz, mask.nnz, False, 0.0, began, selected)
 
     def sample_threshold(
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
@@ -314,12 +289,6 @@ def _stats(nbytes: int, nnz: int, above: int, nonfinite: bool, tau: Tau, began: 
     encode_ns = time.perf_counter_ns() - selected
     select_ns = selected - began
     return Stats(nbytes, nnz, above, nonfinite, tau=float(tau), select_ns=select_ns, encode_ns=encode_ns)
-
-
-def _indices(payload: Payload) -> Tensor:
-    header = payload.header
-    section = payload.data[HEADER_NBYTES : HEADER_NBYTES + header.index_nbytes]
-    return decode_indices(header.encoding, header.param, section, header.nnz, header.numel)
 
 
 def _values(payload: Payload) -> Tensor:

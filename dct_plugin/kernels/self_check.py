@@ -115,15 +115,11 @@ def _selection(backend: Backend, where: torch.device) -> Results:
 
 
 def _decoding(backend: Backend, where: torch.device) -> Results:
-    """Read single payloads, and values at the positions of another payload."""
+    """Read single payloads."""
     for form in _forms(backend)[::5]:  # every value type, and every kind
-        payload, total, other = form.payload(backend).to(where), _random(1).to(where), _random(3).to(where)
+        payload, total = form.payload(backend).to(where), _random(1).to(where)
         nnz, mask = backend.decode_add(payload, total), backend.decode_mask(payload, _NUMEL)
-        bound = payload_bound(_NUMEL, None, form.value_dtype)
-        out = torch.zeros(bound, dtype=torch.uint8, device=where)
-        stats = backend.encode_shared(_random(2).to(where), payload, form.value_dtype, out)
-        backend.decode_add(out[: stats.nbytes], other, payload)
-        yield str(form), [nnz, mask, total, *map(float, stats.counts), out[: stats.nbytes], other]
+        yield str(form), [nnz, mask, total, backend.positions(payload, _NUMEL)]
 
 
 def _sums(backend: Backend, where: torch.device) -> Results:

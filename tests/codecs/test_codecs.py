@@ -173,7 +173,6 @@ def test_arbitrary_index_sections_are_decoded_alike_or_refused_alike(data: st.Da
         (IndexEncoding.RICE, 31, [0x01] * 4, 1, 100),  # parameter
         (IndexEncoding.RICE, 30, [0xFF] * 4, 1, 100),  # a gap of nearly 2**30
         (IndexEncoding.DENSE, 0, [], 7, 8),
-        (IndexEncoding.SHARED_MASK, 0, [], 1, 8),
         (IndexEncoding.BITMAP, 0, [0xFF], 9, 8),  # nnz > numel
         (IndexEncoding.GAPS8, 3, [1], 1, 8),  # parameter of another encoding
     ],
@@ -375,9 +374,6 @@ def refuse(backend: Backend, data: torch.Tensor, numel: int) -> None:
     assert bool((out == 1.25).all())
     with pytest.raises(PayloadError):
         backend.decode_mask(data, numel)
-    with pytest.raises(PayloadError):
-        backend.decode_add(data, out, data)
-    assert bool((out == 1.25).all())
 
 
 @pytest.mark.parametrize(("encoding", "dtype"), CASES)
@@ -505,7 +501,7 @@ def test_bounds_hold_for_every_choice(backend: Backend) -> None:
 def test_unknown_names_list_the_allowed_ones(name: str | int) -> None:
     with pytest.raises(ValueError, match="fp32, bf16, fp16, int8, int4, int2"):
         ValueDtype.parse(name)
-    with pytest.raises(ValueError, match="dense, bitmap, gaps8, block16, rice, shared_mask"):
+    with pytest.raises(ValueError, match="dense, bitmap, gaps8, block16, rice"):
         IndexEncoding.parse(name)
 
 
@@ -523,12 +519,12 @@ def test_every_encoding_and_value_type_has_one_codec() -> None:
     assert list(VALUE_CODECS) == list(ValueDtype)
     codecs = list(CODECS.values())
     for wrong in (codecs[:-1], [*codecs, codecs[1]], [codecs[1], codecs[0], *codecs[2:]]):
-        with pytest.raises(ImportError, match="expected dense, bitmap, gaps8, block16, rice, shared_mask"):
+        with pytest.raises(ImportError, match="expected dense, bitmap, gaps8, block16, rice"):
             _table(*wrong)
 
 
 def test_numbers_on_the_wire_are_stable() -> None:
-    encodings = {"dense": 0, "bitmap": 1, "gaps8": 2, "block16": 3, "rice": 4, "shared_mask": 5}
+    encodings = {"dense": 0, "bitmap": 1, "gaps8": 2, "block16": 3, "rice": 4}
     assert {member.label: int(member) for member in IndexEncoding} == encodings
     assert {member.label: int(member) for member in ValueDtype} == {
         "fp32": 0,
@@ -544,7 +540,7 @@ def test_compiled_kernels_number_encodings_and_value_types_alike() -> None:
     source = build.SOURCE.read_text()
     for prefix, members in (("ENC", IndexEncoding), ("VALUE", ValueDtype)):
         (names,) = re.findall(rf"enum {{ (?:{prefix}_AUTO = -1, )?({prefix}_\w+, .*?) }};", source)
-        expected = [f"{prefix}_{member.name.removesuffix('_MASK')}" for member in members]
+        expected = [f"{prefix}_{member.name}" for member in members]
         assert names.split(", ") == expected
 
 
@@ -557,8 +553,3 @@ def test_lossless_value_types() -> None:
         assert value_dtype.bits == 8 * dtype.itemsize
     assert ValueDtype.lossless(torch.float64) is ValueDtype.FP32
     assert ValueDtype.INT8.bits == 8
-
-
-def test_shared_mask_holds_no_positions_to_encode(backend: Backend) -> None:
-    with pytest.raises(ValueError, match="shared_mask encoding cannot hold 1 of 8"):
-        backend.encode_indices(torch.tensor([3]), 8, IndexEncoding.SHARED_MASK)

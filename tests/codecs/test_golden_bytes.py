@@ -56,14 +56,6 @@ GOLDEN = {
         "e945bcd0e7f87584",
         "3efa4b7c80741c2f",
     ),
-    "shared_mask": (
-        "0017e78fb0450faf",
-        "e84571c2cbda8c7f",
-        "b4e033d7e933d521",
-        "94db6d44cbf3908f",
-        "eb98b69fff7495a5",
-        "480fceca8ff588ec",
-    ),
 }
 
 
@@ -75,13 +67,8 @@ def gradient() -> torch.Tensor:
 
 def payload(kernels: Backend, encoding: IndexEncoding, value_dtype: ValueDtype) -> torch.Tensor:
     tau = 0.0 if encoding is IndexEncoding.DENSE else 31.5
-    forced = None if encoding is IndexEncoding.SHARED_MASK else encoding
-    out = torch.empty(payload_bound(NUMEL, None, value_dtype, forced), dtype=torch.uint8)
-    stats = kernels.compress(Job(gradient(), None, tau, out, value_dtype=value_dtype, encoding=forced))
-    if encoding is IndexEncoding.SHARED_MASK:
-        mask = out[: stats.nbytes]
-        out = torch.empty(payload_bound(NUMEL, stats.nnz, value_dtype, encoding), dtype=torch.uint8)
-        stats = kernels.encode_shared(gradient().flip(0), mask, value_dtype, out)
+    out = torch.empty(payload_bound(NUMEL, None, value_dtype, encoding), dtype=torch.uint8)
+    stats = kernels.compress(Job(gradient(), None, tau, out, value_dtype=value_dtype, encoding=encoding))
     return out[: stats.nbytes]
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from dct_plugin import Compressor
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
+from dct_plugin.compression.stream import add_at, encode_at
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import DCTError, PayloadError
@@ -111,17 +112,15 @@ def test_overflow_leaves_the_residual_bitwise_alone(bad: float, where: int, in_p
 
 
 @pytest.mark.parametrize("value_dtype", list(ValueDtype))
-def test_values_at_shared_positions(value_dtype: ValueDtype) -> None:
+def test_values_at_positions(value_dtype: ValueDtype) -> None:
     grad, _ = tensors()
-    payload, nnz = alike(Case(grad, None, True, 2.0, None, 0, ValueDtype.BF16, None, False))
-    bound = payload_bound(NUMEL, nnz, value_dtype, IndexEncoding.SHARED_MASK)
+    payload, _ = alike(Case(grad, None, True, 2.0, None, 0, ValueDtype.BF16, None, False))
     written, sums = [], []
     for backend, device in ((REFERENCE, "cpu"), (TRITON, "cuda")):
-        out, total = torch.empty(bound, dtype=torch.uint8, device=device), torch.zeros(NUMEL, device=device)
-        mask = payload.to(device)
-        stats = backend.encode_shared(grad.flip(0).to(device), mask, value_dtype, out)
-        backend.decode_add(out[: stats.nbytes], total, mask)
-        written.append(out[: stats.nbytes].cpu())
+        mask, total = payload.to(device), torch.zeros(NUMEL, device=device)
+        message, _ = encode_at(backend, grad.flip(0).to(device), mask, value_dtype)
+        add_at(backend, message, total, mask)
+        written.append(message.cpu())
         sums.append(total.cpu())
     assert same_bits(*written)
     assert same_bits(*sums)

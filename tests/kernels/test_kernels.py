@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound
 from dct_plugin.codecs.index import MAX_NUMEL
+from dct_plugin.compression.stream import add_at, encode_at, values_nbytes
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import SMALLEST_TAU, Backend, Job, Stats, build
 from dct_plugin.kernels.cpu import ISA_NAMES, CpuBackend
@@ -51,27 +52,13 @@ def _one_thread_and_instruction_set_restored() -> Iterator[None]:
 def test_compiled_kernels_equal_the_reference(case: Case, isa: str, threads: int) -> None:
     compiled = CpuBackend(threads)
     compiled.set_isa(isa)
-    payload, (_, nnz, _, _) = agree(case, REFERENCE, compiled)
+    payload, _ = agree(case, REFERENCE, compiled)
 
     numel = case.grad.numel()
     outs = [torch.linspace(-1, 1, numel), torch.linspace(-1, 1, numel)]
     assert REFERENCE.decode_add(payload, outs[0]) == compiled.decode_add(payload, outs[1])
     assert same_bits(*outs)
     assert torch.equal(REFERENCE.decode_mask(payload, numel), compiled.decode_mask(payload, numel))
-
-    source = case.grad.flip(0)
-    bound = payload_bound(numel, nnz, case.value_dtype, IndexEncoding.SHARED_MASK)
-    shared = []
-    for backend in (REFERENCE, compiled):
-        out = torch.empty(bound, dtype=torch.uint8)
-        stats = backend.encode_shared(source, payload, case.value_dtype, out)
-        shared.append((stats.counts, out[: stats.nbytes]))
-    assert shared[0][0] == shared[1][0]
-    assert same_bits(shared[0][1], shared[1][1])
-    both: list[Backend] = [REFERENCE, compiled]
-    for kernels, out in zip(both, outs, strict=True):
-        kernels.decode_add(shared[0][1], out, payload)
-    assert same_bits(*outs)
 
 
 @given(case=cases(), data=st.data())
@@ -358,15 +345,11 @@ def test_payloads_whose_header_is_known(backend: Backend) -> None:
     """As split from a message: decoded as the bytes are, checked as the bytes are."""
     grad = torch.randn(900, generator=torch.Generator().manual_seed(1))
     _, forward = compress(backend, grad, None, 1.0)
-    room = torch.empty(forward.numel(), dtype=torch.uint8)
     (mask,) = Payload.split(forward)
-    stats = backend.encode_shared(grad.flip(0), mask, ValueDtype.FP32, room)
-    known = Payload.from_tensor(room[: stats.nbytes])
     by_bytes, by_payload = torch.zeros(900), torch.zeros(900)
-    for total, payload, positions in ((by_bytes, known.data, forward), (by_payload, known, mask)):
-        assert backend.decode_add(positions, total) == mask.nnz
-        assert backend.decode_add(payload, total, positions) == mask.nnz
-        assert int(backend.decode_mask(positions, 900).sum()) == mask.nnz
+    for total, payload in ((by_bytes, forward), (by_payload, mask)):
+        assert backend.decode_add(payload, total) == mask.nnz
+        assert int(backend.decode_mask(payload, 900).sum()) == mask.nnz
     assert same_bits(by_bytes, by_payload)
 
     corrupted = forward.clone()
@@ -390,66 +373,48 @@ def test_slices_at_any_offset(backend: Backend) -> None:
         assert torch.equal(out[3:] + residual, whole)
 
 
-# ---- shared masks -------------------------------------------------------------------------------------
+# ---- values at the positions of another payload -------------------------------------------------------
 
 
 @pytest.mark.parametrize("value_dtype", list(ValueDtype))
 @pytest.mark.parametrize("source_dtype", GRAD_DTYPES)
 @pytest.mark.parametrize("tau", [0.0, 1.0, math.inf])
-def test_shared_mask_sends_values_only(
+def test_values_at_positions_send_values_only(
     backend: Backend, value_dtype: ValueDtype, source_dtype: torch.dtype, tau: float
 ) -> None:
     generator = torch.Generator().manual_seed(4)
     _, forward = compress(backend, torch.randn(3000, generator=generator), None, tau)
     mask = backend.decode_mask(forward, 3000)
     source = torch.randn(3000, generator=generator).to(source_dtype)
-    nnz = int(mask.sum())
-    out = torch.empty(payload_bound(3000, nnz, value_dtype, IndexEncoding.SHARED_MASK), dtype=torch.uint8)
-    stats = backend.encode_shared(source, forward, value_dtype, out)
-    assert (stats.nbytes, stats.nnz) == (out.numel(), nnz)
+    message, stats = encode_at(backend, source, forward, value_dtype)
+    assert stats.nbytes == message.numel() == values_nbytes(forward, value_dtype)
+    assert stats.nnz == int(mask.sum())
     received = torch.zeros(3000)
-    assert backend.decode_add(out, received, forward) == nnz
+    add_at(backend, message, received, forward)
     assert not bool(received[~mask].any())
     tolerance = {ValueDtype.FP32: 0.0, ValueDtype.BF16: 2**-8, ValueDtype.FP16: 2**-11, ValueDtype.INT8: 0.02}
     tolerance |= {ValueDtype.INT4: 0.3, ValueDtype.INT2: 2.5}
     assert torch.allclose(
         received[mask], source.float()[mask], rtol=tolerance[value_dtype], atol=tolerance[value_dtype]
     )
-    with pytest.raises(PayloadError, match="positions"):
-        backend.decode_add(out, received)
-    with pytest.raises(PayloadError, match="positions"):
-        backend.encode_shared(source, out, value_dtype, out)
 
 
-def test_shared_mask_overflow(backend: Backend) -> None:
-    forward_source = torch.tensor([3.0, 0.0, 3.0])
-    _, forward = compress(backend, forward_source, None, 1.0)
-    out = torch.empty(200, dtype=torch.uint8)
-    for source, flagged in [
-        ([1.0, math.nan, 1.0], False),
-        ([math.inf, 0.0, 0.0], True),
-        ([0, 0, 2.0**126], True),
-    ]:
-        stats = backend.encode_shared(torch.tensor(source), forward, ValueDtype.FP16, out)
-        assert stats.nonfinite is flagged
-        received = torch.zeros(3)
-        backend.decode_add(out[: stats.nbytes], received, forward)
-        assert bool(received.isnan().all()) is flagged
-    _, overflowed = compress(backend, torch.tensor([math.nan, 0.0, 0.0]), None, 1.0)
-    stats = backend.encode_shared(torch.ones(3), overflowed, ValueDtype.FP16, out)
-    assert stats.nonfinite
-
-
-def test_shared_mask_that_does_not_fit(backend: Backend) -> None:
+def test_overflow_of_values_at_positions(backend: Backend) -> None:
     _, forward = compress(backend, torch.tensor([3.0, 0.0, 3.0]), None, 1.0)
+    _, overflowed = compress(backend, torch.tensor([math.nan, 0.0, 0.0]), None, 1.0)
+    for mask, source, flagged in [
+        (forward, [1.0, math.nan, 1.0], False),
+        (forward, [math.inf, 0.0, 0.0], True),
+        (forward, [0, 0, 2.0**126], True),
+        (overflowed, [1.0, 1.0, 1.0], True),
+    ]:
+        message, stats = encode_at(backend, torch.tensor(source), mask, ValueDtype.FP16)
+        received = torch.zeros(3)
+        add_at(backend, message[: stats.nbytes], received, mask)
+        assert bool(received.isnan().all()) is flagged
     _, other = compress(backend, torch.tensor([3.0, 0.0, 0.0]), None, 1.0)
-    out = torch.empty(200, dtype=torch.uint8)
-    stats = backend.encode_shared(torch.ones(3), forward, ValueDtype.FP32, out)
-    received = torch.zeros(3)
-    for mask in (other, forward[:-1], out[: stats.nbytes]):
-        with pytest.raises(PayloadError):
-            backend.decode_add(out[: stats.nbytes], received, mask)
-    assert not bool(received.any())
+    with pytest.raises(PayloadError):
+        add_at(backend, encode_at(backend, torch.ones(3), forward, ValueDtype.FP32)[0], torch.zeros(3), other)
 
 
 # ---- thresholds ---------------------------------------------------------------------------------------
@@ -515,7 +480,6 @@ def test_sample_positions_cover_the_tensor_evenly() -> None:
         ({"value_dtype": 6}, ValueError),
         ({"encoding": 6}, ValueError),
         ({"encoding": IndexEncoding.DENSE}, ValueError),
-        ({"encoding": IndexEncoding.SHARED_MASK}, ValueError),
     ],
 )
 def test_arguments_that_do_not_fit_change_nothing(
@@ -544,6 +508,3 @@ def test_other_arguments(backend: Backend) -> None:
         backend.exact_threshold(grad, None, 0)
     with pytest.raises(TypeError, match="int32"):
         backend.decode_add(torch.zeros(40, dtype=torch.uint8), torch.zeros(10, dtype=torch.int32))
-    _, forward = compress(backend, grad, None, 0.5)
-    with pytest.raises(ValueError, match="out has"):
-        backend.encode_shared(grad, forward, ValueDtype.FP32, torch.zeros(79, dtype=torch.uint8))

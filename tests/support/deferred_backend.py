@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dct_plugin.codecs import Payload
 from dct_plugin.codecs.message import MessageWriter
 from dct_plugin.codecs.slots import PREFIX, WORDS
 from dct_plugin.compression.stream import add_payload
@@ -55,12 +54,6 @@ class DeferredBackend(ReferenceBackend):
         inside = applied.as_subclass(Tensor) if isinstance(applied, Tensor) else applied
         stats = super().compress(replace(job, tau=inside))
         return Stats.on_device(on_device(stats.counts, torch.int64), tau=applied)
-
-    def encode_shared(
-        self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
-    ) -> Stats:
-        stats = super().encode_shared(source, index_payload, value_dtype, out)
-        return Stats.on_device(on_device(stats.counts, torch.int64))
 
     def sample_threshold(  # type: ignore[override]
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int

@@ -76,8 +76,8 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "pack": [{"GROUPED": True}, {"GROUPED": False}],
     "unpack": [{"GROUPED": True}, {"GROUPED": False}],
     "open_messages": [
-        {"SLOTS": True, "SINGLE": False, "ABSENT": 0},
-        {"words": None, "SLOTS": False, "SINGLE": True, "ABSENT": 1},
+        {"SLOTS": True, "ABSENT": 0},
+        {"words": None, "SLOTS": False, "ABSENT": 1},
     ],
     "check": [{}],
     "scan": [{}],

@@ -3,14 +3,13 @@
 One file per codec; :data:`CODECS` is the table that everything else looks them up in. Bits per kept entry on
 uniformly spread positions at 90 / 99 / 99.9 % sparsity:
 
-=========== ===================================================================== =================
-bitmap      one bit per entry                                                     10 / 99 / 1000
-gaps8       one byte per gap; 255 means "skip 255 entries and go on"              8.0 / 8.7 / 35.7
-block16     a 16-bit offset in its block of 65,536 entries, a u32 count per block 16 / 16 / 16.5
-rice        Golomb-Rice code of the gap: quotient in unary, then ``k`` low bits   4.8 / 8.1 / 11.5
-dense       nothing: every entry is kept
-shared_mask nothing: the positions are those of an earlier payload
-=========== ===================================================================== =================
+======= ===================================================================== =================
+bitmap  one bit per entry                                                     10 / 99 / 1000
+gaps8   one byte per gap; 255 means "skip 255 entries and go on"              8.0 / 8.7 / 35.7
+block16 a 16-bit offset in its block of 65,536 entries, a u32 count per block 16 / 16 / 16.5
+rice    Golomb-Rice code of the gap: quotient in unary, then ``k`` low bits   4.8 / 8.1 / 11.5
+dense   nothing: every entry is kept
+======= ===================================================================== =================
 
 A gap is ``index[j] - index[j-1] - 1`` with ``index[-1] = -1``. The encoder takes the smallest encoding, the
 lowest number on ties. Plain torch, any device; the compiled kernels write the same bytes.
@@ -26,15 +25,14 @@ from ...errors import PayloadError
 from .bitmap import Bitmap
 from .block16 import Block16
 from .codec import MAX_NUMEL, IndexCodec, IndexEncoding, Positions
+from .dense import Dense
 from .gaps8 import Gaps8
-from .implied import NO_POSITIONS, Dense, SharedMask
 from .rice import Rice
 
 __all__ = [
     "ANY_POSITIONS",
     "CODECS",
     "MAX_NUMEL",
-    "NO_POSITIONS",
     "IndexCodec",
     "IndexEncoding",
     "Positions",
@@ -56,9 +54,7 @@ def _table(*codecs: IndexCodec) -> dict[IndexEncoding, IndexCodec]:
 
 
 #: Every index encoding's codec, ascending by the number in the header.
-CODECS: Mapping[IndexEncoding, IndexCodec] = _table(
-    Dense(), Bitmap(), Gaps8(), Block16(), Rice(), SharedMask()
-)
+CODECS: Mapping[IndexEncoding, IndexCodec] = _table(Dense(), Bitmap(), Gaps8(), Block16(), Rice())
 
 
 #: Encodings that hold any positions, and so can be asked for by name.

@@ -15,14 +15,13 @@ MAX_NUMEL = 2**32 - 1
 
 
 class IndexEncoding(Labelled):
-    """Index encoding as written in the header; a number once given is never given to another one."""
+    """Index encoding as written in the header; a number once given (5, too) is never given to another one."""
 
     DENSE = 0
     BITMAP = 1
     GAPS8 = 2
     BLOCK16 = 3
     RICE = 4
-    SHARED_MASK = 5
 
 
 @dataclass(frozen=True)

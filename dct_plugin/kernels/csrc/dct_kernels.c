@@ -39,7 +39,7 @@
 
 enum { GRAD_FP32, GRAD_BF16, GRAD_FP16 };
 enum { VALUE_FP32, VALUE_BF16, VALUE_FP16, VALUE_INT8, VALUE_INT4, VALUE_INT2 };
-enum { ENC_AUTO = -1, ENC_DENSE, ENC_BITMAP, ENC_GAPS8, ENC_BLOCK16, ENC_RICE, ENC_SHARED };
+enum { ENC_AUTO = -1, ENC_DENSE, ENC_BITMAP, ENC_GAPS8, ENC_BLOCK16, ENC_RICE };
 enum { ISA_GENERIC, ISA_AVX2, ISA_AVX512, ISA_NEON = 1 };
 
 /* Return codes; kernels/cpu.py turns them into exceptions. */
@@ -709,7 +709,7 @@ typedef struct {
 
 /* The encoding to use for these positions (the smallest, or the one asked for), its parameter and its size. */
 static index_plan_t plan_indices(const uint32_t *idx, uint64_t nnz, uint64_t numel, int encoding) {
-    if (encoding == ENC_DENSE || encoding == ENC_SHARED || (encoding == ENC_AUTO && nnz == numel))
+    if (encoding == ENC_DENSE || (encoding == ENC_AUTO && nnz == numel))
         return (index_plan_t){encoding == ENC_AUTO ? ENC_DENSE : encoding, 0, 0};
     if (encoding == ENC_AUTO && nnz > numel - nnz) { /* most entries: a bit each, up to the last one, is the least */
         const uint64_t rice = ceil_div((uint64_t)idx[nnz - 1] + 1, 8), bitmap = ceil_div(numel, 8);
@@ -1275,14 +1275,13 @@ static int positions_of(const dct_payload_t *p, uint32_t **idx) {
     return dct_decode_indices(p->encoding, p->param, p->data + HEADER, p->index_nbytes, p->nnz, p->numel, *idx);
 }
 
-/* out[index] += value at the positions of mask (mask == p: its own). All is checked before anything is written. */
-API int32_t dct_decode_add(const dct_payload_t *p, const dct_payload_t *mask, float *out) {
+/* out[index] += value. All is checked before anything is written. */
+API int32_t dct_decode_add(const dct_payload_t *p, float *out) {
     const uint8_t *values = p->data + HEADER + p->index_nbytes;
     uint32_t *idx = NULL;
     int status = check_sums(p);
-    if (status == OK && mask != p) status = check_sums(mask);
     if (status == OK) status = check_values(values, p->nnz, p->value_dtype);
-    if (status == OK) status = positions_of(mask, &idx);
+    if (status == OK) status = positions_of(p, &idx);
     if (status == OK) add_values(out, idx, values, p->nnz, p->value_dtype, 1.0f);
     free(idx);
     return status;
@@ -1313,7 +1312,7 @@ static int section_fits(const dct_payload_t *p) {
     case ENC_GAPS8: low = nnz, high = nnz + rest / 255; break;
     case ENC_BLOCK16: low = high = 4 * ceil_div(p->numel, 65536) + 2 * nnz; break;
     case ENC_RICE: low = ceil_div(codes, 8), high = ceil_div(codes + (rest >> p->param), 8); break;
-    default: return 0; /* without positions of its own */
+    default: return 0;
     }
     return low <= p->index_nbytes && p->index_nbytes <= high && p->param <= (p->encoding == ENC_RICE ? 30 : 0);
 }
@@ -1451,51 +1450,11 @@ API int32_t dct_sum_messages(dct_message_t *messages, int32_t n, const dct_targe
     return status;
 }
 
-/* mask[i] = whether entry i is kept, one byte each; mask is zero on entry. */
-API int32_t dct_decode_mask(const dct_payload_t *p, uint8_t *mask) {
-    uint32_t *idx = NULL;
-    int status = check_sums(p);
-    if (status == OK) status = positions_of(p, &idx);
-    if (status == OK && idx)
-        for (uint64_t j = 0; j < p->nnz; j++) mask[idx[j]] = 1;
-    else if (status == OK && p->nnz)
-        memset(mask, 1, p->nnz);
-    free(idx);
-    return status;
-}
-
-/* Values of source at the positions of mask, as a shared_mask payload; *nonfinite tells that one of them overflows. */
-API int32_t dct_encode_shared(const void *source, int32_t dtype, const dct_payload_t *mask, int32_t value_dtype,
-                              uint8_t *out, int32_t *nonfinite) {
-    const float *s32 = source;
-    const uint16_t *s16 = source;
-    uint32_t *idx = NULL;
-    float *val = NULL;
-    int status = check_sums(mask);
-    *nonfinite = 0;
-    if (status == OK) status = positions_of(mask, &idx);
-    if (status == OK) {
-        val = malloc(4 * mask->nnz + 4);
-        if (!val) status = ERR_MEMORY;
-    }
-    if (status == OK) {
-        for (uint64_t j = 0; j < mask->nnz; j++) {
-            const uint64_t i = idx ? idx[j] : j;
-            val[j] = dtype == GRAD_FP32 ? s32[i] : dtype == GRAD_BF16 ? from_bf16(s16[i]) : from_fp16(s16[i]);
-        }
-        *nonfinite = overflow32(val, mask->nnz);
-        if (*nonfinite) {
-            write_header(out, ENC_DENSE, value_dtype, 1, 0, mask->numel, 0, 0, HEADER);
-        } else {
-            dct_compress_t a = {.value_dtype = value_dtype};
-            write_values(&a, idx, val, mask->nnz, out + HEADER);
-            const uint64_t nbytes = HEADER + values_nbytes(mask->nnz, value_dtype);
-            write_header(out, ENC_SHARED, value_dtype, 0, 0, mask->numel, mask->nnz, 0, nbytes);
-        }
-    }
-    free(idx);
-    free(val);
-    return status;
+/* The positions of a payload's entries, uint32 [nnz]. */
+API int32_t dct_positions(const dct_payload_t *p, uint32_t *idx) {
+    const int status = check_sums(p);
+    if (status != OK) return status;
+    return dct_decode_indices(p->encoding, p->param, p->data + HEADER, p->index_nbytes, p->nnz, p->numel, idx);
 }
 
 /* ---- thresholds ------------------------------------------------------------------------------------------------ */

@@ -19,20 +19,18 @@ from torch import Tensor
 
 from ...codecs.index import IndexEncoding
 from ...codecs.message import MessageWriter
-from ...codecs.payload import OVERFLOW_MAGNITUDE, Payload
+from ...codecs.payload import Payload
 from ...codecs.slots import PREFIX
 from ...codecs.stats import KERNEL_ERRORS, Stats
 from ...errors import PayloadError
 from ..backend import Backend
 from ..checks import (
     check_difference,
-    check_encode_shared,
     check_exact,
     check_pack,
     check_sample,
     naming_message,
-    open_pair,
-    open_positions,
+    open_payload,
 )
 from ..displacement import Displacement, Scratch, Squares, fresh
 from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, check_vector
@@ -42,20 +40,8 @@ try:
     import triton
 
     from . import message_kernels as reading
-    from . import selection_kernels as device
     from . import step_ahead
-    from .batch import (
-        CHUNK,
-        ROOM,
-        ROW,
-        STATE,
-        Batch,
-        launch_seal,
-        launch_write,
-        launched_on,
-        programs,
-        upload,
-    )
+    from .batch import ROOM, Batch, launched_on, upload
     from .launch import launch
     from .messages import OpenedMessages, open_all
 except ImportError as error:  # no such package, or not for this platform
@@ -139,69 +125,26 @@ class TritonBackend(Backend):
             self._errors[where] = torch.zeros(1, dtype=torch.int32, device=where)
         return self._errors[where]
 
-    def _note(self, wrong: Tensor) -> None:
-        """Remember what is wrong with a payload, int32 [1]."""
-        with launched_on(wrong.device):
-            launch(reading.take_error, 1, self._error(wrong.device), wrong)
-
-    def encode_shared(
-        self, source: Tensor, index_payload: Payload | Tensor, value_dtype: int, out: Tensor
-    ) -> Stats:
-        mask, header = check_encode_shared(source, index_payload, value_dtype, out, verify=False)
-        self._catch_up()
-        if mask.header.encoding is IndexEncoding.RICE:
-            return self._reference.encode_shared(source, mask, value_dtype, out)
-        where, nnz, value = source.device, mask.nnz, int(header.value_dtype)
-        with launched_on(where):
-            state = torch.zeros(STATE, dtype=torch.int64, device=where)
-            counts = torch.empty(1, 4, dtype=torch.int64, device=where)
-            positions, wrong = OpenedMessages.of(mask).entries(mask)
-            values = source[positions].to(torch.float32)
-            state[device.FLAG.value] = ~(values.abs() < OVERFLOW_MAGNITUDE).all() | (wrong != 0)[0]
-            if mask.nonfinite:
-                state[device.FLAG.value].fill_(1)
-            self._note(wrong)
-            row = [0] * ROW
-            row[device.GRAD_AT.value], row[device.OUT_AT.value] = values.data_ptr(), out.data_ptr()
-            row[device.NUMEL.value], row[device.COUNT.value] = source.numel(), nnz
-            row[device.TAU_SLOT.value] = -1
-            table = upload([row, [0] * ROW], where)
-            launch_write(
-                *(table, None, None, None, state, None, 1),
-                grid=programs(nnz, CHUNK),
-                ENTRIES=int(IndexEncoding.DENSE),
-                ACCUMULATED=False,
-                VALUE=value,
-                GRAD=GRAD_CODES[torch.float32],
-                HAS_RESIDUAL=False,
-                HAS_LEFT=False,
-            )
-            launch_seal(table, state, counts, self._error(where), 1, int(IndexEncoding.SHARED_MASK), value)
-        return Stats.on_device(counts[0])
-
     # -- reading ---
 
-    def decode_add(
-        self, payload: Payload | Tensor, out: Tensor, positions: Payload | Tensor | None = None
-    ) -> int:
+    def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))
         self._catch_up()
-        own, mask = open_pair(payload, positions, out.numel(), verify=False)
-        if mask.header.encoding is IndexEncoding.RICE:
-            return self._reference.decode_add(own, out, None if mask is own else mask)
-        opened = OpenedMessages.of(own)
-        opened.add_to(out, opened if mask is own else OpenedMessages.of(mask), self._error(out.device))
-        return own.nnz
+        opened = open_payload(payload, out.numel(), verify=False)
+        if opened.header.encoding is IndexEncoding.RICE:
+            return self._reference.decode_add(opened, out)
+        OpenedMessages.of(opened).add_to(out, self._error(out.device))
+        return opened.nnz
 
-    def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
-        payload = open_positions(payload, numel, verify=False)
+    def positions(self, payload: Payload | Tensor, numel: int) -> Tensor:
         self._catch_up()
-        if payload.header.encoding is IndexEncoding.RICE:
-            return self._reference.decode_mask(payload, numel)
-        positions, wrong = OpenedMessages.of(payload).entries(payload)
-        self._note(wrong)
-        mask = torch.zeros(numel, dtype=torch.bool, device=payload.data.device)
-        return mask.index_fill_(0, positions, True)
+        opened = open_payload(payload, numel, verify=False)
+        if opened.header.encoding is IndexEncoding.RICE:
+            return self._reference.positions(opened, numel)
+        positions, wrong = OpenedMessages.of(opened).entries(opened)
+        with launched_on(wrong.device):
+            launch(reading.take_error, 1, self._error(wrong.device), wrong)
+        return positions
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
         for out in outs:

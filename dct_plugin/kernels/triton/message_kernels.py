@@ -41,9 +41,7 @@ from .selection_kernels import (
     INT4,
     INT8,
     MAGIC_AND_VERSION,
-    RICE,
     ROW,
-    SHARED,
     STEP,
     _as_position,
     _bits_set,
@@ -98,7 +96,7 @@ def _field(byte, lane, FIRST: tl.constexpr, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _read_header(buffer, at, end, numel, SINGLE: tl.constexpr):
+def _read_header(buffer, at, end, numel):
     """Return the fields of a payload's header, and whether it is damaged.
 
     The fields: encoding, value type, kept entries, bytes of the index section, flag, and the two checksums
@@ -123,11 +121,7 @@ def _read_header(buffer, at, end, numel, SINGLE: tl.constexpr):
     low = tl.where(kind == BLOCK16, (numel + BLOCK - 1) // BLOCK * 4 + 2 * nnz, low)
     high = tl.where(kind == GAPS8, nnz + (numel - nnz) // 255, low)
     least = tl.where(kind == DENSE, numel, 0)
-    most_kind = BLOCK16
-    if SINGLE:
-        most_kind = SHARED
-        index = tl.where(kind == RICE, -1, index)  # is read elsewhere
-    bad = (_field(byte, lane, 0, 3) != MAGIC_AND_VERSION) | (kind > most_kind) | (value > INT2)
+    bad = (_field(byte, lane, 0, 3) != MAGIC_AND_VERSION) | (kind > BLOCK16) | (value > INT2)
     bad = bad | (flagged > 1) | (param != 0) | (_field(byte, lane, 7, 1) != 0) | (entries != numel)
     body_bad = (nnz < least) | (nnz > numel) | (index < low) | (index > high)
     flag_bad = (kind != 0) | (nnz != 0) | (index != 0)
@@ -140,7 +134,7 @@ def _read_header(buffer, at, end, numel, SINGLE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "stride"])
 def open_messages(
-    buffer, words, bounds, meta, rows, missing, count, stride, SLOTS: tl.constexpr, SINGLE: tl.constexpr,
+    buffer, words, bounds, meta, rows, missing, count, stride, SLOTS: tl.constexpr,
     ABSENT: tl.constexpr,
 ):  # fmt: skip
     """Make the rows of messages, which lie between two bytes of ``buffer`` (``words``: the same memory).
@@ -149,7 +143,7 @@ def open_messages(
 
     ``bounds``, int64 [messages, 3], has the two bytes, and the number of payloads. ``meta``, int64 [count,
     META], has the entries of the tensors that the payloads are for; that of the next message begins
-    ``stride`` numbers on. SINGLE payloads may have shared positions. A header that is damaged
+    ``stride`` numbers on. A header that is damaged
     ends the walk. ABSENT: the state of what is missing.
     """
     message = tl.program_id(0).to(tl.int64)
@@ -174,7 +168,7 @@ def open_messages(
     while row < count:
         here = rows + row * ROW
         numel = tl.load(meta + META * row)
-        kind, value, nnz, index, flagged, wanted1, wanted2, bad = _read_header(buffer, at, end, numel, SINGLE)
+        kind, value, nnz, index, flagged, wanted1, wanted2, bad = _read_header(buffer, at, end, numel)
         exists = row < payloads
         bad = (bad | (broken != 0)) & (absent == 0) & exists
         gone = bad | (absent != 0) | (exists == 0)
@@ -201,7 +195,7 @@ def open_messages(
         blocks = tl.where((kind == BITMAP) | (kind == BLOCK16), (numel + BLOCK - 1) // BLOCK, 0)
         scans += tl.where(kind == GAPS8, (index + CHUNK - 1) // CHUNK, blocks)
         sums += tl.where(exists, tl.maximum((nnz + CHUNK - 1) // CHUNK, 1), 0)
-        places += tl.where((kind == DENSE) | (kind == SHARED), 0, nnz)
+        places += tl.where(kind == DENSE, 0, nnz)
         at = tl.where(exists, tl.where(gone, end, at + HEADER + nbytes), at)
         row += 1
     last = rows + count * ROW
@@ -462,26 +456,24 @@ def _add_at(address, at, value, kept, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["message", "count", "stride", "room"])
 def add(
-    buffer, rows, mask_rows, meta, positions, errors, scale, message, count, stride, room,
+    buffer, rows, meta, positions, errors, scale, message, count, stride, room,
     SCALED: tl.constexpr,
 ):  # fmt: skip
     """Set ``outs[position] += value`` for the payloads of one message with which nothing is wrong, or of
     several messages, from this one on, that are for different tensors.
 
-    Each sum is rounded to the output's type. ``mask_rows`` has the payloads that the positions come from.
+    Each sum is rounded to the output's type.
     """
     unit = tl.program_id(0).to(tl.int64)
     message += tl.program_id(1)
     first_row = tl.full((), 0, tl.int64) + message
     meta += first_row * stride
     rows += first_row * (count + 1) * ROW
-    mask_rows += first_row * (count + 1) * ROW
     row = _row_of(rows, count, unit, SUMS)
     if row < count:
         here = rows + row * ROW
-        mask = mask_rows + row * ROW
         chunk = unit - tl.load(here + SUMS)
-        error = tl.maximum(_error_of(here), _error_of(mask))
+        error = _error_of(here)
         if chunk == 0:
             tl.atomic_max(errors + message, error.to(tl.int32))
         if error == 0:
@@ -499,8 +491,8 @@ def add(
                 rank = chunk * CHUNK + tl.arange(0, CHUNK)
                 kept = rank < nnz
                 at = rank
-                if tl.load(mask + KIND) != DENSE:
-                    at = _places(positions + first_row * room + tl.load(mask + PLACE), rank, kept, False)
+                if tl.load(here + KIND) != DENSE:
+                    at = _places(positions + first_row * room + tl.load(here + PLACE), rank, kept, False)
                 read = tl.zeros((CHUNK,), tl.float32)
                 for kind in tl.static_range(6):
                     if value == kind:

@@ -44,7 +44,6 @@ class OpenedMessages(NamedTuple):
         numels: Sequence[Sequence[int]],
         *,
         slots: bool = False,
-        single: bool = False,
         spare: bool = False,
     ) -> OpenedMessages:
         """Check messages of one payload per tensor, and find their positions.
@@ -54,7 +53,6 @@ class OpenedMessages(NamedTuple):
             bounds: First byte of each, and the one behind it.
             numels: Entries of the tensors of each message; one list if all are for the same tensors.
             slots: The messages are in slots (:mod:`dct_plugin.codecs.slots`).
-            single: The message is one payload, whose header the host has checked.
             spare: Tensors stay as they are where a message is missing; else they become NaN.
         """
         where, count, several = buffer.device, max(map(len, numels)), len(bounds)
@@ -74,7 +72,6 @@ class OpenedMessages(NamedTuple):
                 *(buffer, buffer.view(torch.int64) if slots else None),
                 *(places, meta, rows, missing, count, stride),
                 SLOTS=slots,
-                SINGLE=single,
                 ABSENT=device.ADDED.value if spare else device.POISONED.value,
             )
             programs = -(-max(longest // 4, at_most) // CHUNK) + count
@@ -90,7 +87,7 @@ class OpenedMessages(NamedTuple):
     def of(cls, payload: Payload) -> OpenedMessages:
         """Open a single payload, whose header the host has."""
         bounds = [(0, payload.header.nbytes)]
-        return cls.open(payload.data, bounds, [[payload.numel]], single=True)
+        return cls.open(payload.data, bounds, [[payload.numel]])
 
     def entries(self, payload: Payload) -> tuple[Tensor, Tensor]:
         """Return the positions of a single payload, int64 [nnz], and what is wrong with it, int32 [1].
@@ -119,7 +116,7 @@ class OpenedMessages(NamedTuple):
         meta = _padded([_targets(each) for each in outs] if once else [_targets(totals)], where)
         launches = [range(count)] if once else [range(message, message + 1) for message in range(count)]
         for messages in launches:
-            self._add(self, meta, wrong, scale if early else 1.0, messages)
+            self._add(meta, wrong, scale if early else 1.0, messages)
         if not early:
             torch._foreach_mul_(totals, scale)
         if apart:
@@ -127,22 +124,18 @@ class OpenedMessages(NamedTuple):
             torch._foreach_copy_([out for out, _ in pairs], [total for _, total in pairs])
         return wrong
 
-    def add_to(self, out: Tensor, mask: OpenedMessages, error: Tensor) -> None:
-        """Add a single payload to ``out`` at the positions of ``mask``; ``error``, int32 [1], becomes what is
-        wrong with them.
-        """
-        self._add(mask, _padded([_targets([out])], out.device), error, 1.0, range(1))
+    def add_to(self, out: Tensor, error: Tensor) -> None:
+        """Add a single payload to ``out``; ``error``, int32 [1], becomes what is wrong with it."""
+        self._add(_padded([_targets([out])], out.device), error, 1.0, range(1))
 
-    def _add(
-        self, mask: OpenedMessages, meta: tuple[Tensor, int], wrong: Tensor, scale: float, messages: range
-    ) -> None:
+    def _add(self, meta: tuple[Tensor, int], wrong: Tensor, scale: float, messages: range) -> None:
         targets, stride = meta
         with launched_on(targets.device):
             launch(
                 device.add,
                 (self.sums, len(messages)),
-                *(self.buffer, self.rows, mask.rows, targets, mask.positions, wrong, scale, messages.start),
-                *(self.rows.shape[1] - 1, stride, mask.positions.shape[-1]),
+                *(self.buffer, self.rows, targets, self.positions, wrong, scale, messages.start),
+                *(self.rows.shape[1] - 1, stride, self.positions.shape[-1]),
                 SCALED=scale != 1.0,
             )
 

@@ -47,7 +47,7 @@ SAMPLES, SEED, ALL, SHARE, RANK = map(tl.constexpr, (2, 3, 5, 6, 7))
 SECOND_AT, THIRD_AT = map(tl.constexpr, (1, 2))
 
 FP32, BF16, FP16, INT8, INT4, INT2 = map(tl.constexpr, map(int, ValueDtype))
-DENSE, BITMAP, GAPS8, BLOCK16, RICE, SHARED = map(tl.constexpr, map(int, IndexEncoding))
+DENSE, BITMAP, GAPS8, BLOCK16, RICE = map(tl.constexpr, map(int, IndexEncoding))
 #: What is wrong with a payload, see :data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`.
 BAD_CHECKSUM, BAD_VALUE, BAD_SCALE, BAD_POSITION, BAD_COUNT, BAD_ORDER, BAD_HEADER = map(
     tl.constexpr, KERNEL_ERRORS
@@ -757,9 +757,7 @@ def seal(table, state, counts, errors, ENTRIES: tl.constexpr, VALUE: tl.constexp
         tl.store(out + 36 + i, ((check2 >> (8 * i)) & 0xFF).to(tl.uint8))
     tl.store(counts, index_nbytes + HEADER + _value_nbytes(nnz, nnz * 0 + VALUE))
     tl.store(counts + 1, nnz)
-    if ENTRIES != SHARED:
-        above = tl.where(flagged, 0, above)
-    tl.store(counts + 2, above)
+    tl.store(counts + 2, tl.where(flagged, 0, above))
     error = tl.atomic_xchg(errors, tl.full((), 0, tl.int32)).to(tl.int64)
     tl.store(counts + 3, 2 * error + flagged.to(tl.int64))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...codecs.index import IndexEncoding
 from ...codecs.payload import HEADER_NBYTES, payload_bound
 from ...codecs.values import VALUE_GROUP, ValueDtype, value_nbytes
-from ...compression.stream import Encoded, add_payload, as_flat, encode_at, values_nbytes, wire_dtype
+from ...compression.stream import Encoded, add_at, as_flat, encode_at, values_nbytes, wire_dtype
 from ...config.methods import ThresholdMethod
 from ...kernels import SMALLEST_TAU, Tau
 from .compressor import NUMBER_NBYTES, Site, Written
@@ -116,7 +116,7 @@ class Answers(GradientMessages):
         if kept is not None:
             return values_nbytes(kept, code)
         entries = compressor.entries(shape.numel(), compressor.value_type(dtype))
-        return payload_bound(shape.numel(), entries, code, IndexEncoding.SHARED_MASK)
+        return payload_bound(entries, entries, code, IndexEncoding.DENSE)
 
     def encode(self, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Encoded]:
         flat = as_flat(gradient)
@@ -125,7 +125,7 @@ class Answers(GradientMessages):
         return message, Encoded([stats], flat.numel(), self._compressor.density)
 
     def decode(self, message: Tensor, kept: Tensor, out: Tensor, peer: int = 0) -> None:
-        add_payload(self._compressor.backend(out.device), without_padding(message), out, kept)
+        add_at(self._compressor.backend(out.device), without_padding(message), out, kept)
 
     def pull_back(self, gradient: Tensor, kept: Tensor) -> Tensor:
         mask = self._compressor.backend(gradient.device).decode_mask(kept, gradient.numel())
