@@ -188,8 +188,6 @@ VALUE_CODECS: Mapping[ValueDtype, _ValueCodec] = {
     ValueDtype.INT4: _Levels(4, 0.0, 1.0),
     ValueDtype.INT2: _Levels(2, 0.125, 0.5),
 }
-if list(VALUE_CODECS) != list(ValueDtype):  # pragma: no cover
-    raise ImportError(f"value codecs are {list(VALUE_CODECS)}; expected one for each of {list(ValueDtype)}")
 
 
 def value_nbytes(nnz: int, dtype: int) -> int:

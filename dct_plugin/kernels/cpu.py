@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from ctypes import byref, c_float, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +20,6 @@ from ..codecs.payload import Payload, verify_checksum
 from ..codecs.stats import Stats
 from .backend import Backend
 from .checks import (
-    check_changes,
-    check_exact,
-    check_pack,
-    check_sample,
     naming_message,
     open_payload,
     scales_first,
@@ -156,7 +153,7 @@ class CpuBackend(Backend):
             (_Target * len(outs))(*[_Target(passed(o), o.numel(), GRAD_CODES[o.dtype]) for o in outs]),
             len(outs),
             scale,
-            self._zeros(max(apart)) if apart else None,
+            self._memory(max(apart), torch.float32) if apart else None,
             byref(which),
         )
         if status == WRONG_HEADER:
@@ -164,12 +161,12 @@ class CpuBackend(Backend):
         with naming_message(which.value):
             check(status)
 
-    def _zeros(self, numel: int) -> Tensor:
-        """Return fp32 zeros, this thread's own; the kernel that writes there puts zeros back."""
-        zeros: Tensor | None = getattr(self._local, "zeros", None)
-        if zeros is None or zeros.numel() < numel:
-            zeros = self._local.zeros = torch.zeros(numel, dtype=torch.float32)
-        return zeros
+    def _memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory of this thread: zeros, which the kernels put back, or bytes to overwrite."""
+        kept: dict[Any, Tensor] = self._local.__dict__
+        if dtype not in kept or kept[dtype].numel() < numel:
+            kept[dtype] = torch.zeros(numel, dtype=dtype)
+        return kept[dtype]
 
     def positions(self, payload: Payload | Tensor, numel: int) -> Tensor:
         opened = open_payload(payload, numel, verify=False)
@@ -180,12 +177,10 @@ class CpuBackend(Backend):
     def sample_threshold(
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
     ) -> float:
-        check_sample(grad, residual, keep_fraction, num_samples)
         wanted = keep_fraction, num_samples, seed & (2**64 - 1)
         return self._threshold("dct_sample_threshold", grad, residual, *wanted)
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
-        check_exact(grad, residual, k)
         return self._threshold("dct_exact_threshold", grad, residual, k)
 
     def _threshold(self, name: str, grad: Tensor, residual: Tensor | None, *wanted: float) -> float:
@@ -202,15 +197,15 @@ class CpuBackend(Backend):
     def _repack(
         self, wide: Tensor, packed: Tensor, exponents: Tensor | None, seed: int, *, packing: bool
     ) -> None:
-        check_pack(wide, packed, exponents)
         numel, grouped = wide.numel(), exponents is not None
         numbers = numel, seed & 0xFFFFFFFF, grouped, packing, self._threads_for(numel)
         self._call("dct_pack", wide, packed, exponents, *numbers)
 
     def encode_changes(self, wanted: Tensor, held: Tensor, out: Tensor) -> Stats:
-        check_changes(wanted, held, out)
         began, sizes, numel = time.perf_counter_ns(), (c_uint64 * 2)(), wanted.numel()
-        self._call("dct_encode_changes", wanted, held, numel, out, self._scratch(6 * numel), sizes)
+        self._call(
+            "dct_encode_changes", wanted, held, numel, out, self._memory(6 * numel, torch.uint8), sizes
+        )
         elapsed = time.perf_counter_ns() - began
         return Stats(sizes[0], sizes[1], sizes[1], False, encode_ns=elapsed)
 
@@ -220,15 +215,8 @@ class CpuBackend(Backend):
             check_vector("out", out, (torch.bfloat16, torch.float16))
         targets = (c_void_p * len(outs))(*map(passed, outs))
         sizes = (c_uint64 * len(outs))(*[out.numel() for out in outs])
-        scratch = self._scratch(10 * max((out.numel() for out in outs), default=0))
+        scratch = self._memory(10 * max((out.numel() for out in outs), default=0), torch.uint8)
         self._call("dct_apply_changes", message, message.numel(), targets, sizes, len(outs), scratch)
-
-    def _scratch(self, nbytes: int) -> Tensor:
-        """Return memory of this thread, uint8, which the next call may use again."""
-        memory: Tensor | None = getattr(self._local, "scratch", None)
-        if memory is None or memory.numel() < nbytes:
-            memory = self._local.scratch = torch.empty(nbytes, dtype=torch.uint8)
-        return memory
 
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None

@@ -12,7 +12,7 @@ from ..config import ActivationConfig, KernelConfig
 from ..config.methods import NoMethod
 from .compressors import ActivationCompressor, Site, create
 from .compressors.compressor import GROUP_SIZE
-from .compressors.gradients import GradientMessages, OwnGradients
+from .compressors.gradients import GradientMessages
 from .compressors.threshold import Answers, Thresholded
 
 logger = logging.getLogger("dct_plugin")
@@ -50,7 +50,7 @@ class ActivationStream:
             self._gradient_messages = Answers(self._forward)
         else:
             self._gradient = create(config.own_backward or config.forward, self._gradient_site)
-            self._gradient_messages = OwnGradients(self._gradient)
+            self._gradient_messages = GradientMessages(self._gradient)
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ class ActivationStream:
     @property
     def gradients(self) -> GradientMessages:
         """The messages of gradients in this step."""
-        return OwnGradients(self._whole) if self._is_dense else self._gradient_messages
+        return GradientMessages(self._whole) if self._is_dense else self._gradient_messages
 
     @property
     def density(self) -> float:

@@ -103,21 +103,3 @@ def test_random_numbers_follow_from_seed_and_position() -> None:
     up = (first > first.min()).float() - 0.5
     for lag in (1, 2, 8, 64, 4096):
         assert abs(float((up[lag:] * up[:-lag]).mean()) - float(up.mean()) ** 2) < 0.003
-
-
-@pytest.mark.parametrize(
-    ("values", "out", "exponents"),
-    [
-        (torch.zeros(5, dtype=torch.float64), torch.zeros(5, dtype=torch.bfloat16), None),
-        (torch.zeros(5), torch.zeros(4, dtype=torch.bfloat16), None),
-        (torch.zeros(5), torch.zeros(5, dtype=torch.int8), None),
-        (torch.zeros(5), torch.zeros(5, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int8)),
-        (torch.zeros(65), torch.zeros(65, dtype=torch.int8), torch.zeros(1, dtype=torch.int8)),
-    ],
-)
-def test_arguments_that_do_not_fit(values: Tensor, out: Tensor, exponents: Tensor | None) -> None:
-    for kernels in (REFERENCE, CPU):
-        with pytest.raises((TypeError, ValueError)):
-            kernels.pack(values, out, exponents, 0)
-        with pytest.raises((TypeError, ValueError)):
-            kernels.unpack(out, exponents, values)

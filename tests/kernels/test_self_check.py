@@ -86,8 +86,8 @@ class _WrongSum(TritonBackend):
 
 
 class _WrongValue(TritonBackend):
-    def decode_add(self, payload: Any, out: Tensor, positions: Any = None) -> int:
-        nnz = super().decode_add(payload, out, positions)
+    def decode_add(self, payload: Any, out: Tensor) -> int:
+        nnz = super().decode_add(payload, out)
         out.view(torch.int32)[3000] ^= 1
         return nnz
 

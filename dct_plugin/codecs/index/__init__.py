@@ -44,18 +44,10 @@ __all__ = [
 ]
 
 
-def _table(*codecs: IndexCodec) -> dict[IndexEncoding, IndexCodec]:
-    """Return the codecs by encoding, ascending; ``ImportError`` unless every encoding has exactly one."""
-    found = [codec.encoding for codec in codecs]
-    if found != list(IndexEncoding):
-        expected = ", ".join(encoding.label for encoding in IndexEncoding)
-        raise ImportError(f"index codecs are {', '.join(e.label for e in found)}; expected {expected}")
-    return {codec.encoding: codec for codec in codecs}
-
-
 #: Every index encoding's codec, ascending by the number in the header.
-CODECS: Mapping[IndexEncoding, IndexCodec] = _table(Dense(), Bitmap(), Gaps8(), Block16(), Rice())
-
+CODECS: Mapping[IndexEncoding, IndexCodec] = {
+    codec.encoding: codec for codec in (Dense(), Bitmap(), Gaps8(), Block16(), Rice())
+}
 
 #: Encodings that hold any positions, and so can be asked for by name.
 ANY_POSITIONS = tuple(encoding for encoding, codec in CODECS.items() if codec.can_hold(0, 1))

@@ -105,7 +105,7 @@ class _Write(NamedTuple):
         """Return a row of the table of jobs, in the order of its places; ``first``: see :meth:`units`."""
         job = self.job
         addresses = map(_address, (job.grad, job.residual, job.residual_out, job.out))
-        return [*addresses, job.numel, job.capacity, job.start, *first, self.slot, *self.tau, job.numel]
+        return [*addresses, job.numel, job.capacity, job.start, *first, self.slot, *self.tau, 0]
 
     def undo(self) -> None:
         """Put the old residual into memory that the launch, which failed, should have written."""
@@ -362,11 +362,15 @@ class Batch:
             if skips:
                 launch(device.skips, entry_chunks, table, positions, state, sums, count)
             launch(device.plan, count, table, state, sums, FORCED=variant.forced, SKIPS=skips)
-        launch_write(
+        accumulated = selected and variant.left
+        if accumulated:  # one form of the kernel serves all types of gradients
+            types = {"GRAD": 0, "HAS_RESIDUAL": False}
+        launch(
+            device.write,
+            chunks,
             *(table, words, positions, kept_counts, state, sums, count),
-            grid=chunks,
             ENTRIES=variant.entries,
-            ACCUMULATED=selected and variant.left,
+            ACCUMULATED=accumulated,
             VALUE=variant.value,
             HAS_LEFT=variant.left,
             **types,
@@ -376,24 +380,11 @@ class Batch:
             launch(
                 device.settle, tiles, table, state, count, PUT_BACK=put_back, CLEAR=variant.clear, **aligned
             )
-        launch_seal(table, state, self._counts, self._errors, count, variant.entries, variant.value)
+        figures = self._counts, self._errors
+        launch(device.seal, count, table, state, *figures, ENTRIES=variant.entries, VALUE=variant.value)
 
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.where)
-
-
-def launch_write(*arguments: Any, grid: int, **constants: Any) -> None:
-    """Launch the kernel that writes values, and positions that the receiver does not know."""
-    if constants["ACCUMULATED"]:  # one form of the kernel serves all types of gradients
-        constants |= {"GRAD": 0, "HAS_RESIDUAL": False}
-    launch(device.write, grid, *arguments, **constants)
-
-
-def launch_seal(
-    table: Tensor, state: Tensor, counts: Tensor, errors: Tensor, count: int, entries: int, value: int
-) -> None:
-    """Launch the kernel that writes headers and figures."""
-    launch(device.seal, count, table, state, counts, errors, ENTRIES=entries, VALUE=value)
 
 
 def _laid_out(writes: Sequence[_Write]) -> tuple[list[list[int]], tuple[int, ...]]:

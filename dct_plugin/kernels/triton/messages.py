@@ -74,7 +74,7 @@ class OpenedMessages(NamedTuple):
                 SLOTS=slots,
                 ABSENT=device.ADDED.value if spare else device.POISONED.value,
             )
-            programs = -(-max(longest // 4, at_most) // CHUNK) + count
+            programs = -(-longest // (4 * CHUNK)) + count
             launch(device.check, (programs, several), buffer, rows, count)
             counts = torch.empty(several, 2, units, dtype=torch.int64, device=where)
             positions = torch.empty(several, room, dtype=torch.int32, device=where)

@@ -36,10 +36,9 @@ STATE = tl.constexpr(16)  # its size
 
 ROW = tl.constexpr(16)
 #: Places in a job's row: addresses; sizes; the first tile, block, chunk of the body, chunk of entries; where
-#: its positions begin; the row of its figures; the threshold's place on the device, or -1, and its bits; kept
-#: entries, where the host knows them.
+#: its positions begin; the row of its figures; the threshold's place on the device, or -1, and its bits.
 GRAD_AT, RESIDUAL_AT, LEFT_AT, OUT_AT, NUMEL, CAPACITY, START = map(tl.constexpr, range(7))
-TILES, BLOCKS, CHUNKS, ENTRY_CHUNKS, ROOM, SLOT, TAU_SLOT, TAU_BITS, COUNT = map(tl.constexpr, range(7, 16))
+TILES, BLOCKS, CHUNKS, ENTRY_CHUNKS, ROOM, SLOT, TAU_SLOT, TAU_BITS = map(tl.constexpr, range(7, 15))
 #: Places in a sample's row; GRAD_AT, RESIDUAL_AT, NUMEL and CHUNKS are the same.
 SAMPLES, SEED, ALL, SHARE, RANK = map(tl.constexpr, (2, 3, 5, 6, 7))
 #: Places in a row of what is done entry by entry: addresses, GRAD_AT first; NUMEL, CHUNKS and SEED are as in
@@ -49,9 +48,7 @@ SECOND_AT, THIRD_AT = map(tl.constexpr, (1, 2))
 FP32, BF16, FP16, INT8, INT4, INT2 = map(tl.constexpr, map(int, ValueDtype))
 DENSE, BITMAP, GAPS8, BLOCK16, RICE = map(tl.constexpr, map(int, IndexEncoding))
 #: What is wrong with a payload, see :data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`.
-BAD_CHECKSUM, BAD_VALUE, BAD_SCALE, BAD_POSITION, BAD_COUNT, BAD_ORDER, BAD_HEADER = map(
-    tl.constexpr, KERNEL_ERRORS
-)
+BAD_CHECKSUM, _, _, BAD_POSITION, BAD_COUNT, BAD_ORDER, BAD_HEADER = map(tl.constexpr, KERNEL_ERRORS)
 
 MAGIC_AND_VERSION = tl.constexpr(0x0001DC7A)
 OVERFLOW = tl.constexpr(2.0**126)
@@ -678,7 +675,7 @@ def write(
     state += number * STATE
     if tl.load(state + FLAG) == 0:
         left = _floats_of(job, LEFT_AT, False)
-        nnz = tl.load(job + COUNT)
+        nnz = tl.load(job + NUMEL)
         values_at = nnz * 0
         if ENTRIES == -1:
             positions += tl.load(job + ROOM)
@@ -737,7 +734,7 @@ def seal(table, state, counts, errors, ENTRIES: tl.constexpr, VALUE: tl.constexp
     index_nbytes = tl.load(state + INDEX_NBYTES)
     if ENTRIES != -1:
         encoding = tl.full((), ENTRIES, tl.int64)
-        nnz = tl.load(job + COUNT)
+        nnz = numel
         above = nnz
         index_nbytes = tl.full((), 0, tl.int64)
     nnz = tl.where(flagged, 0, nnz)

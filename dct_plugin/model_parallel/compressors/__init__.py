@@ -11,7 +11,7 @@ from typing import Any
 from ...config.methods import Method
 from .bounded import Bounded
 from .compressor import ActivationCompressor, Site, Written
-from .none import Whole
+from .payloads import Whole
 from .quantise import Quantised
 from .threshold import Thresholded
 from .transform import Transformed

@@ -1,9 +1,9 @@
-"""The base class of compressors whose messages are payloads of the kernels."""
+"""Everything, in the tensor's own type; and the base class of compressors whose messages are payloads."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,15 +11,19 @@ from torch import Tensor
 from ...codecs.payload import Header, header_bytes, payload_bound
 from ...codecs.stats import read_stats
 from ...codecs.values import ValueDtype
-from ...compression.stream import Encoded, Stream, add_payload, as_flat, first_position
+from ...compression.stream import Encoded, Stream, add_payload, as_flat, first_position, wire_dtype
 from ...compression.thresholds import Threshold
 from ...kernels import Job, Tau
-from .compressor import ActivationCompressor, Settings, Site
+from .compressor import ActivationCompressor, Settings, Site, Written
 
 
-class PayloadCompressor(ActivationCompressor[Settings]):
-    """The base class of compressors whose messages are payloads of the kernels."""
+class Whole(ActivationCompressor[Settings]):
+    """All entries cross, in warm-up steps and if nothing is to be left out; finite ones arrive bitwise.
 
+    Messages are payloads of the kernels.
+    """
+
+    # A message that holds a non-finite entry is shorter than others.
     exact = False
 
     def __init__(self, config: Settings, site: Site) -> None:
@@ -28,17 +32,17 @@ class PayloadCompressor(ActivationCompressor[Settings]):
         self._stream = Stream(threshold, name=site.name, kernels=site.kernels)
         self.backend = self._stream.backend
 
-    @abstractmethod
     def value_type(self, dtype: torch.dtype) -> ValueDtype:
         """Return the type of the values on the wire."""
+        return wire_dtype(dtype, dense=True)
 
     def entries(self, numel: int, value_dtype: ValueDtype) -> int:
         """Return the most entries of a message about ``numel``."""
         return numel
 
-    @abstractmethod
     def _tau(self, encoded: Encoded, flats: Sequence[Tensor]) -> Tau:
         """Return the threshold of these tensors."""
+        return 0.0
 
     def _observe(self, encoded: Encoded) -> None:
         """Take note of the figures of messages."""
@@ -48,7 +52,7 @@ class PayloadCompressor(ActivationCompressor[Settings]):
         code = self.value_type(dtype)
         return payload_bound(shape.numel(), self.entries(shape.numel(), code), code)
 
-    def _write(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Encoded]:
+    def encode(self, parts: Sequence[Tensor]) -> Written:
         """Write one payload for each tensor; their figures are read at once."""
         flats = [as_flat(part) for part in parts]
         encoded = Encoded(numel=sum(flat.numel() for flat in flats), density=self.density)
@@ -67,13 +71,10 @@ class PayloadCompressor(ActivationCompressor[Settings]):
         messages = [
             buffer[: stats.nbytes].clone() for buffer, stats in zip(buffers, encoded.stats, strict=True)
         ]
-        return messages, encoded
+        return Written(messages, [None] * len(messages), encoded)
 
-    def _add(self, message: Tensor, out: Tensor) -> Tensor:
-        """Add the payload with which a message begins to ``out``; return the payload."""
-        payload = without_padding(message)
-        add_payload(self.backend(out.device), payload, out)
-        return payload
+    def decode(self, message: Tensor, out: Tensor, peer: int) -> Any:
+        add_payload(self.backend(out.device), without_padding(message), out)
 
 
 def without_padding(message: Tensor) -> Tensor:

@@ -16,14 +16,14 @@ from ...config.methods import ThresholdMethod
 from ...kernels import SMALLEST_TAU, Tau
 from .compressor import NUMBER_NBYTES, Site, Written
 from .gradients import GradientMessages
-from .payloads import PayloadCompressor, without_padding
+from .payloads import Whole, without_padding
 
 #: Room of a message of fixed size, as a multiple of the target density: that is what crosses. Entries that do
 #: not fit are dropped like entries below the threshold.
 CAPACITY = 1.0
 
 
-class Thresholded(PayloadCompressor[ThresholdMethod]):
+class Thresholded(Whole[ThresholdMethod]):
     """DCT-MP (Gupta et al., KDD 2021, section 4).
 
     There is no residual: the next batch holds other samples. The threshold is measured on the first tensors
@@ -61,11 +61,12 @@ class Thresholded(PayloadCompressor[ThresholdMethod]):
         return max(1, min(numel, max(room // 2, room - header)))
 
     def encode(self, parts: Sequence[Tensor]) -> Written:
-        messages, encoded = self._write(parts)
-        return Written(messages, list(messages), encoded)
+        written = super().encode(parts)
+        return written._replace(kept=list(written.messages))
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> Tensor:
-        return self._add(message, out)
+        super().decode(message, out, peer)
+        return without_padding(message)
 
     def _tau(self, encoded: Encoded, flats: Sequence[Tensor]) -> Tau:
         if not encoded.numel:
@@ -106,13 +107,14 @@ class Thresholded(PayloadCompressor[ThresholdMethod]):
 class Answers(GradientMessages):
     """Gradients at the positions of the forward messages, which both ends have kept."""
 
-    size_is_known = True
+    compressor: Thresholded
 
     def __init__(self, compressor: Thresholded) -> None:
-        self._compressor = compressor
+        super().__init__(compressor)
+        self.size_is_known = True
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype, kept: Tensor | None = None) -> int:
-        compressor, code = self._compressor, self._code(dtype)
+        compressor, code = self.compressor, self._code(dtype)
         if kept is not None:
             return values_nbytes(kept, code)
         entries = compressor.entries(shape.numel(), compressor.value_type(dtype))
@@ -120,16 +122,16 @@ class Answers(GradientMessages):
 
     def encode(self, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Encoded]:
         flat = as_flat(gradient)
-        kernels = self._compressor.backend(flat.device)
+        kernels = self.compressor.backend(flat.device)
         message, stats = encode_at(kernels, flat, kept, self._code(gradient.dtype))
-        return message, Encoded([stats], flat.numel(), self._compressor.density)
+        return message, Encoded([stats], flat.numel(), self.compressor.density)
 
     def decode(self, message: Tensor, kept: Tensor, out: Tensor, peer: int = 0) -> None:
-        add_at(self._compressor.backend(out.device), without_padding(message), out, kept)
+        add_at(self.compressor.backend(out.device), without_padding(message), out, kept)
 
     def pull_back(self, gradient: Tensor, kept: Tensor) -> Tensor:
-        mask = self._compressor.backend(gradient.device).decode_mask(kept, gradient.numel())
+        mask = self.compressor.backend(gradient.device).decode_mask(kept, gradient.numel())
         return gradient * mask.view(gradient.shape)
 
     def _code(self, dtype: torch.dtype) -> ValueDtype:
-        return wire_dtype(dtype, self._compressor.site.answer.value_dtype)
+        return wire_dtype(dtype, self.compressor.site.answer.value_dtype)
