@@ -6,22 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import NamedTuple
 
 from torch import Tensor
 
 from .base import Announced, Header, Transport
 
 _FAILED = -1
-
-
-class _Posted(NamedTuple):
-    """Messages that were posted and not received from the others yet, at this rank's time in nanoseconds."""
-
-    announced: Announced
-    fingerprint: int
-    busy: int
-    at: int
 
 
 class AnnouncedMessages:
@@ -48,7 +38,8 @@ class AnnouncedMessages:
         self._world_size = world_size
         self._transport = transport
         self._guard = guard
-        self._posted: deque[_Posted] = deque()
+        self._posted: deque[tuple[Announced, int]] = deque()
+        """Messages, and the time in nanoseconds at which this rank posted them."""
         self._left = 0
         """When the last exchange was over; 0 before the first."""
 
@@ -62,7 +53,7 @@ class AnnouncedMessages:
         at = time.perf_counter_ns()
         busy = at - self._left if self._left else 0
         announced = Announced([Header(size, fingerprint, busy) for size in sizes], messages)
-        self._posted.append(_Posted(announced, fingerprint, busy, at))
+        self._posted.append((announced, at))
         self.posts += 1
         with self._guard("exchange of sizes"):
             self._transport().post(announced)
@@ -71,27 +62,26 @@ class AnnouncedMessages:
         """Tell all ranks, in place of the next messages, that this one failed."""
         self.post([_FAILED] * self._world_size, 0, None)
 
-    def receive_headers(self) -> tuple[_Posted, list[Header]]:
+    def receive_headers(self) -> tuple[Announced, list[Header]]:
         """Return the oldest messages that were posted, and the headers that came from all ranks for them."""
-        posted, entered = self._posted.popleft(), time.perf_counter_ns()
+        (announced, at), entered = self._posted.popleft(), time.perf_counter_ns()
         with self._guard("exchange of sizes"):
-            headers = self._transport().receive_headers(posted.announced)
+            headers = self._transport().receive_headers(announced)
         # Ranks leave an exchange together: all wait for the one that has worked longest since then, from when
         # they come here. Their clocks need not agree.
         now = time.perf_counter_ns()
         if not self._posted:
             self._left = now
         if all(header.busy for header in headers):
-            late = max(header.busy for header in headers) - posted.busy - (entered - posted.at)
+            late = max(header.busy for header in headers) - announced.headers[0].busy - (entered - at)
             self.waited_ms += max(0, min(late, now - entered)) / 1e6
-        return posted, headers
+        return announced, headers
 
-    def receive_messages(self, posted: _Posted, sizes: Sequence[int]) -> list[Tensor]:
+    def receive_messages(self, announced: Announced, sizes: Sequence[int]) -> list[Tensor]:
         """Return the messages of all ranks behind the headers that were received last."""
-        assert posted.announced.messages is not None
+        assert announced.messages is not None
         with self._guard("exchange of messages"):
-            messages = posted.announced.messages
-            received = self._transport().receive_messages(messages, sizes, more=bool(self._posted))
+            received = self._transport().receive_messages(announced.messages, sizes, more=bool(self._posted))
         if not self._posted:
             self._left = time.perf_counter_ns()
         return received
@@ -105,12 +95,12 @@ class AnnouncedMessages:
     def drain(self) -> None:
         """Receive what the others send for what was posted, and forget it: they may be well, and go on."""
         while self._posted:
-            posted, headers = self.receive_headers()
+            announced, headers = self.receive_headers()
             sizes = [header.size for header in headers]
-            if posted.announced.messages is None or min(sizes) < 0:  # then nobody receives it
+            if announced.messages is None or min(sizes) < 0:  # then nobody receives it
                 self._transport().discard(sizes)
             else:
-                self.receive_messages(posted, sizes)
+                self.receive_messages(announced, sizes)
 
     def clear(self) -> None:
         """Forget what was posted."""

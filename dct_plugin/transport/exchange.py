@@ -121,9 +121,9 @@ class Exchange:
         """Complete the oldest :meth:`all_to_all` that was posted; ``own`` is this rank's message to itself.
         After an error nothing is posted any more.
         """
-        posted, headers = self._announced.receive_headers()
-        sizes = self._agreed(headers, posted.fingerprint, bounds)
-        return self._staging.received(self._announced.receive_messages(posted, sizes), own)
+        announced, headers = self._announced.receive_headers()
+        sizes = self._agreed(headers, announced.headers[0].fingerprint, bounds)
+        return self._staging.received(self._announced.receive_messages(announced, sizes), own)
 
     def agree(self, fingerprint: int) -> None:
         """Make sure that every rank is at this operation; errors as of :meth:`all_to_all`."""
