@@ -61,8 +61,10 @@ class Job:
 
     def __post_init__(self) -> None:
         grad, residual, residual_out = self.grad, self.residual, self.residual_out
-        check_pair(grad, residual)
         numel = grad.numel()
+        check_vector("grad", grad, GRAD_DTYPES)
+        if residual is not None:
+            check_vector("residual", residual, (torch.float32,), numel)
         if numel > MAX_NUMEL:
             raise ValueError(f"grad has {numel} entries, a payload holds at most {MAX_NUMEL}")
         if residual_out is None:
@@ -81,7 +83,10 @@ class Job:
             # Any number of entries may be kept, none for example, and the encoding has to hold them.
             if not CODECS[encoding].can_hold(numel if dense else 0, numel):
                 raise ValueError(f"index encoding {encoding.label} cannot be forced here")
-        check_out(self.out, payload_bound(numel, capacity, value_dtype, encoding))
+        check_vector("out", self.out, (torch.uint8,))
+        needed = payload_bound(numel, capacity, value_dtype, encoding)
+        if self.out.numel() < needed:
+            raise ValueError(f"out has {self.out.numel()} bytes, this payload may need {needed}")
         device = grad.device
         for other in (residual, residual_out, self.out, tau):
             if isinstance(other, Tensor) and other.device != device:
@@ -130,17 +135,3 @@ def check_vector(
         raise ValueError(f"{name} must be contiguous and 1-D, got shape {tuple(tensor.shape)}")
     if numel is not None and tensor.numel() != numel:
         raise ValueError(f"{name} has {tensor.numel()} entries, expected {numel}")
-
-
-def check_out(out: Tensor, needed: int) -> None:
-    """Raise unless ``out`` has room for a payload of ``needed`` bytes."""
-    check_vector("out", out, (torch.uint8,))
-    if out.numel() < needed:
-        raise ValueError(f"out has {out.numel()} bytes, this payload may need {needed}")
-
-
-def check_pair(grad: Tensor, residual: Tensor | None) -> None:
-    """Raise unless ``grad`` and ``residual`` are vectors of one length and of the types that kernels read."""
-    check_vector("grad", grad, GRAD_DTYPES)
-    if residual is not None:
-        check_vector("residual", residual, (torch.float32,), grad.numel())

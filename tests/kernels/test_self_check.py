@@ -145,9 +145,10 @@ def test_the_doctor_shows_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DCT_KERNELS", raising=False)
     problems: dict[tuple[str, str], str | None] = {("triton", "cuda"): None}
     monkeypatch.setattr(kernels, "_problems", problems)
-    finding = doctor._cuda_kernels()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    *_, finding = doctor._kernels()
     assert finding[:3] == ("ok", "cuda kernels", "triton, equal to the reference on this device")
     problems["triton", "cuda"] = "self-check: sums: 1 of 9 entries differ"
-    finding = doctor._cuda_kernels()
+    *_, finding = doctor._kernels()
     assert finding[:3] == ("warn", "cuda kernels", f"reference; triton: {problems['triton', 'cuda']}")
     assert "report" in finding.advice
