@@ -108,7 +108,6 @@ def counted() -> Iterator[Counter[str]]:
         *(mock.patch.object(module, "launch", launch) for module in (backend, batch, messages, step_ahead)),
         *(mock.patch.object(m, "upload", counted_upload) for m in (backend, batch, messages, step_ahead)),
         mock.patch.object(pending_exchanges, "read_figures", counted_read),
-        mock.patch.object(backend, "split_messages", return_value=[]),
     ]
     for patch in patches:
         patch.start()
