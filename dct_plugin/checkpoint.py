@@ -29,10 +29,6 @@ from .compression.feedback import entries_of, unpacked
 from .errors import DCTError
 
 FORMAT = 2
-#: Marks a folder in which a checkpoint is being written over an older one: until that is done, its parts may
-#: be of two steps.
-UNFINISHED = "dct_unfinished"
-
 #: Name of the file that :func:`gather` writes.
 GATHERED = "dct_residuals.pt"
 
@@ -150,11 +146,6 @@ def load(
         return Loaded.of(in_unit(content["state"], unit / float(content["unit"])), content)
     own, first = file_of(folder, rank), file_of(folder, 0)
     known = own if own.exists() else first  # on node-local storage only the own file is here
-    if Path(folder, UNFINISHED).exists():
-        raise DCTError(
-            f"{folder}: a save over an older checkpoint did not end, so that its parts may be of two steps "
-            f"(that is what {UNFINISHED} in it says)"
-        )
     if not known.exists():
         return None
     content = read(known)
@@ -256,8 +247,12 @@ def _entries(stream: str, sizes: Mapping[str, int]) -> int | None:
     return int(match["stop"]) - int(match["start"])
 
 
-def known_to(sizes: Mapping[str, int], state: State) -> tuple[State, list[str]]:
-    """A reducer's state with the streams of a model only, and the names of the others."""
+def known_to(sizes: Mapping[str, int] | None, state: State) -> tuple[State, list[str]]:
+    """A reducer's state with the streams of a model only, and the names of the others; of all, if its sizes
+    are not known.
+    """
+    if sizes is None:
+        return state, []
     strange = [name for name in state["streams"] if _entries(name, sizes) is None]
     kept = {name: stream for name, stream in state["streams"].items() if name not in strange}
     return {**state, "streams": kept}, strange

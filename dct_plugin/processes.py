@@ -1,5 +1,6 @@
-"""Names of processes, for peers and for locks, by which another process sees whether they still run; the end
-of jobs. Imports the standard library only.
+"""Names of processes, by which a peer sees whether they still run, and the end of jobs.
+
+Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -18,21 +19,9 @@ def this() -> str:
 
 def lives(name: str) -> bool:
     """Return whether a process, named by its :func:`this`, runs on this machine and is not stopped."""
-    return _is_here(name, stopped=False) is True
-
-
-def gone(name: str) -> bool:
-    """Return whether a process was on this machine and has ended."""
-    return _is_here(name, stopped=True) is False
-
-
-def _is_here(name: str, *, stopped: bool) -> bool | None:
-    """Return whether a process runs, or is ``stopped``; None if it is on another machine, or not known."""
     where, _, rest = name.rpartition("]")
     process, _, begin = rest.strip().partition(" ")
-    if where + "]" != machine() or not begin:
-        return None
-    return _begin(process, stopped=stopped) == begin
+    return where + "]" == machine() and begin != "" and _begin(process) == begin
 
 
 def machine() -> str:
@@ -44,16 +33,16 @@ def machine() -> str:
         return f"{socket.gethostname()} []"
 
 
-def _begin(process: int | str, *, stopped: bool = False) -> str:
+def _begin(process: int | str) -> str:
     """Return the start time of a process, which a later process of the same number does not have.
 
-    Empty if the process is gone or the system does not tell, and for stopped processes without ``stopped``.
+    Empty if the process is gone or stopped, or the system does not tell.
     """
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if state in "ZX" or (state in "tT" and not stopped) else fields[18]
+    return "" if state in "ZXtT" else fields[18]
 
 
 def end(job: subprocess.Popen[bytes]) -> None:

@@ -142,9 +142,9 @@ class Runner:
                 yield from map(json.loads, lines)
             if ended:
                 return
-            if offset == 0 and time.monotonic() > slow_at and (locks := build_lock.locks()):
+            if offset == 0 and time.monotonic() > slow_at and build_lock.locks():
                 slow_at = float("inf")
-                yield {"event": "slow_start", "advice": [build_lock.advice(lock) for lock in locks]}
+                yield {"event": "slow_start", "advice": [build_lock.advice()]}
             time.sleep(poll_seconds)
 
     def _failure(self, what: str, code: int) -> str:

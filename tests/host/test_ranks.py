@@ -14,7 +14,8 @@ from support.state_files import save_state
 
 from dct_plugin import checkpoint
 from dct_plugin.config import DCTConfig, MetricsConfig
-from dct_plugin.integrations.host import rank_files, reducer_files, startup
+from dct_plugin.integrations.host import rank_files, startup
+from dct_plugin.integrations.host.reducer_files import ReducerFiles
 from dct_plugin.integrations.host.reporting import Reporting
 from dct_plugin.integrations.host.steps import StepHooks
 from dct_plugin.metrics import Metrics
@@ -80,8 +81,8 @@ def state_of(rank: int) -> dict[str, Any]:
 
 
 def _writes_and_reads(rank: int, world_size: int, folder: str) -> bool:
-    reducer_files.save(folder, lambda: state_of(rank))
-    found = reducer_files.load(folder)
+    ReducerFiles().save(folder, lambda: state_of(rank))
+    found = ReducerFiles().load(folder)
     assert found is not None
     return torch.equal(found["own"], torch.full((3,), rank))
 
@@ -129,7 +130,7 @@ def _reads(rank: int, world_size: int, folder: str) -> tuple[bool, list[str]]:
     logger = logging.getLogger("dct_plugin")
     logger.addHandler(handler)
     try:
-        return reducer_files.load(folder) is not None, handler.lines
+        return ReducerFiles().load(folder) is not None, handler.lines
     finally:
         logger.removeHandler(handler)
 

@@ -89,8 +89,6 @@ def scenarios(folder: Path, stage: int) -> dict[str, Any]:
     prepared(lambda: [shutil.copy(kept / file.name, folder / "a") for file in files])
     prepared((folder / "a" / files[1].name).unlink)
     attempt("one missing")
-    prepared((folder / "a" / "dct_unfinished").touch)
-    attempt("unfinished")
     engine.save_checkpoint(str(folder), tag="a", client_state={"mine": 6})
     attempt("written over")
     other = made(stage, 0.5)

@@ -27,10 +27,11 @@ from dct_plugin.host_traffic import counted_by
 from dct_plugin.metrics import Metrics
 from dct_plugin.transport.nodes import Nodes, layout_of
 
-from ..host import attachments, lost_peers, reducer_files, startup
+from ..host import attachments, lost_peers, startup
 from ..host.frozen import FrozenParameters
 from ..host.nonfinite import PoisonedSteps
 from ..host.overlap import Overlap, overlap_of
+from ..host.reducer_files import FRESH, ReducerFiles
 from ..host.replica_checksums import ReplicaChecksums
 from ..host.reporting import Reporting
 from ..host.settings import check_parameters, optimizers_of, resolve_settings
@@ -117,7 +118,7 @@ class DCTState:
         )
         self._optimizer_steps.follow(self._optimizers)
         self._buckets = BucketReductions(self.parameters, self._optimizer_steps, self._agree)
-        self._loaded = reducer_files.FRESH
+        self._loaded = FRESH
         self._topic = "ddp"
         self._reducer: GradientReducer | None = None
         self._ahead: StepAhead | None = None
@@ -349,20 +350,15 @@ class DCTState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict` of the same rank."""
         self._buckets.wait()
-        self._loaded = state["reducer"] or reducer_files.FRESH
+        self._loaded = state["reducer"] or FRESH
         self._optimizer_steps.forget()
         if self._reducer is not None:
             self._reducer.load_state_dict(self._loaded, loss_scale=self._optimizer_steps.scale.current())
             self.steps.step = self._reducer.step
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write one file per rank; a collective, see :func:`.host.reducer_files.save` for the errors."""
-        reducer_files.save(
-            folder,
-            lambda: self.state_dict()["reducer"],
-            group=self.process_group,
-            configuration=self.config.fingerprint(),
-        )
+        """Write one file per rank; a collective, see :class:`.host.reducer_files.ReducerFiles`."""
+        self._files().save(folder, lambda: self.state_dict()["reducer"])
 
     def save_alone(self, folder: str | os.PathLike[str]) -> None:
         """Write this rank's file without waiting for another rank; :meth:`load` compares the files.
@@ -385,26 +381,24 @@ class DCTState:
                     "nodes or quality call it on all ranks",
                 ).confirm({})
             self._optimizer_steps.end_due(alone=True)
-        reducer_files.save_alone(
-            folder,
-            self.state_dict()["reducer"],
-            self._topic,
-            group=self.process_group,
-            configuration=self.config.fingerprint(),
-        )
+        self._files().save_alone(folder, self.state_dict()["reducer"], self._topic)
 
     def load(self, folder: str | os.PathLike[str]) -> bool:
         """Restore :meth:`save`, also of another number of ranks; see :func:`.host.rank_files.load`. Return
         False, with residuals of zero, if a rank has no file; the log says why.
         """
-        state = reducer_files.load(
-            folder,
-            group=self.process_group,
-            sizes=self.parameters.sizes,
-            layout=layout_of(self._nodes()),
-        )
+        state = self._files(layout_of(self._nodes())).load(folder)
         self.load_state_dict({"reducer": state})
         return state is not None
+
+    def _files(self, layout: Sequence[Sequence[int]] = ()) -> ReducerFiles:
+        """Return the files of the ranks; only to read them needs ``layout``."""
+        return ReducerFiles(
+            self.process_group,
+            configuration=self.config.fingerprint(),
+            sizes=self.parameters.sizes,
+            layout=layout,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a state of the same configuration, for a model to be registered with.

@@ -26,15 +26,14 @@ from ..host.replica_checksums import ReplicaChecksums
 from ..host.reporting import Reporting
 from ..host.settings import resolve_settings, steps_of
 from ..host.steps import StepHooks
-from .checkpointing import CheckpointFiles, RankState, tell_what_is_dropped
+from .checkpointing import CheckpointFiles, RankState
 from .engine import EngineContext, EnginePart, check_version, has_optimizer, is_pipeline, job_of, tied_weights
 from .engine_parts import DisplacedPasses, SkippedSteps
 from .moe import ExpertPath
 from .node_copies import DisplacedCopies, NodeCopies
-from .parser import keys_read
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
-from .rules import advice, applied, require, step_ahead_unavailable, unread_keys
+from .rules import advice, applied, mistyped_keys, require, step_ahead_unavailable
 from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
 from .stage0 import Bf16Path, Stage0Path
 from .weight_updates import UpdatedWeights, WeightUpdates
@@ -274,7 +273,6 @@ def attach(engine: Any, section: Any) -> Attachment | None:
         config = DCTConfig.parse(section, rank=dist.get_rank())
         if not config.enabled and gradient_path_of_optimizer(engine) is None:
             agreement.abstain()
-            tell_what_is_dropped(engine)
             return None
         attachment, note = _prepared(engine, config)
     path, applied = ("none", config) if attachment is None else (attachment.description, attachment.config)
@@ -286,7 +284,6 @@ def attach(engine: Any, section: Any) -> Attachment | None:
             trains = has_optimizer(engine)
             why = "dct.data_parallel.enabled is false" if trains else "the engine has no optimizer"
             logger.warning("dct: nothing to do: %s", why)
-        tell_what_is_dropped(engine)
         return None
     attachment.install()
     engine.__dict__[ATTRIBUTE] = attachment
@@ -335,7 +332,7 @@ def _report(engine: Any, attachment: Attachment, note: str) -> None:
             "dct: the weights lack updates that dct.data_parallel.parameters has not sent yet: before an "
             "evaluation or export call engine.dct.gather_parameters() on all ranks; save_checkpoint does it"
         )
-    if unknown := unread_keys(configuration_of(engine) or {}, keys_read()):
+    if unknown := mistyped_keys(configuration_of(engine) or {}):
         logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(unknown))
     for sentence in advice(job_of(engine)):
         logger.warning("dct: %s", sentence)

@@ -1,21 +1,19 @@
 """The gradients in DeepSpeed's buckets, and when their sums are used under ZeRO-1 and ZeRO-2.
 
 DeepSpeed copies the sums of a bucket into the gradients of its partition as soon as the reduction returns,
-for the bucket's buffer is filled again. Three classes with one interface decide how long the host waits
-before:
+for the bucket's buffer is filled again. Two classes decide how long the host waits before:
 
-- :class:`BucketReductions` waits for every bucket.
+- :class:`BucketReductions` waits for every bucket. With ``overlap_comm`` messages travel while the backward
+  pass goes on, on CUDA on DeepSpeed's reduction stream. The copies are made before the next bucket is handed
+  over, or at the end of the pass.
 - :class:`DeferredReductions`, on a device, waits once, at the end of the backward pass. A message that did
   not fit its slot is sent again then, and its sums are corrected where DeepSpeed has copied the others.
-- :class:`OverlappedReductions` (``overlap_comm``) lets messages travel while the backward pass goes on, on
-  CUDA on DeepSpeed's reduction stream. The copies are made before the next bucket is handed over, or at the
-  end of the pass.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,28 +29,6 @@ from ..host.patching import Function, Patches
 def is_expert(parameter: Any) -> bool:
     """Return whether DeepSpeed treats the parameter as an expert's, reduced over a group of its own."""
     return not getattr(parameter, "allreduce", True)
-
-
-class BucketSlice(NamedTuple):
-    """The gradient of one parameter: entries ``[offset, offset + numel)`` of a 1-D buffer."""
-
-    name: str
-    offset: int
-    numel: int
-
-
-def consecutive(sizes: Iterable[tuple[str, int]]) -> list[BucketSlice]:
-    """Return the slices of a buffer that holds parameters of these ``(name, numel)`` one after the other."""
-    slices, offset = [], 0
-    for name, numel in sizes:
-        slices.append(BucketSlice(name, offset, numel))
-        offset += numel
-    return slices
-
-
-def entries_of(buffer: Tensor, slices: Sequence[BucketSlice]) -> list[tuple[str, Tensor]]:
-    """Return ``(name, view of the buffer)`` for each slice: the entries that a reducer takes."""
-    return [(name, buffer.narrow(0, offset, numel)) for name, offset, numel in slices]
 
 
 class ScaleFactors(NamedTuple):
@@ -106,20 +82,8 @@ class CommunicationBuffer:
             self._grad.copy_(self.flat.view(self._grad.shape))
 
 
-class Bucket(NamedTuple):
-    """A contiguous bucket of gradients."""
-
-    tensor: Tensor
-    dtype: torch.dtype
-    """The communication type."""
-    parameters: Sequence[tuple[str, Any]]
-    """``(name in the reducer, parameter)``."""
-    is_owned: bool
-    """True if a rank owns each gradient; the sums of others lie in the bucket alone."""
-
-
 class BucketReductions:
-    """Reductions that are complete when they return.
+    """Reductions of buckets whose sums have an owner.
 
     Args:
         optimizer: A ``DeepSpeedZeroOptimizer``.
@@ -128,22 +92,58 @@ class BucketReductions:
 
     def __init__(self, optimizer: Any, reducer: GradientReducer) -> None:
         self._optimizer, self._reducer = optimizer, reducer
+        # Where DeepSpeed leaves the buffer of a bucket alone while it is reduced.
+        keeps_buffer = optimizer.contiguous_gradients and optimizer.reduce_scatter
+        self._overlaps = bool(optimizer.overlap_comm and keeps_buffer and reducer.group_size > 1)
+        # On CUDA DeepSpeed calls on its own reduction stream.
+        self._overlap = overlap_of(reducer, wanted=self._overlaps, own_stream=False)
+        self._uses: list[Callable[[], None]] = []
 
-    def reduce(self, bucket: Bucket, reductions: Sequence[Reduction], use: Callable[[], None]) -> None:
+    def reduce(
+        self,
+        reductions: Sequence[Reduction],
+        use: Callable[[], None],
+        copied: Mapping[int, tuple[str, int]],
+    ) -> None:
         """Reduce a bucket.
 
         Args:
-            bucket: The bucket.
             reductions: Those of its gradients.
             use: Uses the sums.
+            copied: By the id of a parameter, the name in the reducer and the entries of gradients that
+                DeepSpeed copies from the bucket as they are.
         """
         for each in reductions:
-            each.finish()
-        self._reducer.finish()
-        use()
+            self._overlap.submit(each)
+        self._uses.append(use)
+        if not self._overlaps:
+            self._complete()
 
     def install(self, patches: Patches) -> None:
         """Patch the optimizer instance."""
+        patches.intercept(self._optimizer, "reduce_ipg_grads", self._reduce_buckets)
+        patches.intercept(self._optimizer, "copy_grads_in_partition", self._copy)
+
+    def _reduce_buckets(self, original: Function, comm_dtype: Any = None) -> None:
+        self._complete()
+        original(comm_dtype)
+        if comm_dtype is None:  # the end of the backward pass
+            self._complete()
+
+    def _copy(self, original: Function, parameter: Any, *arguments: Any) -> None:
+        if self._uses:
+            self._uses.append(lambda: original(parameter, *arguments))
+        else:
+            original(parameter, *arguments)
+
+    def _complete(self) -> None:
+        """Wait for the reductions that run, and have DeepSpeed copy the sums."""
+        if self._uses:
+            with self._reduction_stream():
+                self._overlap.wait()
+                uses, self._uses = self._uses, []
+                for use in uses:
+                    use()
 
     def _reduction_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of DeepSpeed's reduction stream, where it has one."""
@@ -152,48 +152,38 @@ class BucketReductions:
         return torch.cuda.stream(stream) if on_cuda else contextlib.nullcontext()
 
 
-def reductions_of(optimizer: Any, reducer: GradientReducer) -> BucketReductions:
-    """Return the reductions that let the host wait least."""
-    for cls in (DeferredReductions, OverlappedReductions):
-        if cls.applies(optimizer, reducer):
-            return cls(optimizer, reducer)
-    return BucketReductions(optimizer, reducer)
-
-
 class DeferredReductions(BucketReductions):
     """Reductions that are waited for at the end of the backward pass; arguments as of the base class."""
 
     def __init__(self, optimizer: Any, reducer: GradientReducer) -> None:
         super().__init__(optimizer, reducer)
         self._uncopied: dict[int, tuple[str, int]] = {}
-        """By the id of a parameter: its name in the reducer, and its entries."""
         self._nothing = torch.empty(1, device=reducer.device)
 
     @staticmethod
     def applies(optimizer: Any, reducer: GradientReducer) -> bool:
         """Return whether sums stay where DeepSpeed copies them, and somebody waits for a device at all.
 
-        Sums do not stay that go to the host, or are added up as they are copied.
+        Sums do not stay that are added up as they are copied.
         """
         compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda _: False)
-        stays = optimizer.contiguous_gradients and optimizer.reduce_scatter and not optimizer.cpu_offload
+        stays = optimizer.contiguous_gradients and optimizer.reduce_scatter
         stays = stays and not any(compact(group) for group in range(len(optimizer.bit16_groups)))
-        return bool(
-            not reducer.backend.lengths_on_host and stays and not getattr(optimizer, "zenflow", False)
-        )
+        return bool(stays and not reducer.backend.lengths_on_host)
 
-    def reduce(self, bucket: Bucket, reductions: Sequence[Reduction], use: Callable[[], None]) -> None:
+    def reduce(
+        self,
+        reductions: Sequence[Reduction],
+        use: Callable[[], None],
+        copied: Mapping[int, tuple[str, int]],
+    ) -> None:
         for each in reductions:
             each.finish()
-        if bucket.is_owned and bucket.tensor.dtype == bucket.dtype == self._optimizer.dtype:
-            self._uncopied |= {id(p): (name, p.numel()) for name, p in bucket.parameters}
+        if copied:
+            self._uncopied |= copied
         else:
             self._reducer.finish()  # sums that are converted or stay in the bucket cannot be corrected there
         use()
-
-    def install(self, patches: Patches) -> None:
-        patches.intercept(self._optimizer, "reduce_ipg_grads", self._reduce_buckets)
-        patches.intercept(self._optimizer, "copy_grads_in_partition", self._copy)
 
     def _reduce_buckets(self, original: Function, comm_dtype: Any = None) -> None:
         original(comm_dtype)
@@ -209,50 +199,3 @@ class DeferredReductions(BucketReductions):
         if (uncopied := self._uncopied.pop(id(parameter), None)) is not None:
             copy = self._optimizer.get_gradient_for_reduction(parameter)
             self._reducer.replace_result(uncopied[0], copy.detach().view(-1))
-
-
-class OverlappedReductions(BucketReductions):
-    """Reductions beside the backward pass; arguments as of the base class."""
-
-    def __init__(self, optimizer: Any, reducer: GradientReducer) -> None:
-        super().__init__(optimizer, reducer)
-        # On CUDA DeepSpeed calls on its own reduction stream.
-        self._overlap = overlap_of(reducer, own_stream=False)
-        self._uses: list[Callable[[], None]] = []
-
-    @staticmethod
-    def applies(optimizer: Any, reducer: GradientReducer) -> bool:
-        """Return whether DeepSpeed leaves the buffer of a bucket alone while it is reduced."""
-        wanted = optimizer.overlap_comm and optimizer.contiguous_gradients and optimizer.reduce_scatter
-        return bool(wanted and reducer.group_size > 1)
-
-    def reduce(self, bucket: Bucket, reductions: Sequence[Reduction], use: Callable[[], None]) -> None:
-        for each in reductions:
-            self._overlap.submit(each)
-        self._uses.append(use)
-
-    def install(self, patches: Patches) -> None:
-        patches.intercept(self._optimizer, "reduce_ipg_grads", self._reduce_buckets)
-        patches.intercept(self._optimizer, "copy_grads_in_partition", self._copy)
-
-    def _reduce_buckets(self, original: Function, comm_dtype: Any = None) -> None:
-        self._complete()
-        original(comm_dtype)
-        if comm_dtype is None:  # the end of the backward pass
-            self._complete()
-
-    def _copy(self, original: Function, *arguments: Any) -> None:
-        if self._uses:
-            self._uses.append(lambda: original(*arguments))
-        else:
-            original(*arguments)
-
-    def _complete(self) -> None:
-        """Wait for the reductions that run, and have DeepSpeed copy the sums."""
-        if not self._uses:
-            return
-        with self._reduction_stream():
-            self._overlap.wait()
-            uses, self._uses = self._uses, []
-            for use in uses:
-                use()

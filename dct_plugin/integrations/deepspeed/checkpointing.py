@@ -7,26 +7,21 @@ were left by another run, or by a save that was interrupted, are found.
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from dct_plugin import checkpoint
-from dct_plugin.transport import lost_ranks
 
-from ..host import reducer_files
 from ..host.patching import Function, Patches
+from ..host.reducer_files import FRESH, ReducerFiles
 from .engine import EngineContext, EnginePart, is_pipeline
 from .path import ActivationPath, GradientPath
 from .weight_updates import WeightUpdates
-
-logger = logging.getLogger("dct_plugin")
 
 #: The key of the client state that holds the identity of the save.
 CLIENT_KEY = "dct_plugin"
@@ -73,7 +68,7 @@ class RankState:
             self.gather.updates.load_state_dict(state.get("parameters"), step=step)
         for name, reducer in path.experts.items():
             saved = (state.get("expert_gradients") or {}).get(name)
-            own = {**reducer_files.FRESH, "step": step}
+            own = {**FRESH, "step": step}
             if saved is not None:
                 own = checkpoint.in_unit(saved["state"], path.unit / saved["unit"])
             reducer.load_state_dict(own, loss_scale=scale)
@@ -91,11 +86,15 @@ class CheckpointFiles(EnginePart):
     """
 
     def __init__(self, state: RankState) -> None:
-        self._state, self._path, self._engine = state, state.path, state.path.engine
-        self._group = state.path.reducer.group
-        self._in_parts = is_pipeline(self._engine)
-        self._configuration = state.context.config.fingerprint()
-        self._sizes = state.path.sizes()
+        self._state, self._engine, path = state, state.context.engine, state.path
+        self._files = ReducerFiles(
+            path.reducer.group,
+            parts=is_pipeline(self._engine),
+            unit=path.unit,
+            configuration=state.context.config.fingerprint(),
+            sizes=path.sizes(),
+            layout=path.reducer.layout,
+        )
 
     def install(self, patches: Patches) -> None:
         patches.intercept(self._engine, "save_checkpoint", self._save)
@@ -111,16 +110,8 @@ class CheckpointFiles(EnginePart):
         Raises:
             DCTError: On every rank, if a rank's file is damaged or does not fit.
         """
-        state = reducer_files.load(
-            self._own_folder(tag_folder),
-            group=self._group,
-            parts=self._in_parts,
-            unit=self._path.unit,
-            sizes=self._sizes,
-            expected=expected,
-            layout=self._path.reducer.layout,
-        )
-        self._state.load_state_dict(state or reducer_files.FRESH)
+        state = self._files.load(self._own_folder(tag_folder), expected=expected)
+        self._state.load_state_dict(state or FRESH)
         return state is not None
 
     def _save(self, original: Function, *args: Any, **keywords: Any) -> Any:
@@ -132,30 +123,13 @@ class CheckpointFiles(EnginePart):
         tag, client_state = given.get("tag"), given.get("client_state") or {}
         tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
         folder = self._own_folder(Path(given["save_dir"], tag))
-        mark = folder / checkpoint.UNFINISHED
-        if self._path.reducer.group_rank == 0 and folder.is_dir() and any(folder.iterdir()):
-            mark.touch()
         # Before DeepSpeed's own files: once it has written "latest", the checkpoint is complete.
         if self._state.gather is not None:
             self._state.gather.gather()
-        identity = reducer_files.save(
-            folder,
-            self._state.state_dict,
-            group=self._group,
-            parts=self._in_parts,
-            unit=self._path.unit,
-            configuration=self._configuration,
-        )
+        identity = self._files.save(folder, self._state.state_dict)
         given.update(client_state={**client_state, CLIENT_KEY: identity})
         given.pop("self")
-        names_latest = given.get("save_latest", True) and not self._engine.checkpoint_engine.is_decoupled()
-        if names_latest:
-            given["save_latest"] = False
-        result = original(**given)
-        mark.unlink(missing_ok=True)
-        if names_latest:
-            _name_latest(Path(given["save_dir"]), tag)
-        return result
+        return original(**given)
 
     def _load(self, original: Function, *args: Any, **keywords: Any) -> Any:
         loaded = original(*args, **keywords)
@@ -168,45 +142,10 @@ class CheckpointFiles(EnginePart):
         if asked["load_optimizer_states"] and not asked["load_module_only"]:
             self.load(Path(loaded[0]).parent, identity)
         else:
-            self._state.load_state_dict(reducer_files.FRESH)
+            self._state.load_state_dict(FRESH)
         return loaded
 
     def _own_folder(self, tag_folder: str | os.PathLike[str]) -> Path:
-        if not self._in_parts:
+        if not self._files.parts:
             return Path(tag_folder)
         return Path(tag_folder, f"dct_stage_{self._engine.stage_id:02d}_of_{self._engine.num_stages:02d}")
-
-
-def tell_what_is_dropped(engine: Any) -> None:
-    """Let an engine whose section is switched off warn when it loads a checkpoint with residuals."""
-
-    def load(original: Function, *args: Any, **keywords: Any) -> Any:
-        loaded = original(*args, **keywords)
-        file = None
-        if loaded[0] is not None and dist.get_rank() == 0:
-            file = next(Path(loaded[0]).parent.glob("**/dct_rank_*.pt"), None)
-        if file is not None:
-            streams = checkpoint.reshard([checkpoint.read(file)])["streams"].values()
-            norm = sum(float(stream["residual"].norm()) ** 2 for stream in streams) ** 0.5
-            logger.warning(
-                "dct: the section switches dct.data_parallel off, and the checkpoint holds residuals: "
-                "the unsent gradient of rank 0, of norm %.3g, is dropped. To send it first, load the "
-                "checkpoint with 'sparsity': 0 and 'value_dtype': 'fp32', train one step and save",
-                norm,
-            )  # fmt: skip
-        return loaded
-
-    Patches().intercept(engine, "load_checkpoint", load)
-
-
-def _name_latest(folder: Path, tag: str) -> None:
-    """Make ``tag`` the checkpoint to resume from; a collective.
-
-    DeepSpeed's rank 0 writes the name once its own files are there, perhaps not those of others, and in
-    place; a kill in between leaves it empty.
-    """
-    if dist.get_rank() == 0:
-        (folder / "latest.new").write_text(tag)
-        (folder / "latest.new").replace(folder / "latest")
-    with lost_ranks.reported("barrier behind a checkpoint"):
-        dist.barrier()

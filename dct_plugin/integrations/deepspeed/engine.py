@@ -7,27 +7,24 @@ would train on without the plugin, or wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.errors import VersionError
 from dct_plugin.metrics import Metrics
 
 from ..host import versions
 from ..host.patching import Patches
 from ..host.steps import StepHooks
 from ..host.versions import TESTED, Target, VersionRange, unsupported
-from .section import Job, gradient_path_of_optimizer, inner_optimizer
+from .section import Job, configuration_of, gradient_path_of_optimizer, inner_optimizer
 
 
 @dataclass
@@ -91,11 +88,6 @@ ENGINE_TARGETS = targets_of(
     ),
     destroy="",
 )
-ENGINE_ATTRIBUTES = (
-    "optimizer", "module", "monitor", "device", "global_rank", "global_steps", "gradient_average",
-    "communication_data_type", "postscale_gradients", "gradient_predivide_factor", "has_moe_layers",
-    "seq_data_parallel_group",
-)  # fmt: skip
 
 #: Wrappers of engines without an optimizer.
 _NO_OPTIMIZER = ("DummyOptim", "DeepSpeedZeRoOffload")
@@ -108,25 +100,6 @@ def require_targets(targets: Iterable[Target]) -> None:
         VersionError: Names every target that is not.
     """
     versions.require(targets, f"DeepSpeed {deepspeed.__version__}", _SUPPORTED, _REMEDY)
-
-
-def require_attributes(**owners: tuple[Any, Sequence[str]]) -> None:
-    """Stop unless all objects have the attributes that are read.
-
-    Args:
-        owners: By the word for the object, the object and the names of its attributes.
-
-    Raises:
-        VersionError: Names every attribute that is missing.
-    """
-    missing = [
-        f"{word}.{name}" for word, (owner, names) in owners.items() for name in names if not _has(owner, name)
-    ]
-    if missing:
-        raise VersionError(
-            f"DeepSpeed {deepspeed.__version__}: {', '.join(missing)} missing; this version is not supported "
-            f"by dct-plugin; supported: {_SUPPORTED}"
-        )
 
 
 def check_version(version: str) -> None:
@@ -144,13 +117,18 @@ def job_of(engine: Any, path: Any = None) -> Job:
     """Return what :mod:`.rules` judges of an engine; ``path`` is the class of its gradient path."""
     optimizer, slot = inner_optimizer(engine), gradient_path_of_optimizer(engine) is not None
     groups = getattr(optimizer, "param_groups", ())
-    autocast = _calls(engine, "torch_autocast_enabled") and engine.torch_autocast_dtype() == torch.float16
-    loose = not getattr(engine.optimizer, "contiguous_gradients", True)
-    return Job(
+    # As DeepSpeed has read them: its sections have older forms, too.
+    read = {
+        "zero_optimization": engine._config.zero_config.model_dump(mode="python"),
+        "compile": engine._config.compile_config.model_dump(mode="python"),
+    }
+    return replace(
+        Job.of_json({**(configuration_of(engine) or {}), **read}),
         stage=int(engine.zero_optimization_stage()),
         precision=precision_of(engine),
         optimizer="" if optimizer is None else type(optimizer).__name__,
         momentum=max((float(group.get("momentum", 0.0)) for group in groups), default=0.0),
+        steps=None,
         trains=has_optimizer(engine),
         exchanges_momentum=slot,
         own_backend=None if slot else getattr(optimizer, "comm_backend_name", None),
@@ -160,17 +138,9 @@ def job_of(engine: Any, path: Any = None) -> Job:
         gathers_weights=path is not None and path.weight_layout is not None,
         wrapper=type(engine.optimizer).__name__ if path is None and has_optimizer(engine) else "",
         engine=_unsupported_class(engine),
-        offload=tuple(_offload(engine)),
         model_parallel=_model_parallel(engine),
-        sequence_ranks=int(getattr(engine, "sequence_parallel_size", 1)),
-        quantized_gradients=_calls(engine, "zero_quantized_gradients"),
-        zenflow=bool(getattr(engine, "zenflow", False)),
-        deepcompile=_calls(engine, "is_deepcompile_enabled"),
-        autoep=getattr(engine, "_autoep_folding_spec", None) is not None,
-        autocast_fp16=autocast,
         ranks_per_copy=engine.zero_hpz_partition_size(),
-        separate_gradients=loose and not reduces_loose_gradients(engine.device),
-        version=deepspeed.__version__,
+        sequence_ranks=size if (size := int(getattr(engine, "sequence_parallel_size", 1))) > 1 else 0,
     )
 
 
@@ -196,14 +166,6 @@ def precision_of(engine: Any) -> str:
     return "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
 
 
-def reduces_loose_gradients(device: torch.device) -> bool:
-    """Return whether this DeepSpeed's ZeRO-1 and 2 reduce gradients that are not contiguous.
-
-    Older versions do not on CPU.
-    """
-    return device.type != "cpu" or bool(stage_1_and_2.split_half_float_double([torch.zeros(1)]))
-
-
 def _unsupported_class(engine: Any) -> str:
     """Return the name of an engine class of DeepSpeed that is not supported; empty for the others."""
     for cls in type(engine).__mro__:
@@ -214,14 +176,6 @@ def _unsupported_class(engine: Any) -> str:
     return ""
 
 
-def _offload(engine: Any) -> Iterator[tuple[str, str]]:
-    for key in ("offload_optimizer", "offload_param"):
-        device = getattr(getattr(engine, f"zero_{key}")(), "device", None)
-        name = str(getattr(device, "value", device))
-        if device is not None and name != "none":
-            yield key, name
-
-
 def _model_parallel(engine: Any) -> str:
     """Return how ranks share the model, in words; empty where every rank or stage is data parallel."""
     size, world_size = dist.get_world_size(engine.seq_data_parallel_group), dist.get_world_size()
@@ -230,17 +184,3 @@ def _model_parallel(engine: Any) -> str:
         return ""
     in_stages = f" in {stages} pipeline stages" if stages > 1 else ""
     return f"a data-parallel group of {size} of {world_size} ranks{in_stages} (tensor or model parallelism)"
-
-
-def _calls(engine: Any, name: str) -> bool:
-    return _has(engine, name) and bool(getattr(engine, name)())
-
-
-def _has(owner: Any, name: str) -> bool:
-    # Engine attributes that are missing fall through to the user's model, whose __getattr__ may raise
-    # anything.
-    try:
-        getattr(owner, name)
-    except Exception:
-        return False
-    return True

@@ -19,7 +19,7 @@ from ..host.activation_streams import ActivationStreams
 from ..host.startup import nodes_of
 from ..host.versions import Target
 from .buckets import is_expert
-from .engine import ENGINE_ATTRIBUTES, EngineContext, EnginePart, require_attributes, require_targets
+from .engine import EngineContext, EnginePart, require_targets
 from .weight_updates import UpdatedWeights, WeightLayout, WeightUpdates
 
 #: The attributes in which DeepSpeed's wrappers keep the model's parameters, a list for each parameter group.
@@ -31,7 +31,6 @@ class GradientPath(EnginePart, ABC):
 
     Attributes:
         targets: Functions of DeepSpeed that the path replaces or calls.
-        attributes: Attributes of DeepSpeed's optimizer that the path reads.
         weight_layout: Where DeepSpeed's optimizer keeps the weights that it gathers after a step; None where
             it gathers none.
         reducer_class: The class of reducer that the path needs.
@@ -44,7 +43,6 @@ class GradientPath(EnginePart, ABC):
     """
 
     targets: ClassVar[tuple[Target, ...]] = ()
-    attributes: ClassVar[tuple[str, ...]] = ()
     weight_layout: ClassVar[WeightLayout | None] = None
     reducer_class: ClassVar[type[GradientReducer]] = GradientReducer
     without_nodes: ClassVar[str] = ""
@@ -114,7 +112,6 @@ class GradientPath(EnginePart, ABC):
             VersionError: Names what is missing or changed.
         """
         require_targets(cls.targets)
-        require_attributes(engine=(engine, ENGINE_ATTRIBUTES), optimizer=(engine.optimizer, cls.attributes))
 
     @abstractmethod
     def describe(self) -> str:

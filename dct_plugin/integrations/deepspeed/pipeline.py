@@ -26,7 +26,7 @@ from dct_plugin.model_parallel import FixedMessages, Kept
 from ..host.activation_streams import ActivationStreams, PipelineMetrics
 from ..host.patching import Patches
 from ..host.versions import Target
-from .engine import EngineContext, is_pipeline, require_attributes, require_targets, targets_of
+from .engine import EngineContext, is_pipeline, require_targets, targets_of
 from .path import ActivationPath
 
 _PREFIX = "pipeline boundary "
@@ -45,10 +45,6 @@ _TARGETS = (
     Target("deepspeed.runtime.pipe.p2p", "recv", ("tensor", "src_stage", "async_op")),
     Target("deepspeed.runtime.pipe.module", "PipelineModule.get_tied_weights_and_groups", ("self",)),
 )
-_ATTRIBUTES = (
-    "_INSTRUCTION_MAP", "pipe_buffers", "pipe_recv_buf", "grid", "stage_id", "num_stages",
-    "has_attention_mask", "has_bool_tensors", "is_model_parallel",
-)  # fmt: skip
 
 #: How one tensor was compressed, and what its gradient needs; None where it was sent as it is.
 _Compressed = tuple[FixedMessages, Kept] | None
@@ -83,7 +79,6 @@ class PipelinePath(ActivationPath):
     def check(cls, engine: Any, config: DCTConfig) -> None:
         if is_pipeline(engine):
             require_targets(_TARGETS)
-            require_attributes(engine=(engine, _ATTRIBUTES))
 
     def describe(self) -> str:
         return "; ".join(dict.fromkeys(section.summary for section in _sections(self.engine, self.config)))

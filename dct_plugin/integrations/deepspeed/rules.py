@@ -7,17 +7,18 @@ neither torch nor DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
 from dct_plugin.config import AutoFeedback, DataParallelConfig, DCTConfig, LocalFeedback
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.config.options import show
+from dct_plugin.config.validation_errors import DEEPSPEED_KEYS
 from dct_plugin.errors import ConfigError
 
 from ..host.versions import parse
-from .section import READ_BY_PLUGIN, SECTION, Job, unread
+from .section import READ_BY_PLUGIN, SECTION, Job, near_keys
 
 _SUPPORTED = (
     "Supported is DeepSpeed's ordinary engine with ZeRO stage 0 to 3 in fp32, bf16 or fp16, data parallel "
@@ -78,11 +79,6 @@ def advice(job: Job) -> Iterator[str]:
             "parameters "
             "hardly move, with or without dct. Use ZeRO stage 1, or bf16"
         )
-    if job.separate_gradients:
-        yield (
-            f"DeepSpeed {job.version} reduces no gradients on CPU with zero_optimization."
-            "contiguous_gradients = false: the ranks train apart, with or without dct. Set it to true"
-        )
 
 
 def without_slot(version: str) -> str:
@@ -96,27 +92,36 @@ def without_slot(version: str) -> str:
     )
 
 
-def unread_keys(content: Mapping[str, Any], read: Collection[str]) -> list[str]:
-    """Return the keys of a JSON that neither DeepSpeed, whose keys are ``read``, nor the plugin reads, with
-    suggestions.
-    """
-    inside = {key: f"{key!r} (did you mean {SECTION}.{key}?)" for key in DCTConfig.model_fields}
-    return [inside.get(key.strip("'"), key) for key in unread(content, {*read, *READ_BY_PLUGIN})]
+def mistyped_keys(content: Mapping[str, Any]) -> list[str]:
+    """Return the keys at the top of a JSON that were probably meant to be other ones, with suggestions."""
+    inside = [
+        f"{key!r} (did you mean {SECTION}.{key}?)" for key in DCTConfig.model_fields.keys() & content.keys()
+    ]
+    return inside + near_keys(content, {*DEEPSPEED_KEYS, *READ_BY_PLUGIN})
+
+
+#: Features of DeepSpeed that are refused, worst first, by what a job says of them.
+_UNSUPPORTED = {
+    "engine": "the engine {} (hybrid engine, DualPipeV)",
+    "quantized_gradients": "zero_optimization.zero_quantized_gradients = true: DeepSpeed quantises the "
+    "gradients that dct thresholds",
+    "offload": "offloading ({})",
+    "zenflow": "ZenFlow (zero_optimization.zenflow)",
+    "sequence_ranks": "sequence parallelism (sequence_parallel_size = {})",
+    "model_parallel": "{}",
+    "autocast_fp16": "torch_autocast with dtype float16 (it scales the loss out of our sight); use the fp16 "
+    "section",
+    "deepcompile": "DeepCompile (compile.deepcompile = true): it reduces gradients inside the compiled graph",
+    "autoep": "AutoEP parameter folding",
+    "wrapper": "the optimizer wrapper {}",
+}
 
 
 def _unsupported(job: Job) -> Iterator[str]:
-    """Yield features of DeepSpeed that are refused, worst first."""
-    if job.engine:
-        yield f"the engine {job.engine} (hybrid engine, DualPipeV)"
-    if job.quantized_gradients:
-        yield (
-            "zero_optimization.zero_quantized_gradients = true: DeepSpeed quantises the gradients that dct "
-            "thresholds"
-        )
-    for key, device in job.offload:
-        yield f"offloading (zero_optimization.{key}.device = {device})"
-    if job.zenflow:
-        yield "ZenFlow (zero_optimization.zenflow)"
+    """Yield the features of a job that are refused."""
+    for name, words in _UNSUPPORTED.items():
+        if found := getattr(job, name):
+            yield words.format(found)
     if job.own_backend is not None:
         yield (
             f"the optimizer {job.optimizer} with optimizer.params.comm_backend_name = "
@@ -125,18 +130,6 @@ def _unsupported(job: Job) -> Iterator[str]:
         )
     if "muon" in job.optimizer.lower():
         yield f"the optimizer {job.optimizer}: it needs whole gradient matrices"
-    if job.sequence_ranks > 1:
-        yield f"sequence parallelism (sequence_parallel_size = {job.sequence_ranks})"
-    if job.model_parallel:
-        yield job.model_parallel
-    if job.autocast_fp16:
-        yield "torch_autocast with dtype float16 (it scales the loss out of our sight); use the fp16 section"
-    if job.deepcompile:
-        yield "DeepCompile (compile.deepcompile = true): it reduces gradients inside the compiled graph"
-    if job.autoep:
-        yield "AutoEP parameter folding"
-    if job.wrapper:
-        yield f"the optimizer wrapper {job.wrapper}"
 
 
 def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:

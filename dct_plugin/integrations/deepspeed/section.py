@@ -15,7 +15,7 @@ from typing import Any
 
 from ..host.measured_job import FACTS, VARIABLE
 from ..host.measured_job import SECTION as MEASURING
-from ..host.versions import installed, parse
+from ..host.versions import installed
 
 
 def near_misses(keys: Iterable[object], section: str) -> list[str]:
@@ -28,31 +28,28 @@ def near_misses(keys: Iterable[object], section: str) -> list[str]:
     for key in map(str, keys):
         plain = re.sub(r"[^a-z]", "", key.lower())
         ours = plain == section or plain in (f"{section}plugin", f"{section}section")
-        if key != section and key[:1] not in "_#/" and (ours or _one_edit_away(plain, section)):
+        if key != section and key[:1] not in "_#/" and (ours or _is_near(plain, section)):
             found.append(key)
     return found
 
 
-def _one_edit_away(word: str, target: str) -> bool:
-    if sorted(word) == sorted(target) or target in _without_one_letter(word):
-        return True
-    if word[:1] != target[:1]:
-        return False
-    differing = sum(a != b for a, b in zip(word, target, strict=False))
-    return word in _without_one_letter(target) or (len(word) == len(target) and differing == 1)
+def _is_near(word: str, target: str) -> bool:
+    same_letters = word[:1] == target[:1] and abs(len(word) - len(target)) < 2
+    ratio = difflib.SequenceMatcher(None, word, target).ratio()
+    return (
+        sorted(word) == sorted(target)
+        or (same_letters and ratio > 0.66)
+        or (target in word and len(word) == len(target) + 1)
+    )
 
 
-def _without_one_letter(word: str) -> list[str]:
-    return [word[:i] + word[i + 1 :] for i in range(len(word))]
-
-
-def unread(keys: Iterable[object], known: Collection[str]) -> list[str]:
-    """Return keys of the top level that are not ``known``: ``'optimzer' (did you mean 'optimizer'?)``."""
+def near_keys(keys: Iterable[object], known: Collection[str]) -> list[str]:
+    """Return the keys that are close to a ``known`` one: ``'optimzer' (did you mean 'optimizer'?)``."""
     found = []
     for key in map(str, keys):
-        if key not in known and key[:1] not in "_#/":
-            closest = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.75)
-            found.append(repr(key) + (f" (did you mean {closest[0]!r}?)" if closest else ""))
+        closest = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.85)
+        if closest and key not in known and key[:1] not in "_#/":
+            found.append(f"{key!r} (did you mean {closest[0]!r}?)")
     return found
 
 
@@ -166,12 +163,11 @@ class Job:
         gathers_weights: Whether DeepSpeed gathers weights after a step, where updates can be thresholded.
         engine, wrapper: Names of the classes of the engine and of DeepSpeed's wrapper around the optimizer,
             if they are not supported; else empty.
-        offload: Key and device of what is offloaded.
+        offload: Keys and devices of what is offloaded; empty without.
         model_parallel: Tensor or model parallelism, in words; empty without.
-        sequence_ranks: Ranks of sequence parallelism.
+        sequence_ranks: Ranks of sequence parallelism; 0 without.
         quantized_gradients, zenflow, deepcompile, autoep: Features of DeepSpeed that are on.
         autocast_fp16: Whether ``torch_autocast`` scales the loss.
-        separate_gradients: Whether ZeRO reduces gradients that are not contiguous, and may lose them on CPU.
         ranks_per_copy: ZeRO-3: ranks that have a copy of the weights between them (hpZ); 1 without.
         version: Version of DeepSpeed; empty where none is installed.
     """
@@ -190,15 +186,14 @@ class Job:
     gathers_weights: bool = False
     engine: str = ""
     wrapper: str = ""
-    offload: tuple[tuple[str, str], ...] = ()
+    offload: str = ""
     model_parallel: str = ""
-    sequence_ranks: int = 1
+    sequence_ranks: int = 0
     quantized_gradients: bool = False
     zenflow: bool = False
     deepcompile: bool = False
     autoep: bool = False
     autocast_fp16: bool = False
-    separate_gradients: bool = False
     ranks_per_copy: int = 1
     version: str = ""
 
@@ -208,7 +203,8 @@ class Job:
 
         A section that compresses pipeline stages or experts says that the model has them.
         """
-        zero = _object(content, "zero_optimization")
+        old_form = content.get("zero_optimization") is True
+        zero = {"stage": 1} if old_form else _object(content, "zero_optimization")
         stage = STAGES.get(str(zero.get("stage", 0)), 0)
         precision = "fp16" if _on(content, "fp16") else "bf16"
         if precision == "bf16" and not (_on(content, "bf16") or _on(content, "bfloat16")):
@@ -220,7 +216,6 @@ class Job:
         ranks = int(_number(_object(content, "tensor_parallel").get("autotp_size")))
         sequence = content.get("sequence_parallel_size", 1)
         version, schedule = installed("deepspeed") or "", _object(_object(content, "scheduler"), "params")
-        loses_loose = () < parse(version) <= (0, 19, 0)
         return cls(
             stage=stage,
             precision=precision,
@@ -233,20 +228,19 @@ class Job:
             experts=bool(_object(places, "experts")) or places.get("expert_gradients") is True,
             gathers_weights=stage in (1, 2) or (stage == 0 and precision == "bf16" and pipeline),
             engine="DeepSpeedHybridEngine" if _on(content, "hybrid_engine") else "",
-            offload=tuple(
-                (key, str(_object(zero, key)["device"]))
+            offload=", ".join(
+                f"zero_optimization.{key}.device = {device}"
                 for key in ("offload_optimizer", "offload_param")
-                if _object(zero, key).get("device", "none") != "none"
+                if (device := _device(_object(zero, key))) != "none"
             ),
             model_parallel=f"tensor parallelism (tensor_parallel.autotp_size = {ranks})" if ranks > 1 else "",
-            sequence_ranks=int(_number(sequence)) or 1,
+            sequence_ranks=sequence if isinstance(sequence, int) and sequence > 1 else 0,
             quantized_gradients=zero.get("zero_quantized_gradients") is True,
             zenflow=bool(zero.get("zenflow")),
             deepcompile=_object(content, "compile").get("deepcompile") is True,
             autoep=_on(content, "expert_parallel"),
             autocast_fp16=_on(content, "torch_autocast")
             and dtype in ("fp16", "float16", "half", "torch.float16"),
-            separate_gradients=stage in (1, 2) and zero.get("contiguous_gradients") is False and loses_loose,
             ranks_per_copy=int(_number(zero.get("zero_hpz_partition_size", 1))),
             version=version,
         )
@@ -255,6 +249,11 @@ class Job:
 def _object(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = content.get(key)
     return value if isinstance(value, Mapping) else {}
+
+
+def _device(section: Mapping[str, Any]) -> str:
+    device = section.get("device", "none")
+    return str(getattr(device, "value", device))  # DeepSpeed has an enumeration
 
 
 def _on(content: Mapping[str, Any], key: str) -> bool:

@@ -18,10 +18,13 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 
 from ..host.patching import Function, Patches
-from .buckets import BucketSlice, CommunicationBuffer, ScaleFactors, entries_of
+from .buckets import CommunicationBuffer, ScaleFactors
 from .engine import EngineContext, precision_of, targets_of
 from .path import GradientPath
 from .weight_updates import WeightLayout
+
+#: Name, offset in the buffer of a gradient, and number of entries of a parameter.
+_Slice = tuple[str, int, int]
 
 TARGETS = targets_of(
     "deepspeed.runtime.engine",
@@ -42,7 +45,7 @@ class Stage0Path(GradientPath):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         self._names = {id(parameter): name for name, parameter in self.engine.module.named_parameters()}
-        self._layout: dict[int, tuple[GradientReducer, list[BucketSlice]]] | None = None
+        self._layout: dict[int, tuple[GradientReducer, list[_Slice]]] | None = None
         """By the address of a gradient, what reduces it and the parameters in it; for the current step."""
         self._reduced: list[CommunicationBuffer] = []
         """Buffers of this step, to be written back when the reductions are finished."""
@@ -91,9 +94,9 @@ class Stage0Path(GradientPath):
         with torch.no_grad():
             buffers = [CommunicationBuffer(grad, dtype, factors.before) for grad in bucket]
             entries = [
-                entry
+                (name, buffer.flat.narrow(0, offset, numel))
                 for buffer, (_, slices) in zip(buffers, known, strict=True)
-                for entry in entries_of(buffer.flat, slices)
+                for name, offset, numel in slices
             ]
             reducer.begin(entries, scale=factors.after).finish()
         self._reduced += buffers
@@ -114,12 +117,12 @@ class Stage0Path(GradientPath):
     def name_of(self, group: int, parameter: Any) -> str:
         return self._names.get(id(parameter), "unused")
 
-    def _gradients(self) -> Iterator[tuple[int, GradientReducer, list[BucketSlice]]]:
+    def _gradients(self) -> Iterator[tuple[int, GradientReducer, list[_Slice]]]:
         """Yield the address, the reducer and the parameters of every gradient that is reduced here."""
         for name, parameter in self.engine.module.named_parameters():
             grad, reducer = parameter.grad, self.reducer_of(parameter)
             if grad is not None and not grad.is_sparse and reducer is not None:
-                yield grad.data_ptr(), reducer, [BucketSlice(name, 0, grad.numel())]
+                yield grad.data_ptr(), reducer, [(name, 0, grad.numel())]
 
 
 class Bf16Path(Stage0Path):
@@ -136,10 +139,6 @@ class Bf16Path(Stage0Path):
         ),
         *WeightLayout.targets("deepspeed.runtime.bf16_optimizer"),
     )
-    attributes = (
-        "bf16_groups", "fp32_groups_gradients", "fp32_groups_gradients_flat", "param_names",
-        "bf16_groups_flat", "bf16_partitioned_groups",
-    )  # fmt: skip
     weight_layout = WeightLayout(
         module=bf16_optimizer,
         flat="bf16_groups_flat",
@@ -159,7 +158,7 @@ class Bf16Path(Stage0Path):
         names = self.optimizer.param_names
         return str(names[parameter]) if parameter in names else super().name_of(group, parameter)
 
-    def _gradients(self) -> Iterator[tuple[int, GradientReducer, list[BucketSlice]]]:
+    def _gradients(self) -> Iterator[tuple[int, GradientReducer, list[_Slice]]]:
         optimizer = self.optimizer
         for flat, grads, parameters in zip(
             optimizer.fp32_groups_gradients_flat,
@@ -171,7 +170,7 @@ class Bf16Path(Stage0Path):
             reducer = reducers.pop() if len(reducers) == 1 else None
             # The padding at the end of the buffer is left alone.
             slices = [
-                BucketSlice(
+                (
                     optimizer.param_names[parameter],
                     grad.storage_offset() - flat.storage_offset(),
                     grad.numel(),

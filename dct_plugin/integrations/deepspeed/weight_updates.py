@@ -1,10 +1,9 @@
 """ZeRO-1 and 2, and bf16 with fp32 accumulation: updated weights, from the owners of their masters to all.
 
 DeepSpeed rounds a rank's masters into its part of the flat weights, and gathers all parts
-(``all_gather_dp_groups``). For the time of the optimizer's step another tensor stands in DeepSpeed's list of
-partitions for the rank's part: it gets the weights that DeepSpeed would gather, and the flat weights keep
-what all ranks know. Then the gather is replaced, or, for the steps in which everything is sent, DeepSpeed
-gathers. Groups of expert parameters are left to DeepSpeed.
+(``all_gather_dp_groups``). The gather is replaced: the part becomes again what it was before the optimizer's
+step, which all ranks know, and takes the update that all ranks add. In steps in which everything is sent
+DeepSpeed gathers. Groups of expert parameters are left to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -128,10 +127,8 @@ class UpdatedWeights(WeightUpdates):
                     for parameter in parameters
                     if parameter.numel()
                 ]
-        self._rounded: dict[int, Tensor] = {}
-        """Tensors in which DeepSpeed puts this rank's rounded masters in a step, by index of the group."""
-        self._parts: dict[int, Tensor] = {}
-        """While the optimizer steps: this rank's parts of the flat weights."""
+        self._known: dict[int, Tensor] = {}
+        """This rank's parts of the flat weights before the optimizer's step, by index of the group."""
 
     def install(self, patches: Patches) -> None:
         patches.intercept(self._optimizer, "step", self._step)
@@ -144,21 +141,11 @@ class UpdatedWeights(WeightUpdates):
             self._record_full(self._flat[index])
 
     def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
-        partitions, rank = self._partitions, self.updates.group_rank
-        self._parts = {index: partitions[index][rank] for index in self._groups}
-        for index, part in self._parts.items():
-            if index not in self._rounded or self._rounded[index].numel() != part.numel():
-                self._rounded[index] = torch.empty_like(part)
-            partitions[index][rank] = self._rounded[index]
-        # For this step alone: the function is shared by all engines.
-        patches = Patches()
-        patches.intercept(self._layout.module, _GATHER, self._gather)
-        try:
+        dtypes = [flat.dtype for flat in self._flat]
+        self._known = {i: self._part(i).clone() for i in self._groups if not self.updates.full(dtypes[i])}
+        with Patches() as patches:  # for this step alone: the function is shared by all engines
+            patches.intercept(self._layout.module, _GATHER, self._gather)
             return original(*args, **keywords)
-        finally:
-            patches.undo()
-            for index, part in self._parts.items():
-                partitions[index][rank] = part
 
     def _gather(
         self,
@@ -168,7 +155,8 @@ class UpdatedWeights(WeightUpdates):
         dp_process_group: Sequence[Any],
         **keywords: Any,
     ) -> None:
-        dense = self._update(groups_flat, partitioned_param_groups)
+        dense = [index for index in range(len(groups_flat)) if index not in self._known]
+        self._update(groups_flat)
         original(
             groups_flat=[groups_flat[i] for i in dense],
             partitioned_param_groups=[partitioned_param_groups[i] for i in dense],
@@ -177,21 +165,16 @@ class UpdatedWeights(WeightUpdates):
         )
 
     @torch.no_grad()
-    def _update(self, flats: Sequence[Tensor], partitions: Sequence[list[Tensor]]) -> list[int]:
-        """Exchange updates; return the groups that are left for DeepSpeed to gather."""
-        dense, entries = [], []
+    def _update(self, flats: Sequence[Tensor]) -> None:
+        """Exchange the updates of this step."""
+        entries = []
         masters: dict[str, Tensor] = {}
-        for index, flat in enumerate(flats):
-            if index not in self._groups:
-                dense.append(index)
-                continue
-            part, rounded = self._parts[index], self._rounded[index]
-            if self.updates.full(flat.dtype):
-                partitions[index][self.updates.group_rank] = part
-                part.copy_(rounded)
-                self._record_full(flat)
-                dense.append(index)
-                continue
+        for index in self._groups.keys() - self._known.keys():
+            self._record_full(flats[index])
+        for index, known in self._known.items():
+            flat, part = flats[index], self._part(index)
+            rounded = part.clone()
+            part.copy_(known)
             if self.updates.exact:
                 name = f"group {index}"
                 entries.append((name, flat, shards_in(0, flat.numel(), part.numel())))
@@ -204,9 +187,9 @@ class UpdatedWeights(WeightUpdates):
                     if shard.owner == self.updates.group_rank:
                         offset = start - begin
                         masters[name] = rounded[offset + shard.start : offset + shard.stop]
+        self._known.clear()
         if entries:
             self.updates.update(entries, masters.__getitem__)
-        return dense
 
     # -- where things are ---
 
@@ -214,10 +197,10 @@ class UpdatedWeights(WeightUpdates):
     def _flat(self) -> list[Tensor]:
         return list(getattr(self._optimizer, self._layout.flat))
 
-    @property
-    def _partitions(self) -> list[list[Tensor]]:
-        partitions: list[list[Tensor]] = getattr(self._optimizer, self._layout.partitions)
-        return partitions  # DeepSpeed's own list: a step replaces its elements
+    def _part(self, index: int) -> Tensor:
+        """Return this rank's part of the flat weights of a group."""
+        part: Tensor = getattr(self._optimizer, self._layout.partitions)[index][self.updates.group_rank]
+        return part
 
     def _place(self, name: str, parameter: Any, flat: Tensor) -> _FlatParameter:
         start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()

@@ -30,17 +30,7 @@ from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.reducer import Reduction
 
 from ..host.patching import Function, Patches
-from .buckets import (
-    Bucket,
-    BucketReductions,
-    BucketSlice,
-    CommunicationBuffer,
-    ScaleFactors,
-    consecutive,
-    entries_of,
-    is_expert,
-    reductions_of,
-)
+from .buckets import BucketReductions, CommunicationBuffer, DeferredReductions, ScaleFactors, is_expert
 from .engine import EngineContext, precision_of, targets_of, tied_weights
 from .path import GradientPath
 from .weight_updates import WeightLayout
@@ -77,12 +67,6 @@ class ZeroPath(GradientPath):
         ),
         *WeightLayout.targets(_MODULE),
     )
-    attributes = (
-        "ipg_buckets", "bit16_groups", "param_names", "param_to_partition_ids", "grad_start_offset",
-        "dp_process_group", "reduce_scatter", "contiguous_gradients", "use_multi_rank_bucket_allreduce",
-        "postscale_gradients", "gradient_predivide_factor", "flatten", "loss_scale", "bit16_groups_flat",
-        "parallel_partitioned_bit16_groups",
-    )  # fmt: skip
     weight_layout = WeightLayout(
         module=stage_1_and_2,
         flat="bit16_groups_flat",
@@ -110,7 +94,8 @@ class ZeroPath(GradientPath):
             together = getattr(optimizer, "use_multi_rank_bucket_allreduce", True)
             reducer.host_collective = "all_reduce" if together else "reduce"
         self._bucket: Tensor | None = None
-        self._reductions: BucketReductions | None = None
+        deferred = DeferredReductions.applies(optimizer, self.reducer)
+        self._reductions = (DeferredReductions if deferred else BucketReductions)(optimizer, self.reducer)
         self._shards: dict[tuple[int, int], list[Shard]] = {}
 
     @classmethod
@@ -124,7 +109,6 @@ class ZeroPath(GradientPath):
         return f"ZeRO stage {stage}, {precision}, {form}, {layout} gradients"
 
     def install(self, patches: Patches) -> None:
-        self._reductions = reductions_of(self.optimizer, self.reducer)
         self._reductions.install(patches)
         # One bucket for all owners instead of one per owner: then everything comes through
         # allreduce_and_scatter.
@@ -203,8 +187,7 @@ class ZeroPath(GradientPath):
             reducer: The reducer of all ranks, or that of a group of experts.
         """
         parameters = self._parameters(dtype)
-        slices, first = self._slices_of(parameters), tensor.storage_offset()
-        buffer = CommunicationBuffer(tensor, dtype)
+        first, buffer = tensor.storage_offset(), CommunicationBuffer(tensor, dtype)
 
         def use() -> None:
             for owners, part, *accumulators in bucket:
@@ -215,13 +198,14 @@ class ZeroPath(GradientPath):
                     if result.data_ptr() != part.data_ptr():
                         part.copy_(result)
 
-        if reducer is self.reducer and self._reductions is not None:
-            named = [(slice_.name, each.parameter) for slice_, each in zip(slices, parameters, strict=True)]
+        if reducer is self.reducer:
+            copied = {}
             is_owned = not any(id(each.parameter) in self._whole for each in parameters)
-            reductions = self._to_owners_of(buffer.flat, slices, parameters, reducer)
-            self._reductions.reduce(Bucket(tensor, dtype, named, is_owned), reductions, use)
+            if is_owned and tensor.dtype == dtype == self.optimizer.dtype:
+                copied = {id(p): (self.name_of(group, p), p.numel()) for group, _, p in parameters}
+            self._reductions.reduce(self._reductions_of(buffer.flat, parameters, reducer), use, copied)
         else:
-            self._reduce_to_owners(buffer.flat, slices, parameters, reducer)
+            self._reduce(buffer.flat, parameters, reducer)
             use()
 
     def _reduce_whole_bucket(
@@ -234,7 +218,7 @@ class ZeroPath(GradientPath):
                 return original(tensor, communication_data_type)
         factors = self._factors()
         buffer = CommunicationBuffer(tensor, communication_data_type, factors.before)
-        self.reducer.all_reduce(entries_of(buffer.flat, self._slices_of(parameters)), scale=factors.after)
+        self._reduce(buffer.flat, parameters, self.reducer, scale=factors.after)
         buffer.write_back()
         return buffer.flat
 
@@ -262,45 +246,35 @@ class ZeroPath(GradientPath):
                 )
         self.steps.begin()
         flat = CommunicationBuffer(self.optimizer.flatten(bucket), communication_data_type).flat
-        slices = self._slices_of(parameters)
-        if self._to_owners:
-            self._reduce_to_owners(flat, slices, parameters, self.reducer, scale=self.scale)
-        else:
-            self.reducer.all_reduce(entries_of(flat, slices), scale=self.scale)
+        self._reduce(flat, parameters, self.reducer, scale=self.scale)
         return flat
 
-    def _reduce_to_owners(
-        self,
-        flat: Tensor,
-        slices: Sequence[BucketSlice],
-        parameters: Sequence[_Parameter],
-        reducer: GradientReducer,
-        *,
-        scale: float = 1.0,
+    def _reduce(
+        self, flat: Tensor, parameters: Sequence[_Parameter], reducer: GradientReducer, *, scale: float = 1.0
     ) -> None:
-        """Reduce the gradients in ``flat`` that ``reducer`` reduces, each part at its owner."""
-        for each in self._to_owners_of(flat, slices, parameters, reducer, scale=scale):
+        """Reduce the gradients in ``flat`` that ``reducer`` reduces."""
+        for each in self._reductions_of(flat, parameters, reducer, scale=scale):
             each.finish()
         reducer.finish()
 
-    def _to_owners_of(
-        self,
-        flat: Tensor,
-        slices: Sequence[BucketSlice],
-        parameters: Sequence[_Parameter],
-        reducer: GradientReducer,
-        *,
-        scale: float = 1.0,
+    def _reductions_of(
+        self, flat: Tensor, parameters: Sequence[_Parameter], reducer: GradientReducer, *, scale: float = 1.0
     ) -> list[Reduction]:
-        """Return the reductions of the gradients in ``flat`` that ``reducer`` reduces, to their owners."""
-        whole, sharded = [], []
-        for entry, each in zip(entries_of(flat, slices), parameters, strict=True):
+        """Return the reductions of the gradients that ``reducer`` reduces: whole, or each part at its owner.
+
+        Args:
+            flat: The gradients of ``parameters``, one after the other.
+        """
+        whole, sharded, stop = [], [], 0
+        for each in parameters:
+            start, stop = stop, stop + each.parameter.numel()
             if self.reducer_of(each.parameter) is not reducer:
                 continue
-            if id(each.parameter) in self._whole:
-                whole.append(entry)
+            name, gradient = self.name_of(each.group, each.parameter), flat[start:stop]
+            if self._to_owners and id(each.parameter) not in self._whole:
+                sharded.append((name, gradient, self._shards_of(each)))
             else:
-                sharded.append((*entry, self._shards_of(each)))
+                whole.append((name, gradient))
         reductions = [reducer.begin(whole, scale=scale)] if whole else []
         return [*reductions, reducer.begin_scatter(sharded, scale=scale)] if sharded else reductions
 
@@ -325,10 +299,6 @@ class ZeroPath(GradientPath):
                 return None
             found.append(each)
         return found
-
-    def _slices_of(self, parameters: Sequence[_Parameter]) -> list[BucketSlice]:
-        """Return the slices of a buffer that holds their gradients one after the other."""
-        return consecutive((self.name_of(p.group, p.parameter), p.parameter.numel()) for p in parameters)
 
     def _shards_of(self, each: _Parameter) -> list[Shard]:
         """Return the owners of a parameter's parts: a partition boundary may cut it, even several times."""

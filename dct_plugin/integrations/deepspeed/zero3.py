@@ -42,10 +42,6 @@ class Zero3Path(GradientPath):
             "_partition_all_parameters": "",
         },
     )
-    attributes = (
-        "ipg_buckets", "fp16_groups", "reduce_scatter", "param_names", "dp_process_group",
-        "postscale_gradients", "gradient_predivide_factor", "gradient_accumulation_dtype", "loss_scale",
-    )  # fmt: skip
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
