@@ -19,7 +19,7 @@ from support import processes
 from dct_plugin.config import DCTConfig, ParametersConfig, options
 from dct_plugin.config.methods import ThresholdMethod
 from dct_plugin.errors import ConfigError, DCTError, DesyncError
-from dct_plugin.integrations.host.versions import faults, probe
+from dct_plugin.integrations.host.versions import faults
 from dct_plugin.integrations.megatron import versions
 from dct_plugin.integrations.megatron.launch import agree, hook_states
 from dct_plugin.integrations.megatron.options import help_text, launcher_rank, parse
@@ -369,7 +369,7 @@ def test_a_changed_signature_stops_the_run_only_if_it_is_needed(tmp_path: Path) 
 
 @needs_megatron
 def test_the_installed_megatron_is_what_the_hooks_expect() -> None:
-    assert faults(map(probe, versions.TARGETS)) == ""
+    assert faults(versions.TARGETS) == ""
 
 
 # -- with megatron-core -------------------------------------------------------------------------------------

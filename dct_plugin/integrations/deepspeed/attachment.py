@@ -26,7 +26,7 @@ from ..host.replica_checksums import ReplicaChecksums
 from ..host.reporting import Reporting
 from ..host.settings import resolve_settings, steps_of
 from ..host.steps import StepHooks
-from .checkpointing import CheckpointFiles, RankState
+from .checkpointing import CheckpointFiles
 from .engine import EngineContext, EnginePart, check_version, has_optimizer, is_pipeline, job_of, tied_weights
 from .engine_parts import DisplacedPasses, SkippedSteps
 from .moe import ExpertPath
@@ -115,8 +115,7 @@ class Attachment:
             self.ahead = displaced.ahead
             self._parts.append(displaced)
         self._leaves = False
-        state = RankState(context, self._path, self._gather, self.activations)
-        self._files = CheckpointFiles(state)
+        self._files = CheckpointFiles(context, self._path, self._gather, self.activations)
         self._parts.append(self._files)
 
     def load_residuals(self, folder: str | os.PathLike[str]) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,71 +26,33 @@ from .weight_updates import WeightUpdates
 CLIENT_KEY = "dct_plugin"
 
 
-@dataclass
-class RankState:
-    """The state of one rank: residuals, thresholds and counters.
+class CheckpointFiles(EnginePart):
+    """The files beside an engine's checkpoints, through its ``save_checkpoint`` and ``load_checkpoint``.
 
-    Attributes:
+    They hold the residuals, thresholds and counters of a rank. The stages of a pipeline hold other
+    parameters: each has a folder for its data-parallel ranks.
+
+    Args:
         context: The engine.
         path: The path of its gradients.
         gather: The updates of its weights, if they are thresholded.
         activations: The paths of its activations, by their names.
     """
 
-    context: EngineContext
-    path: GradientPath
-    gather: WeightUpdates | None
-    activations: Mapping[str, ActivationPath]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state; the reducer's lies at its top level."""
-        path = self.path
-        state = path.reducer.state_dict()
-        if self.gather is not None:
-            state["parameters"] = self.gather.updates.state_dict()
-        if path.experts:
-            state["expert_gradients"] = {
-                name: {"unit": path.unit, "state": reducer.state_dict()}
-                for name, reducer in path.experts.items()
-            }
-        return state | {
-            name: activation.streams.state_dict() for name, activation in self.activations.items()
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; what is not in it starts afresh."""
-        path = self.path
-        scale = float(path.optimizer.loss_scale) if path.scaled else None
-        path.reducer.load_state_dict(state, loss_scale=scale)
-        step = self.context.steps.step = path.reducer.step
-        if self.gather is not None:
-            self.gather.updates.load_state_dict(state.get("parameters"), step=step)
-        for name, reducer in path.experts.items():
-            saved = (state.get("expert_gradients") or {}).get(name)
-            own = {**FRESH, "step": step}
-            if saved is not None:
-                own = checkpoint.in_unit(saved["state"], path.unit / saved["unit"])
-            reducer.load_state_dict(own, loss_scale=scale)
-        for name, activation in self.activations.items():
-            activation.streams.load_state_dict(state.get(name) or {}, step=step)
-
-
-class CheckpointFiles(EnginePart):
-    """The files beside an engine's checkpoints, through its ``save_checkpoint`` and ``load_checkpoint``.
-
-    The stages of a pipeline hold other parameters: each has a folder for its data-parallel ranks.
-
-    Args:
-        state: The state of this rank.
-    """
-
-    def __init__(self, state: RankState) -> None:
-        self._state, self._engine, path = state, state.context.engine, state.path
+    def __init__(
+        self,
+        context: EngineContext,
+        path: GradientPath,
+        gather: WeightUpdates | None,
+        activations: Mapping[str, ActivationPath],
+    ) -> None:
+        self._engine, self._steps = context.engine, context.steps
+        self._path, self._gather, self._activations = path, gather, activations
         self._files = ReducerFiles(
             path.reducer.group,
-            parts=is_pipeline(self._engine),
+            parts=is_pipeline(context.engine),
             unit=path.unit,
-            configuration=state.context.config.fingerprint(),
+            configuration=context.config.fingerprint(),
             sizes=path.sizes(),
             layout=path.reducer.layout,
         )
@@ -111,7 +72,7 @@ class CheckpointFiles(EnginePart):
             DCTError: On every rank, if a rank's file is damaged or does not fit.
         """
         state = self._files.load(self._own_folder(tag_folder), expected=expected)
-        self._state.load_state_dict(state or FRESH)
+        self.load_state_dict(state or FRESH)
         return state is not None
 
     def _save(self, original: Function, *args: Any, **keywords: Any) -> Any:
@@ -124,9 +85,9 @@ class CheckpointFiles(EnginePart):
         tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
         folder = self._own_folder(Path(given["save_dir"], tag))
         # Before DeepSpeed's own files: once it has written "latest", the checkpoint is complete.
-        if self._state.gather is not None:
-            self._state.gather.gather()
-        identity = self._files.save(folder, self._state.state_dict)
+        if self._gather is not None:
+            self._gather.gather()
+        identity = self._files.save(folder, self.state_dict)
         given.update(client_state={**client_state, CLIENT_KEY: identity})
         given.pop("self")
         return original(**given)
@@ -142,10 +103,42 @@ class CheckpointFiles(EnginePart):
         if asked["load_optimizer_states"] and not asked["load_module_only"]:
             self.load(Path(loaded[0]).parent, identity)
         else:
-            self._state.load_state_dict(FRESH)
+            self.load_state_dict(FRESH)
         return loaded
 
     def _own_folder(self, tag_folder: str | os.PathLike[str]) -> Path:
         if not self._files.parts:
             return Path(tag_folder)
         return Path(tag_folder, f"dct_stage_{self._engine.stage_id:02d}_of_{self._engine.num_stages:02d}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; the reducer's lies at its top level."""
+        path = self._path
+        state = path.reducer.state_dict()
+        if self._gather is not None:
+            state["parameters"] = self._gather.updates.state_dict()
+        if path.experts:
+            state["expert_gradients"] = {
+                name: {"unit": path.unit, "state": reducer.state_dict()}
+                for name, reducer in path.experts.items()
+            }
+        return state | {
+            name: activation.streams.state_dict() for name, activation in self._activations.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave; what is not in it starts afresh."""
+        path = self._path
+        scale = float(path.optimizer.loss_scale) if path.scaled else None
+        path.reducer.load_state_dict(state, loss_scale=scale)
+        step = self._steps.step = path.reducer.step
+        if self._gather is not None:
+            self._gather.updates.load_state_dict(state.get("parameters"), step=step)
+        for name, reducer in path.experts.items():
+            saved = (state.get("expert_gradients") or {}).get(name)
+            own = {**FRESH, "step": step}
+            if saved is not None:
+                own = checkpoint.in_unit(saved["state"], path.unit / saved["unit"])
+            reducer.load_state_dict(own, loss_scale=scale)
+        for name, activation in self._activations.items():
+            activation.streams.load_state_dict(state.get(name) or {}, step=step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from dct_plugin.data_parallel.parameters import ParameterUpdates
@@ -13,8 +12,6 @@ from ..host.nonfinite import PoisonedSteps
 from ..host.patching import Function, Patches
 from .engine import EngineContext, EnginePart, is_pipeline
 from .path import GradientPath
-
-logger = logging.getLogger("dct_plugin")
 
 
 class DisplacedPasses(EnginePart):
@@ -32,17 +29,14 @@ class DisplacedPasses(EnginePart):
     """
 
     def __init__(self, path: GradientPath, updates: ParameterUpdates | None) -> None:
-        self._engine, self._optimizer = path.engine, path.optimizer
-        self._groups = len(path.optimizer.param_groups)
+        self._engine = path.engine
         groups = path.named_parameters()
         unit_of = units_of(path.optimizer, [[parameter for _, parameter in group] for group in groups])
         unit = 1.0 / (path.scale * path.reducer.group_size)
         pairs = [pair for group in groups for pair in group]
         add_on = path.reducer.add_ons.of(StepAheadAddOn)
-        if updates is None:
-            self.ahead = add_on.prepare(pairs, unit_of, unit=unit)
-        else:
-            self.ahead = add_on.prepare(pairs, unit_of, unit=unit, pending_of=updates.pending_of)
+        pending = {} if updates is None else {"pending_of": updates.pending_of}
+        self.ahead = add_on.prepare(pairs, unit_of, unit=unit, **pending)
 
     def install(self, patches: Patches) -> None:
         if is_pipeline(self._engine):
@@ -54,13 +48,6 @@ class DisplacedPasses(EnginePart):
 
     def before_step(self) -> None:
         self.ahead.restore()
-        groups = len(self._optimizer.param_groups)
-        if groups != self._groups and self._engine.global_rank == 0:
-            logger.warning(
-                "dct: parameters of groups that were added to the optimizer after deepspeed.initialize get "
-                "local error feedback; initialize again for step-ahead"
-            )
-        self._groups = groups
 
     def close(self) -> None:
         self.ahead.detach()

@@ -49,6 +49,8 @@ _TARGETS = (
 #: How one tensor was compressed, and what its gradient needs; None where it was sent as it is.
 _Compressed = tuple[FixedMessages, Kept] | None
 _Transfer = Callable[[Tensor], Any]
+#: Called with a tensor, a function that transfers a tensor in its place, and its position.
+_Handle = Callable[[Tensor, _Transfer, int], None]
 
 
 class PipelinePath(ActivationPath):
@@ -99,90 +101,76 @@ class PipelinePath(ActivationPath):
 
     def _send_activations(self, buffer_id: int) -> _Transfers:
         """Send outputs to the next stage, and keep what their gradients need."""
-        boundary = self.engine.stage_id
         outputs = _tensors(self.engine.pipe_buffers["outputs"][buffer_id])
-        compresses = self._begin(boundary)
-        compressed = self._kept(self._sent, buffer_id)
 
-        def send(tensor: Tensor, transfer: _Transfer, position: int) -> None:
-            messages = self._messages(boundary, position, tensor) if compresses else None
-            if messages is None:
-                compressed.append(None)
-                transfer(tensor)
-                return
+        def send(tensor: Tensor, transfer: _Transfer, messages: FixedMessages) -> Kept:
             message, kept, encoded = messages.encode(tensor, self._number)
             self._number += 1
-            compressed.append((messages, kept))
             self._pass_metrics.sent("pipeline", tensor, message, encoded)
             self._timed(transfer, message)
+            return kept
 
-        return _Transfers(lambda: self._floating(outputs), send)
+        handle = self._forward(self.engine.stage_id, self._sent, buffer_id, send)
+        return _Transfers(lambda: self._floating(outputs), handle)
 
     def _receive_activations(self, buffer_id: int) -> _Transfers:
         """Receive inputs from the previous stage into DeepSpeed's buffers, which it copies."""
-        boundary = self.engine.stage_id - 1
-        compresses = self._begin(boundary)
-        compressed = self._kept(self._received, buffer_id)
 
-        def receive(buffer: Tensor, transfer: _Transfer, position: int) -> None:
-            messages = self._messages(boundary, position, buffer) if compresses else None
-            if messages is None:
-                compressed.append(None)
-                transfer(buffer)
-                return
+        def receive(buffer: Tensor, transfer: _Transfer, messages: FixedMessages) -> Kept:
             message = _message_buffer(buffer, messages.nbytes(buffer.shape, buffer.dtype))
             self._timed(transfer, message)
             with self._pass_metrics.timed("decode"):
-                compressed.append((messages, messages.decode(message, buffer)))
+                return messages.decode(message, buffer)
 
+        handle = self._forward(self.engine.stage_id - 1, self._received, buffer_id, receive)
         # The buffers are made after the first shapes arrived, inside the instruction.
-        return _Transfers(lambda: self._floating(_tensors(self.engine.pipe_recv_buf)), receive)
+        return _Transfers(lambda: self._floating(_tensors(self.engine.pipe_recv_buf)), handle)
 
     def _send_gradients(self, buffer_id: int) -> _Transfers:
         """Send the gradients of the inputs, in their order, to the previous stage."""
-        compressed = self._received.pop(buffer_id, [])
 
-        def send(gradient: Tensor, transfer: _Transfer, position: int) -> None:
-            if (activation := compressed[position]) is None:
-                transfer(gradient)
-                return
-            messages, kept = activation
+        def send(gradient: Tensor, transfer: _Transfer, messages: FixedMessages, kept: Kept) -> None:
             message, encoded = messages.encode_gradient(gradient, kept, exact=True)
             self._pass_metrics.sent("pipeline_gradient", gradient, message, encoded)
             self._timed(transfer, message)
 
-        return _Transfers(lambda: None, send)
+        return _Transfers(lambda: None, _backward(self._received.pop(buffer_id, []), send))
 
     def _receive_gradients(self, buffer_id: int) -> _Transfers:
         """Receive the gradients of the outputs, in their order, from the next stage."""
-        compressed = self._sent.pop(buffer_id, [])
 
-        def receive(buffer: Tensor, transfer: _Transfer, position: int) -> None:
-            if (activation := compressed[position]) is None:
-                transfer(buffer)
-                return
-            messages, kept = activation
+        def receive(buffer: Tensor, transfer: _Transfer, messages: FixedMessages, kept: Kept) -> None:
             size = messages.nbytes(buffer.shape, buffer.dtype, gradient=True, kept=kept)
             message = _message_buffer(buffer, size)
             self._timed(transfer, message)
             with self._pass_metrics.timed("decode"):
                 messages.decode_gradient(message, {kept.number: kept}, buffer)
 
-        return _Transfers(lambda: None, receive)
+        return _Transfers(lambda: None, _backward(self._sent.pop(buffer_id, []), receive))
 
-    # -- what is compressed ---
-
-    def _begin(self, boundary: int) -> bool:
-        """Note that a pass reaches a boundary; return whether it is compressed there."""
+    def _forward(
+        self,
+        boundary: int,
+        by_buffer: dict[int, list[_Compressed]],
+        buffer_id: int,
+        handle: Callable[[Tensor, _Transfer, FixedMessages], Kept],
+    ) -> _Handle:
+        """Return what transfers the activations of a boundary; it keeps what their gradients need."""
         training = torch.is_grad_enabled()  # not so in eval_batch
         self.streams.begin(training)
-        if not training and not self.config.evaluation:
-            return False
-        return self.config.at(boundary).compresses and self.streams.step >= self.config.warmup_steps
+        compresses = self.config.at(boundary).compresses and self.streams.step >= self.config.warmup_steps
+        compresses = compresses and (training or self.config.evaluation)
+        compressed = by_buffer.setdefault(buffer_id, []) if training else []
 
-    def _kept(self, by_buffer: dict[int, list[_Compressed]], buffer_id: int) -> list[_Compressed]:
-        """Return the list for what gradients will need; a pass without a backward pass keeps nothing."""
-        return by_buffer.setdefault(buffer_id, []) if self.streams.training else []
+        def transfer_one(tensor: Tensor, transfer: _Transfer, position: int) -> None:
+            messages = self._messages(boundary, position, tensor) if compresses else None
+            if messages is None:
+                transfer(tensor)
+            compressed.append(None if messages is None else (messages, handle(tensor, transfer, messages)))
+
+        return transfer_one
+
+    # -- what is compressed ---
 
     def _messages(self, boundary: int, position: int, tensor: Tensor) -> FixedMessages | None:
         """Return the messages for a floating-point tensor; None: it is sent as it is.
@@ -236,13 +224,13 @@ class _Transfers:
     Args:
         expected: Returns the tensors that are handled, in the order in which they are transferred; whatever
             else comes is transferred as it is. None: all tensors are handled.
-        handle: Called with one of them, a function that transfers a tensor in its place, and its position.
+        handle: Transfers one of them.
     """
 
     def __init__(
         self,
         expected: Callable[[], Sequence[Tensor] | None],
-        handle: Callable[[Tensor, _Transfer, int], None],
+        handle: _Handle,
     ) -> None:
         self._expected, self._handle = expected, handle
         self._position = 0
@@ -263,6 +251,20 @@ class _Transfers:
         else:
             self._position += 1
             self._handle(tensor, transfer, position)
+
+
+def _backward(
+    compressed: Sequence[_Compressed], handle: Callable[[Tensor, _Transfer, FixedMessages, Kept], None]
+) -> _Handle:
+    """Return what transfers the gradients of activations that were ``compressed``."""
+
+    def transfer_one(tensor: Tensor, transfer: _Transfer, position: int) -> None:
+        if (activation := compressed[position]) is None:
+            transfer(tensor)
+        else:
+            handle(tensor, transfer, *activation)
+
+    return transfer_one
 
 
 _p2p = pipe_engine.p2p

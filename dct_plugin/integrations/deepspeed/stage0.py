@@ -21,7 +21,7 @@ from ..host.patching import Function, Patches
 from .buckets import CommunicationBuffer, ScaleFactors
 from .engine import EngineContext, precision_of, targets_of
 from .path import GradientPath
-from .weight_updates import WeightLayout
+from .weight_updates import WeightLayout, gather_target
 
 #: Name, offset in the buffer of a gradient, and number of entries of a parameter.
 _Slice = tuple[str, int, int]
@@ -137,14 +137,9 @@ class Bf16Path(Stage0Path):
             step="closure",
             update_lp_params="",
         ),
-        *WeightLayout.targets("deepspeed.runtime.bf16_optimizer"),
+        gather_target("deepspeed.runtime.bf16_optimizer"),
     )
-    weight_layout = WeightLayout(
-        module=bf16_optimizer,
-        flat="bf16_groups_flat",
-        partitions="bf16_partitioned_groups",
-        parameters="bf16_groups",
-    )
+    weight_layout = WeightLayout("bf16_groups", "bf16_partitioned_groups")
 
     @classmethod
     def applies(cls, engine: Any, config: DCTConfig) -> bool:

@@ -8,10 +8,9 @@ DeepSpeed gathers. Groups of expert parameters are left to DeepSpeed.
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,30 +31,27 @@ from .engine import EngineContext, EnginePart
 _GATHER = "all_gather_dp_groups"
 
 
-@dataclass(frozen=True)
-class WeightLayout:
-    """The attributes in which an optimizer of DeepSpeed keeps its groups, and the module with its gather.
+class WeightLayout(NamedTuple):
+    """The attributes in which an optimizer of DeepSpeed keeps its groups.
+
+    The flat weights of a group lie beside its parameters, in ``{parameters}_flat``.
 
     Attributes:
-        module: Where the optimizer finds ``all_gather_dp_groups``.
-        flat: Of all flat weights.
-        partitions: Of the ranks' parts of them.
-        parameters: Of the parameters in order.
+        parameters: The parameters of each group, in order.
+        partitions: The ranks' parts of each group's flat weights.
     """
 
-    module: ModuleType
-    flat: str
-    partitions: str
     parameters: str
+    partitions: str
 
-    @staticmethod
-    def targets(module: str) -> tuple[Target, ...]:
-        """Return what is replaced in a module, by its name."""
-        parameters = (
-            "groups_flat", "partitioned_param_groups", "dp_process_group", "start_alignment_factor",
-            "allgather_bucket_size",
-        )  # fmt: skip
-        return (Target(module, _GATHER, parameters),)
+
+def gather_target(module: str) -> Target:
+    """Return the gather of a module of DeepSpeed that :class:`UpdatedWeights` replaces."""
+    parameters = (
+        "groups_flat", "partitioned_param_groups", "dp_process_group", "start_alignment_factor",
+        "allgather_bucket_size",
+    )  # fmt: skip
+    return Target(module, _GATHER, parameters)
 
 
 class _FlatParameter(NamedTuple):
@@ -144,7 +140,7 @@ class UpdatedWeights(WeightUpdates):
         dtypes = [flat.dtype for flat in self._flat]
         self._known = {i: self._part(i).clone() for i in self._groups if not self.updates.full(dtypes[i])}
         with Patches() as patches:  # for this step alone: the function is shared by all engines
-            patches.intercept(self._layout.module, _GATHER, self._gather)
+            patches.intercept(sys.modules[type(self._optimizer).__module__], _GATHER, self._gather)
             return original(*args, **keywords)
 
     def _gather(
@@ -195,7 +191,7 @@ class UpdatedWeights(WeightUpdates):
 
     @property
     def _flat(self) -> list[Tensor]:
-        return list(getattr(self._optimizer, self._layout.flat))
+        return list(getattr(self._optimizer, f"{self._layout.parameters}_flat"))
 
     def _part(self, index: int) -> Tensor:
         """Return this rank's part of the flat weights of a group."""

@@ -33,7 +33,7 @@ from ..host.patching import Function, Patches
 from .buckets import BucketReductions, CommunicationBuffer, DeferredReductions, ScaleFactors, is_expert
 from .engine import EngineContext, precision_of, targets_of, tied_weights
 from .path import GradientPath
-from .weight_updates import WeightLayout
+from .weight_updates import WeightLayout, gather_target
 
 _MODULE = "deepspeed.runtime.zero.stage_1_and_2"
 
@@ -65,14 +65,9 @@ class ZeroPath(GradientPath):
             step="closure",
             update_lp_params="",
         ),
-        *WeightLayout.targets(_MODULE),
+        gather_target(_MODULE),
     )
-    weight_layout = WeightLayout(
-        module=stage_1_and_2,
-        flat="bit16_groups_flat",
-        partitions="parallel_partitioned_bit16_groups",
-        parameters="bit16_groups",
-    )
+    weight_layout = WeightLayout("bit16_groups", "parallel_partitioned_bit16_groups")
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)

@@ -63,19 +63,16 @@ class ReplicaChecksums:
         if not named or dist.get_world_size(self._group) == 1:
             return
         own = torch.stack([checksum(weight) for _, weight in named])
-        bounds = torch.cat([own, -own])
-        with lost_ranks.reported("comparison of parameters", self._group, step):
-            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self._group)
-        high, low = bounds.chunk(2)
-        differing = (high != -low).nonzero().view(-1).tolist()
-        if not differing:
-            return
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         everyones = [torch.empty_like(own) for _ in ranks]
-        dist.all_gather(everyones, own, group=self._group)
+        with lost_ranks.reported("comparison of parameters", self._group, step):
+            dist.all_gather(everyones, own, group=self._group)
+        by_parameter = torch.stack(everyones, dim=1)
+        differing = (by_parameter != by_parameter[:, :1]).any(dim=1).nonzero().view(-1).tolist()
+        if not differing:
+            return
         text = "; ".join(
-            f"{named[i][0]} on {_minority(ranks, [int(sums[i]) for sums in everyones])}"
-            for i in differing[:5]
+            f"{named[i][0]} on {_minority(ranks, by_parameter[i].tolist())}" for i in differing[:5]
         )
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
         if self.action == "stop":
@@ -104,7 +101,7 @@ def checksum(weight: Tensor) -> Tensor:
         first = 2 * start * _CHUNK + 1
         factors = torch.arange(first, first + 2 * words.numel(), 2, device=flat.device)
         total += (words * factors).sum()
-    return total & (2**62 - 1)  # the comparison needs its negative, too
+    return total
 
 
 def _minority(ranks: list[int], sums: list[int]) -> str:

@@ -154,28 +154,24 @@ def nodes_of(
     if config.nodes == 1 or len(ranks) == 1 or not config.enabled:
         return None
     machines = ranks_of_machines(ranks, limit=limit, hint=hint)
-    if config.nodes == "auto":
-        if len(machines) == 1 or len(machines) == len(ranks):
-            return None
-        if unsupported:
-            problem = f"nodes are not used with {unsupported}"
-        else:
-            try:
-                return _logged(find_nodes(ranks, machines, None, group))
-            except ConfigError as error:
-                problem = str(error)
-        if dist.get_rank() == ranks[0]:
-            log_once(f"dct: every rank exchanges gradients by itself: {problem}")
+    automatic = config.nodes == "auto"
+    if automatic and len(machines) in (1, len(ranks)):
         return None
-    if unsupported:
-        raise ConfigError(
-            f"rank {dist.get_rank()}: {KEY} = {config.nodes} does not work with {unsupported}; leave it out, "
-            "or set it to 1"
-        )
-    return _logged(find_nodes(ranks, machines, config.nodes, group))
-
-
-def _logged(nodes: Nodes) -> Nodes:
+    try:
+        if unsupported and automatic:
+            raise ConfigError(f"nodes are not used with {unsupported}")
+        if unsupported:
+            raise ConfigError(
+                f"rank {dist.get_rank()}: {KEY} = {config.nodes} does not work with {unsupported}; leave it "
+                "out, or set it to 1"
+            )
+        nodes = find_nodes(ranks, machines, None if automatic else int(config.nodes), group)
+    except ConfigError as error:
+        if not automatic:
+            raise
+        if dist.get_rank() == ranks[0]:
+            log_once(f"dct: every rank exchanges gradients by itself: {error}")
+        return None
     if nodes.rank == nodes.ranks[0][0]:
         log_once(f"dct: gradients are summed inside nodes, and thresholded between them: {nodes}")
     return nodes

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import pkgutil
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, NamedTuple
 
 from dct_plugin.errors import VersionError
@@ -99,32 +99,20 @@ class Target(NamedTuple):
         return f"{self.module}.{self.name}({', '.join(self.parameters)}, ...)"
 
 
-class Probe(NamedTuple):
-    """The signature that was found for one target, or why there is none; no ``problem`` where it fits."""
-
-    target: Target
-    found: str
-    problem: str = ""
-
-
-def probe(target: Target) -> Probe:
-    """Compare a target with its module, which is imported if need be."""
+def _misfit(target: Target) -> tuple[str, str]:
+    """Return the signature in a target's place and what is wrong with it; two empty texts if it fits."""
     try:
-        module = import_module(target.module)
-    except ImportError as error:
-        return Probe(target, "no such module", str(error))
-    function: Any = module
-    for part in target.name.split("."):
-        function = getattr(function, part, None)
-    if not callable(function):
-        return Probe(target, "missing", f"{target.module} has no {target.name}")
-    try:
+        function = pkgutil.resolve_name(f"{target.module}:{target.name}")
         parameters = list(inspect.signature(undecorated(function)).parameters)
+    except ImportError as error:
+        return "no such module", str(error)
+    except AttributeError:
+        return "missing", f"{target.module} has no {target.name}"
     except (TypeError, ValueError) as error:
-        return Probe(target, "no signature", str(error))
-    fits = tuple(parameters[: len(target.parameters)]) == target.parameters
-    problem = "" if fits else f"does not start with ({', '.join(target.parameters)})"
-    return Probe(target, f"({', '.join(parameters)})", problem)
+        return "no signature", str(error)
+    if tuple(parameters[: len(target.parameters)]) == target.parameters:
+        return "", ""
+    return f"({', '.join(parameters)})", f"does not start with ({', '.join(target.parameters)})"
 
 
 def undecorated(function: Any) -> Any:
@@ -137,10 +125,11 @@ def undecorated(function: Any) -> Any:
     return given[0] if len(given) == 1 else function
 
 
-def faults(probes: Iterable[Probe]) -> str:
-    """Return three lines for each target that does not fit."""
+def faults(targets: Iterable[Target]) -> str:
+    """Return three lines for each target that is not what it is expected to be; modules are imported."""
     lines = []
-    for target, found, problem in probes:
+    for target in targets:
+        found, problem = _misfit(target)
         if problem:
             lines += [
                 f"{target.module}.{target.name}" + (f" ({target.part})" if target.part else ""),
@@ -156,6 +145,6 @@ def require(targets: Iterable[Target], found: str, supported: VersionRange | str
     Raises:
         VersionError: Names every target that is not; see :func:`.versions.unsupported` for the arguments.
     """
-    if problems := faults(map(probe, targets)):
+    if problems := faults(targets):
         why = "is not what dct-plugin was made for; nothing was patched"
         raise unsupported(found, supported, remedy, why=why, faults=problems)
