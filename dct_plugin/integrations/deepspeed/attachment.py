@@ -85,7 +85,7 @@ class Attachment:
         self.metrics = Metrics(config.metrics, rank=engine.global_rank, world_size=dist.get_world_size())
         self.steps = StepHooks([], self.metrics, rank=engine.global_rank)
         context = EngineContext(engine, config, self.metrics, self.steps)
-        self._engine, self._patches = engine, Patches()
+        self._engine, self._ends = engine, contextlib.ExitStack()
         self._path = path(context)
         self.reducer, self.experts = self._path.reducer, self._path.experts
         self.activations = {each.name: each(context) for each in activation_paths_of(engine, config)}
@@ -156,23 +156,17 @@ class Attachment:
 
     def close(self) -> None:
         """Take everything off the engine, and print the summary."""
-        with contextlib.ExitStack() as ends:  # last comes first, also after an error
-            ends.callback(attachments.forget, self)
-            ends.callback(self._patches.undo)
-            for end in self._at_end:
-                ends.callback(end)
-            ends.callback(self._reporting.finish)
-            for part in self._parts:
-                ends.callback(part.close)
+        self._ends.close()
 
     def install(self) -> None:
         """Patch the engine and its optimizer (these instances, not their classes)."""
-        engine = self._engine
-        attachments.note(engine.module, self)
+        engine, patches, ends = self._engine, Patches(), self._ends
+        ends.callback(attachments.note(engine.module, self))
+        ends.callback(patches.undo)
         if not self.config.data_parallel.enabled:
             self.steps.begin()  # no gradients will come, and nothing is to be said about that
         for part in self._parts:
-            part.install(self._patches)
+            part.install(patches)
         replicas = ReplicaChecksums(self.config.data_parallel, self._path.replicated, self.reducer.group)
         self.steps.replicas = [replicas]
         if engine.global_rank == 0 and not self._path.trains_unfrozen:
@@ -182,14 +176,17 @@ class Attachment:
                 "deepspeed.initialize anew with the model and a new optimizer",
             )
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
-        self._reporting = Reporting(self.metrics, _sink(engine.monitor) if engine.monitor.enabled else None)
+        reporting = Reporting(self.metrics, _sink(engine.monitor) if engine.monitor.enabled else None)
+        ends.callback(lost_peers.watch(self, lambda attachment: attachment.steps.step))
         count = functools.partial(self.metrics.uncompressed, "gradient", "shared_weights")
-        self._at_end = [lost_peers.watch(self, lambda attachment: attachment.steps.step)]
-        if self.config.data_parallel.enabled:
-            self._at_end += [count_group(group, count) for _, group in tied_weights(engine)]
-        self._patches.intercept(engine, "_take_model_step", self._step)
-        self._patches.intercept(engine, "compile", self._compile)
-        self._patches.intercept(engine, "destroy", self._destroy)
+        for _, group in tied_weights(engine) if self.config.data_parallel.enabled else ():
+            ends.callback(count_group(group, count))
+        ends.callback(reporting.finish)
+        for part in self._parts:
+            ends.callback(part.close)
+        patches.intercept(engine, "_take_model_step", self._step)
+        patches.intercept(engine, "compile", self._compile)
+        patches.intercept(engine, "destroy", self._destroy)
 
     def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
         path = self._path

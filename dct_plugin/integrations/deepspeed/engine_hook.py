@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..host.patching import Function, Patches
@@ -37,16 +37,16 @@ def _init(cls: type, original: Function, engine: Any, *args: Any, **keywords: An
         return
     _take_off_earlier(*args, *keywords.values())
     given = getattr(keywords.get("config_class"), "_param_dict", None)
-    with _prepared(given):
-        try:
-            original(engine, *args, **keywords)
-        except Exception as error:
-            if asks_for_slot(given):
-                from . import onebit
+    with contextlib.ExitStack() as prepared:
+        if asks(given):
+            from . import build_lock
 
-                if explanation := onebit.explain(given):
-                    raise explanation from error
-            raise
+            prepared.enter_context(build_lock.builder_watched())
+        if asks_for_slot(given):
+            from . import onebit
+
+            prepared.enter_context(onebit.prepared())
+        original(engine, *args, **keywords)
     engine_ready(engine)
 
 
@@ -57,21 +57,6 @@ def _take_off_earlier(*arguments: Any) -> None:
         for argument in arguments:
             if hasattr(argument, "named_modules"):
                 attachments.take_off(argument)
-
-
-@contextlib.contextmanager
-def _prepared(configuration: Any) -> Iterator[None]:
-    """Prepare DeepSpeed, inside the block, for an engine whose JSON asks for the plugin."""
-    with contextlib.ExitStack() as prepared:
-        if asks(configuration):
-            from . import build_lock
-
-            prepared.enter_context(build_lock.builder_watched())
-        if asks_for_slot(configuration):
-            from . import onebit
-
-            prepared.enter_context(onebit.prepared())
-        yield
 
 
 def engine_ready(engine: Any) -> None:

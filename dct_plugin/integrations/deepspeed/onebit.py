@@ -50,7 +50,11 @@ _ALL = "momentum"
 
 @contextmanager
 def prepared() -> Iterator[None]:
-    """Make the optimizers in :data:`OPTIMIZERS` accept the name, inside the block."""
+    """Make the optimizers in :data:`OPTIMIZERS` accept the name, inside the block.
+
+    Raises:
+        VersionError: In place of an error in the block, if this DeepSpeed has none of them.
+    """
     with Patches() as patches, ExitStack() as waiting:
 
         def prepare(module: ModuleType) -> None:
@@ -58,7 +62,13 @@ def prepared() -> Iterator[None]:
 
         for name in OPTIMIZERS:  # DeepSpeed imports the one that it needs
             waiting.callback(when_imported(name, prepare))
-        yield
+        try:
+            yield
+        except Exception as error:
+            if _has_slot():
+                raise
+            version = getattr(sys.modules.get("deepspeed"), "__version__", "")
+            raise VersionError(without_slot(version)) from error
 
 
 def _init(original: Function, *args: Any, **keywords: Any) -> None:
@@ -77,15 +87,12 @@ def _init(original: Function, *args: Any, **keywords: Any) -> None:
     made.initialize = True
 
 
-def explain(config: Any) -> VersionError | None:
-    """Return the error for a JSON that asks for the slot in a DeepSpeed that has none; None otherwise."""
+def _has_slot() -> bool:
+    """Return whether this DeepSpeed has one of the optimizers."""
     try:
-        present = [importlib.util.find_spec(name) is not None for name in OPTIMIZERS]
+        return any(importlib.util.find_spec(name) is not None for name in OPTIMIZERS)
     except ImportError:
-        present = []
-    if any(present):
-        return None
-    return VersionError(without_slot(getattr(sys.modules.get("deepspeed"), "__version__", "")))
+        return False
 
 
 @contextmanager
