@@ -96,11 +96,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "step-ahead at stage 3": (
         zero(3, gradients(feedback="step_ahead")),
-        'dct.data_parallel.feedback = "step_ahead" under ZeRO stage 3: no rank has the whole weights',
+        'dct.data_parallel.feedback = "step_ahead": under ZeRO stage 3 no rank has the whole weights',
     ),
     "experts with step-ahead": (
         job({**gradients(feedback="step_ahead"), "model_parallel": {"expert_gradients": True}}),
-        "dct.model_parallel.expert_gradients = true: feedback = 'step_ahead' displaces the weights",
+        'dct.data_parallel.feedback = "step_ahead": expert_gradients: step-ahead displaces the weights',
     ),
     "step-ahead with Lion": (
         job(gradients(feedback="step_ahead"), optimizer={"type": "Lion"}),

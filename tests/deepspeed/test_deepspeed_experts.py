@@ -136,7 +136,7 @@ def test_gradients_that_cross_dense_are_told(four: Results, name: str, reason: s
 
 def test_gradients_of_experts_are_refused_with_step_ahead(four: Results) -> None:
     error = four[0]["refused/zero0-fp32"]["error"]
-    assert "dct.model_parallel.expert_gradients = true: feedback = 'step_ahead'" in error
+    assert 'dct.data_parallel.feedback = "step_ahead": expert_gradients: step-ahead displaces' in error
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

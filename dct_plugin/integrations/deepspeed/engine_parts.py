@@ -35,7 +35,7 @@ class DisplacedPasses(EnginePart):
         unit = 1.0 / (path.scale * path.reducer.group_size)
         pairs = [pair for group in groups for pair in group]
         add_on = path.reducer.add_ons.of(StepAheadAddOn)
-        pending = {} if updates is None else {"pending_of": updates.pending_of}
+        pending: dict[str, Any] = {} if updates is None else {"pending_of": updates.pending_of}
         self.ahead = add_on.prepare(pairs, unit_of, unit=unit, **pending)
 
     def install(self, patches: Patches) -> None:

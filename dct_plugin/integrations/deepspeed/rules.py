@@ -62,8 +62,8 @@ def step_ahead_unavailable(job: Job, config: DCTConfig) -> str:
     """Return why a job cannot have step-ahead feedback; empty if it can."""
     if job.stage == 3 and (job.ranks_per_copy <= 1 or config.data_parallel.parameters is None):
         return (
-            "under ZeRO stage 3 no rank has the whole weights that step-ahead displaces (copies in nodes can "
-            "be displaced: docs/nodes.md#zero-3)"
+            "under ZeRO stage 3 no rank has the whole weights that step-ahead displaces (it can displace "
+            "copies in nodes: set zero_optimization.zero_hpz_partition_size and dct.data_parallel.parameters)"
         )
     if config.model_parallel.expert_gradients and job.experts:
         return "expert_gradients: step-ahead displaces the weights of all ranks alike, and experts differ"
@@ -139,6 +139,8 @@ def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:
         yield from _of_momentum(config)
     if not settings.enabled:
         return
+    if settings.feedback.looks_ahead and job.trains and (why := step_ahead_unavailable(job, config)):
+        yield f"dct.data_parallel.feedback = {show(settings.feedback)}: {why}; leave it out"
     if job.trains:
         if job.stage == 3:
             for key, reason in _under_zero3(job, settings):
@@ -146,11 +148,6 @@ def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:
                 yield f"dct.data_parallel.{key} = {given} under ZeRO stage 3: {reason}"
         elif settings.parameters is not None:
             yield from _against_updates(job)
-    if config.model_parallel.expert_gradients and job.experts and settings.feedback.looks_ahead:
-        yield (
-            "dct.model_parallel.expert_gradients = true: feedback = 'step_ahead' displaces the weights of "
-            "all ranks alike, and experts differ; set it to false"
-        )
 
 
 def _of_momentum(config: DCTConfig) -> Iterator[str]:
@@ -189,13 +186,6 @@ def _against_updates(job: Job) -> Iterator[str]:
 def _under_zero3(job: Job, settings: DataParallelConfig) -> Iterator[tuple[str, str]]:
     """Yield the keys that ask for what ZeRO-3 cannot give, with the reasons."""
     copies = job.ranks_per_copy > 1
-    if settings.feedback.looks_ahead and not (copies and settings.parameters is not None):
-        yield (
-            "feedback",
-            "no rank has the whole weights that step-ahead displaces. It can displace copies in nodes: set "
-            "zero_optimization.zero_hpz_partition_size and dct.data_parallel.parameters, or leave feedback "
-            "out",
-        )
     if settings.parameters == "exact":
         yield (
             "parameters",
