@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from dct_plugin.data_parallel.parameters import ParameterUpdates
@@ -12,6 +13,8 @@ from ..host.nonfinite import PoisonedSteps
 from ..host.patching import Function, Patches
 from .engine import EngineContext, EnginePart, is_pipeline
 from .path import GradientPath
+
+logger = logging.getLogger("dct_plugin")
 
 
 class DisplacedPasses(EnginePart):
@@ -29,7 +32,8 @@ class DisplacedPasses(EnginePart):
     """
 
     def __init__(self, path: GradientPath, updates: ParameterUpdates | None) -> None:
-        self._engine = path.engine
+        self._engine, self._optimizer = path.engine, path.optimizer
+        self._groups = len(path.optimizer.param_groups)
         groups = path.named_parameters()
         unit_of = units_of(path.optimizer, [[parameter for _, parameter in group] for group in groups])
         unit = 1.0 / (path.scale * path.reducer.group_size)
@@ -48,6 +52,13 @@ class DisplacedPasses(EnginePart):
 
     def before_step(self) -> None:
         self.ahead.restore()
+        groups = len(self._optimizer.param_groups)
+        if groups != self._groups and self._engine.global_rank == 0:
+            logger.warning(
+                "dct: parameters of groups that were added to the optimizer after deepspeed.initialize get "
+                "local error feedback; initialize again for step-ahead"
+            )
+        self._groups = groups
 
     def close(self) -> None:
         self.ahead.detach()
