@@ -67,7 +67,10 @@ def _steps(group: Group, ratios: bool) -> Table:
             low, high = one.quartiles
             row.append(f"{one.median:.0f} ±{(high - low) / 2:.0f}")
             if ratios:
-                row.append(f"{one.median / _named(cell, baseline).median:.2f}x")
+                # The ratio depends on the model's computation; what an exchange adds to a step does not.
+                least = _named(cell, baseline).median
+                added = f", {one.median - least:+.0f} ms" if baseline == IDEAL and one.name != IDEAL else ""
+                row.append(f"{one.median / least:.2f}x{added}")
         rows.append(row)
     header = ["", "sent"] if group.cells[0].nodes is None else ["", "between nodes", "inside"]
     for cell in group.cells:

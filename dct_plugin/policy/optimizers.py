@@ -19,6 +19,7 @@ class OptimizerFamily(Enum):
     MOMENTUM = "SGD with momentum"
     SGD = "SGD"
     ADAGRAD = "Adagrad"
+    MUON = "Muon"
     OTHER = "an optimizer whose step is not known"
     UNTOLD = "an optimizer that the plugin was not told"
 
@@ -39,6 +40,10 @@ _NAMES = {
     OptimizerFamily.RMSPROP: ("RMSprop",),
     OptimizerFamily.ADAGRAD: ("Adagrad", "FusedAdagrad", "DeepSpeedCPUAdagrad"),
     OptimizerFamily.SGD: ("SGD", "FusedSGD"),
+    # torch; the author's; Megatron-core
+    OptimizerFamily.MUON: (
+        "Muon", "SingleDeviceMuon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam", "TensorParallelMuon",
+    ),
 }  # fmt: skip
 _FAMILIES = {name.lower(): family for family, names in _NAMES.items() for name in names}
 
@@ -60,7 +65,9 @@ def family_of(names: Iterable[str], *, momentum: float = 0.0) -> OptimizerFamily
 
 def unknown_step(name: str) -> ConfigError:
     """Return the error for step-ahead with an optimizer whose step is not known."""
-    known = ", ".join(each for names in _NAMES.values() for each in names)
+    known = ", ".join(
+        each for family, names in _NAMES.items() if family is not OptimizerFamily.MUON for each in names
+    )
     return ConfigError(
         f"dct.data_parallel.feedback = 'step_ahead': the step of {name} is not known; known are "
         f"{known}; give it a method step_unit(group), or leave feedback out"

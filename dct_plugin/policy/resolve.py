@@ -16,6 +16,8 @@ from .settings import bits_of
 DENSE, RAMP, SHARES = (40, 60), 180, (0.1, 0.6)
 #: With step-ahead the density falls with this power of the step, unless the run is too short for it.
 FALL = 1.5
+#: Bits of all entries, rather than few entries, are what Muon loses least by (docs/quality.md#muon).
+ALL_ENTRIES: dict[str, object] = {"sparsity": 0.0, "value_dtype": "int8"}
 #: Sparsity of local error feedback where it is known to lose at 0.99, or nothing is known.
 GENTLE = 0.9
 
@@ -58,10 +60,16 @@ def _chosen(
     nothing_waits = settings.sparsity == 0 and settings.parameters in (None, "exact")
     if not settings.enabled or nothing_waits or family in (OptimizerFamily.ADAGRAD, OptimizerFamily.SGD):
         return _Choice(changed(settings, feedback=LocalFeedback()), "")
+    name = training.optimizer[0]
+    written = settings.model_fields_set & {"sparsity", "value_dtype", "quality", "adaptive", "parameters"}
+    if family is OptimizerFamily.MUON and not written:
+        made = changed(settings, feedback=LocalFeedback(), **ALL_ENTRIES)
+        return _Choice(
+            made, f"{name} loses by thresholds: all entries are sent, in int8 (docs/quality.md#muon)"
+        )
     is_ahead = family.loses_by_delay and not step_ahead_unavailable
     sparsity = settings.sparsity if is_ahead else min(settings.sparsity, GENTLE)
     start, words = _start(settings, sparsity, steps, is_ahead=is_ahead)
-    name = training.optimizer[0]
     if is_ahead:
         made = changed(settings, feedback=StepAheadFeedback(), **start)
         return _Choice(made, f"step-ahead for {name}, {words}; measured with a {measured_with(family)}")

@@ -109,9 +109,8 @@ def resolve_settings(
         return config, ""
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     trainings = [_training(each, ranks, stage) for each in optimizers or [None]]
-    training = max(
-        trainings, key=lambda each: (each.family is OptimizerFamily.OTHER, each.family.loses_by_delay)
-    )
+    suffers_most = OptimizerFamily.OTHER, OptimizerFamily.MUON
+    training = max(trainings, key=lambda each: (each.family in suffers_most, each.family.loses_by_delay))
     made = resolve(
         config.data_parallel,
         training,
