@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
     from ..integrations.deepspeed.file_check import FileReport
 
 app = typer.Typer(help="Show and check the dct section of a JSON file.", no_args_is_help=True)
+
+
+class Device(str, Enum):
+    """Accelerators for which ``check`` judges."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
 
 
 @app.command()
@@ -56,15 +64,22 @@ def show(
 @app.command()
 def check(
     files: Annotated[list[str], typer.Argument(help="Files to check; - is the standard input.")],
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the job [default: as the batch sizes say].")
+    ] = None,
+    device: Annotated[
+        Device, typer.Option(help="Accelerator of the job; this machine does not need it.")
+    ] = Device.CUDA,
 ) -> None:
     """Check DeepSpeed JSONs or bare sections; exit with 1 if a job would not start.
 
-    All errors of a file are listed, then warnings: settings that are known to lose quality, mistyped keys.
+    The installed DeepSpeed checks its keys. All errors of a file are listed, then warnings: settings that are
+    known to lose quality, keys that nothing reads.
     """
     from ..config.dct import read_hjson
     from ..console import print_error
     from ..errors import ConfigError
-    from ..integrations.deepspeed import file_check
+    from ..integrations.deepspeed import file_check, parser
 
     contents: dict[str, tuple[dict[str, Any], bool]] = {}
     failed = False
@@ -74,8 +89,11 @@ def check(
         except ConfigError as error:
             print_error(error)
             failed = True
+    asked = [file for file, (content, _) in contents.items() if file_check.for_deepspeed(content)]
+    told = parser.ask([contents[file][0] for file in asked], ranks=ranks, device=device.value)
+    answers = dict(zip(asked, told, strict=False))
     for file, (content, strict) in contents.items():
-        report = file_check.check(content)
+        report = file_check.check(content, answers.get(file))
         if not strict:
             report.notes.append("not strict JSON, which Hugging Face's Trainer and Accelerate want")
         failed |= not _print(report, file)

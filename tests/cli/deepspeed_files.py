@@ -1,4 +1,4 @@
-"""DeepSpeed JSONs of the kinds that are found in public repositories, with what the plugin says."""
+"""DeepSpeed JSONs of the kinds that are found in public repositories, with what DeepSpeed does."""
 
 from __future__ import annotations
 
@@ -20,6 +20,79 @@ def optimizer(name: str, **params: Any) -> dict[str, Any]:
     return {"type": name, "params": {"lr": 1e-3, **params}}
 
 
+#: By what is wrong: a JSON that DeepSpeed 0.19.8 refuses, and the words that name the reason.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "compression": (job(compression_training={}), "compression_training: The DeepSpeed compression library"),
+    "sparse gradients": (job(sparse_gradients=False), "sparse_gradients = false: "),
+    "curriculum": (job(curriculum_learning={"enabled": False}), "curriculum_learning: "),
+    "layer drop": (job(progressive_layer_drop={"enabled": False}), "progressive_layer_drop: "),
+    "elasticity": (job(elasticity={"enabled": False}), "elasticity: "),
+    "sparse attention": (job(sparse_attention={"mode": "fixed"}), "sparse_attention: "),
+    "apex": (job(amp={"enabled": False}), "amp: "),
+    "eigenvalue": (job(eigenvalue={"enabled": False}), "eigenvalue: "),
+    "MiCS": (zero(3, mics_shard_size=2), "zero_optimization: MiCS"),
+    "stage is a list": (zero([1, 2]), "zero_optimization.stage = [1, 2]: "),
+    "no such stage": (zero(4), "zero_optimization.stage = 4: "),
+    "unknown key of ZeRO": (zero(1, bucket=3), "zero_optimization.bucket = 3: DeepSpeed has no such key"),
+    "old stage 1": (zero(1, legacy_stage1=True), "zero_optimization"),
+    "fp16 is a boolean": (job(fp16=True), "fp16 = true: must be a JSON object"),
+    "bf16 is a text": (job(bf16="yes"), 'bf16 = "yes": must be a JSON object'),
+    "loss scale of bf16": (job(bf16={"enabled": True, "loss_scale": 0}), "bf16.loss_scale = 0: "),
+    "half a loss scale": (job(fp16={"enabled": True, "min_loss_scale": 0.5}), "fp16.min_loss_scale = 0.5"),
+    "no loss scale": (job(fp16={"enabled": True, "min_loss_scale": 0}), "fp16.min_loss_scale must be > 0"),
+    "both precisions": (job(fp16={"enabled": True}, bf16={"enabled": True}), "simultaneously"),
+    "fp16 master weights": (
+        job(zero_optimization={"stage": 2}, fp16={"enabled": True, "fp16_master_weights_and_grads": True}),
+        "fp16: fp16_master_weights_and_grads needs",
+    ),
+    "bf16 master weights": (
+        job(zero_optimization={"stage": 2}, bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
+        "bf16: bf16_master_weights_and_grads needs",
+    ),
+    "ZenFlow without offloading": (zero(2, zenflow={"topk_ratio": 0.1}), "zenflow needs an optimizer"),
+    "tensor parallelism in quotes": (
+        job(tensor_parallel={"autotp_size": "2"}),
+        'tensor_parallel.autotp_size = "2": must be an integer',
+    ),
+    "type of sums": (job(data_types={"grad_accum_dtype": "fp8"}), "'fp8' is not a valid DtypeEnum"),
+    "no batch size": (job(train_micro_batch_size_per_gpu=None), "train_micro_batch_size_per_gpu needs to be"),
+    "batch in words": (job(train_micro_batch_size_per_gpu="MBSIZE"), 'train_micro_batch_size_per_gpu = "MBS'),
+    "no accumulation": (job(gradient_accumulation_steps=0), "gradient_accumulation_steps = 0: "),
+    "accumulation in quotes": (job(gradient_accumulation_steps="4"), 'gradient_accumulation_steps = "4": '),
+    "batches that do not fit": (
+        job(train_batch_size=10, gradient_accumulation_steps=1),
+        "train_micro_batch_size_per_gpu = 4: Check batch related parameters",
+    ),
+    "a whole below a part": (job(train_batch_size=2), "Gradient accumulation steps: 0 has to be greater"),
+    "optimizer in lower case": (
+        job(optimizer=optimizer("sgd")),
+        'optimizer.type = "sgd": DeepSpeed has no such optimizer; did you mean "SGD"?',
+    ),
+    "misspelt optimizer": (job(optimizer=optimizer("AdmaW")), 'did you mean "AdamW"?'),
+    "1-bit Adam": (job(optimizer=optimizer("OneBitAdam", freeze_step=9)), 'optimizer.type = "OneBitAdam": '),
+    "0/1 Adam": (job(optimizer=optimizer("ZeroOneAdam")), 'optimizer.type = "ZeroOneAdam": '),
+    "norm in the optimizer": (job(optimizer=optimizer("AdamW", max_grad_norm=1.0)), "'max_grad_norm' is not"),
+    "unknown parameter": (job(optimizer=optimizer("RMSprop", beta=1)), "unexpected keyword argument 'beta'"),
+    "untested optimizer": (
+        job(zero_optimization={"stage": 1}, optimizer=optimizer("RMSprop")),
+        "You are using an untested ZeRO Optimizer",
+    ),
+    "unknown schedule": (job(scheduler={"type": "Warmup", "params": {}}), "does not recognize LR scheduler"),
+    "schedule without its length": (
+        job(scheduler={"type": "WarmupDecayLR", "params": {}}),
+        "total_num_steps",
+    ),
+    "prescaled gradients": (
+        job(zero_optimization={"stage": 2}, prescale_gradients=True),
+        "prescale_gradients = true needs zero_optimization.reduce_scatter = false",
+    ),
+    "optimizer is a list": (job(optimizer=["AdamW"]), "optimizer: 'list' object has no attribute"),
+    "ZeRO is a number": (job(zero_optimization=7), "zero_optimization = 7: must be a JSON object"),
+    "old compile": (job(compile={"disable": False}), "compile.disable = false: DeepSpeed has no such key"),
+    "unknown type of messages": (job(communication_data_type="fp8"), "Invalid communication_data_type"),
+    "type of weights": (job(data_types={"param_dtype": "bf16"}), "conflicts with the enabled precision mode"),
+}
+
 #: By what is unusual: a JSON that DeepSpeed 0.19.8 takes, and whether the plugin takes it.
 TAKEN: dict[str, tuple[dict[str, Any], bool]] = {
     "plain": (job(), True),
@@ -29,6 +102,7 @@ TAKEN: dict[str, tuple[dict[str, Any], bool]] = {
     "enabled in quotes": (job(bf16={"enabled": "true"}), True),
     "old name of bf16": (job(bfloat16={"enabled": True}), True),
     "old name of the gathering": (zero(3, stage3_gather_fp16_weights_on_model_save=True), True),
+    "old name of offloading": (zero(2, cpu_offload=True), False),
     "parameters offloaded at stage 2": (zero(2, offload_param={"device": "cpu"}), False),
     "offload to none": (zero(3, offload_param={"device": "none"}), True),
     "numbers as floats": (zero(1, reduce_bucket_size=5e8, allgather_bucket_size=2e8), True),

@@ -31,9 +31,10 @@ from .engine import EngineContext, EnginePart, check_version, has_optimizer, is_
 from .engine_parts import DisplacedPasses, SkippedSteps
 from .moe import ExpertPath
 from .node_copies import DisplacedCopies, NodeCopies
+from .parser import keys_read
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
-from .rules import advice, applied, mistyped_keys, require, step_ahead_unavailable
+from .rules import advice, applied, require, step_ahead_unavailable, unread_keys
 from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
 from .stage0 import Bf16Path, Stage0Path
 from .weight_updates import UpdatedWeights, WeightUpdates
@@ -328,7 +329,7 @@ def _report(engine: Any, attachment: Attachment, note: str) -> None:
             "dct: the weights lack updates that dct.data_parallel.parameters has not sent yet: before an "
             "evaluation or export call engine.dct.gather_parameters() on all ranks; save_checkpoint does it"
         )
-    if unknown := mistyped_keys(configuration_of(engine) or {}):
+    if unknown := unread_keys(configuration_of(engine) or {}, keys_read()):
         logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(unknown))
     for sentence in advice(job_of(engine)):
         logger.warning("dct: %s", sentence)

@@ -13,9 +13,13 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.policy import Training, resolve
 from dct_plugin.policy.optimizers import OptimizerFamily, unknown_step
 
-from ..host.versions import parse
-from .rules import advice, applied, mistyped_keys, refusals, step_ahead_unavailable, without_slot
-from .section import SECTION, Job, backend_name, misplaced_section
+from ..host.versions import installed, parse
+from .parser import Answer
+from .rules import advice, applied, refusals, step_ahead_unavailable, unread_keys, without_slot
+from .section import KEYS, READ_BY_PLUGIN, SECTION, Job, backend_name, misplaced_section
+
+#: Keys that a warning names; of more it says how many there are.
+_NAMED = 8
 
 
 @dataclass
@@ -35,23 +39,44 @@ class FileReport:
     notes: list[str] = field(default_factory=list)
 
 
-def check(content: Mapping[str, Any]) -> FileReport:
-    """Return what is to be said about a DeepSpeed JSON, or about a bare ``dct`` section."""
+def for_deepspeed(content: Mapping[str, Any]) -> bool:
+    """Return whether DeepSpeed has to be asked about a file: it is no bare ``dct`` section."""
+    return not content.keys() <= {*KEYS, *READ_BY_PLUGIN}
+
+
+def check(content: Mapping[str, Any], answer: Answer | None = None) -> FileReport:
+    """Return what is to be said about a DeepSpeed JSON, or about a bare ``dct`` section.
+
+    Args:
+        content: The file.
+        answer: What DeepSpeed makes of the file; None where none is installed.
+    """
     report = FileReport()
-    is_deepspeed = bool(DEEPSPEED_KEYS & content.keys())
+    is_deepspeed = bool((DEEPSPEED_KEYS | (answer.keys if answer else frozenset())) & content.keys())
     found, section = _find_section(content, report, is_deepspeed)
     if found:
         try:
             report.config = DCTConfig.parse(section)
         except ConfigError as error:
             report.faults += error.faults or [str(error)]
-    if is_deepspeed and (keys := mistyped_keys(content)):
-        report.warnings.append(f"{', '.join(keys)}: nothing reads {'it' if len(keys) == 1 else 'them'}")
+    if is_deepspeed and answer is None:
+        report.notes.append(f'no DeepSpeed can be imported here: only the "{SECTION}" section was judged')
+    elif is_deepspeed and answer is not None:
+        _judge_rest(content, answer, report)
     if is_deepspeed and found and (report.config is None or report.config.enabled):
-        _judge(content, report)
+        _judge({**content, **(answer.sections if answer else {})}, report)
     if report.config is not None:
         report.warnings += _dense(report.config)
     return report
+
+
+def _judge_rest(content: Mapping[str, Any], answer: Answer, report: FileReport) -> None:
+    """Add what DeepSpeed says about the file, apart from the section."""
+    report.faults += [f"DeepSpeed {installed('deepspeed')}: {fault}" for fault in answer.faults]
+    if keys := unread_keys(content, answer.keys):
+        more = f" and {len(keys) - _NAMED} more keys" if len(keys) > _NAMED else ""
+        reads = "nothing reads it" if len(keys) == 1 else "nothing reads them"
+        report.warnings.append(f"{', '.join(keys[:_NAMED])}{more}: {reads}")
 
 
 def _judge(content: Mapping[str, Any], report: FileReport) -> None:

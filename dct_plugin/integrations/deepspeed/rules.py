@@ -7,18 +7,17 @@ neither torch nor DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
 from dct_plugin.config import AutoFeedback, DataParallelConfig, DCTConfig, LocalFeedback
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.config.options import show
-from dct_plugin.config.validation_errors import DEEPSPEED_KEYS
 from dct_plugin.errors import ConfigError
 
 from ..host.versions import parse
-from .section import READ_BY_PLUGIN, SECTION, Job, near_keys
+from .section import READ_BY_PLUGIN, SECTION, Job, unread
 
 _SUPPORTED = (
     "Supported is DeepSpeed's ordinary engine with ZeRO stage 0 to 3 in fp32, bf16 or fp16, data parallel "
@@ -92,12 +91,12 @@ def without_slot(version: str) -> str:
     )
 
 
-def mistyped_keys(content: Mapping[str, Any]) -> list[str]:
-    """Return the keys at the top of a JSON that were probably meant to be other ones, with suggestions."""
-    inside = [
-        f"{key!r} (did you mean {SECTION}.{key}?)" for key in DCTConfig.model_fields.keys() & content.keys()
-    ]
-    return inside + near_keys(content, {*DEEPSPEED_KEYS, *READ_BY_PLUGIN})
+def unread_keys(content: Mapping[str, Any], read: Collection[str]) -> list[str]:
+    """Return the keys of a JSON that neither DeepSpeed, whose keys are ``read``, nor the plugin reads, with
+    suggestions.
+    """
+    inside = {key: f"{key!r} (did you mean {SECTION}.{key}?)" for key in DCTConfig.model_fields}
+    return [inside.get(key.strip("'"), key) for key in unread(content, {*read, *READ_BY_PLUGIN})]
 
 
 #: Features of DeepSpeed that are refused, worst first, by what a job says of them.

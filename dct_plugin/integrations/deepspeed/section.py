@@ -43,13 +43,13 @@ def _is_near(word: str, target: str) -> bool:
     )
 
 
-def near_keys(keys: Iterable[object], known: Collection[str]) -> list[str]:
-    """Return the keys that are close to a ``known`` one: ``'optimzer' (did you mean 'optimizer'?)``."""
+def unread(keys: Iterable[object], known: Collection[str]) -> list[str]:
+    """Return keys of the top level that are not ``known``: ``'optimzer' (did you mean 'optimizer'?)``."""
     found = []
     for key in map(str, keys):
-        closest = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.85)
-        if closest and key not in known and key[:1] not in "_#/":
-            found.append(f"{key!r} (did you mean {closest[0]!r}?)")
+        if key not in known and key[:1] not in "_#/":
+            closest = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.75)
+            found.append(repr(key) + (f" (did you mean {closest[0]!r}?)" if closest else ""))
     return found
 
 
