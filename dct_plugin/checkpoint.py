@@ -29,6 +29,10 @@ from .compression.feedback import entries_of, unpacked
 from .errors import DCTError
 
 FORMAT = 2
+#: Marks a folder in which a checkpoint is being written over an older one: until that is done, its parts may
+#: be of two steps.
+UNFINISHED = "dct_unfinished"
+
 #: Name of the file that :func:`gather` writes.
 GATHERED = "dct_residuals.pt"
 
@@ -146,6 +150,11 @@ def load(
         return Loaded.of(in_unit(content["state"], unit / float(content["unit"])), content)
     own, first = file_of(folder, rank), file_of(folder, 0)
     known = own if own.exists() else first  # on node-local storage only the own file is here
+    if Path(folder, UNFINISHED).exists():
+        raise DCTError(
+            f"{folder}: a save over an older checkpoint did not end, so that its parts may be of two steps "
+            f"(that is what {UNFINISHED} in it says)"
+        )
     if not known.exists():
         return None
     content = read(known)

@@ -28,15 +28,19 @@ def test_what_belongs_together_loads(ranks: list[dict[str, Any]], stage: str) ->
         assert rank[stage]["whole"] == {"loaded": True, "mine": 5, "ours": [], "step": 3}
         assert rank[stage]["one missing"]["step"] == 0  # with a warning, residuals of zero
         assert rank[stage]["written over"]["mine"] == 6
+        assert rank[stage]["written over"]["latest"] == "a"
 
 
 @pytest.mark.parametrize("stage", ["0", "1"])
 def test_what_does_not_stops_all_ranks(ranks: list[dict[str, Any]], stage: str) -> None:
     for rank in ranks:
-        newer = rank[stage]["newer residuals"]["error"]
+        newer, unfinished = (rank[stage][name]["error"] for name in ("newer residuals", "unfinished"))
         for number in (0, 1):
             assert f"rank {number}: " in newer
+            assert f"rank {number}: " in unfinished
         assert "the files are of another save (step 5, dct-plugin" in newer
+        assert "a save over an older checkpoint did not end" in unfinished
+        assert rank[stage]["unfinished"]["latest"] == "b"
 
 
 @pytest.mark.parametrize("stage", ["0", "1"])

@@ -206,6 +206,8 @@ def test_files_of_another_save_than_the_hosts_own_state(tmp_path: Path) -> None:
     written(tmp_path)
     assert run(2, _loads, str(tmp_path), "first") == [True, True]
     assert "the files are of another save (step 7" in stopped(tmp_path, expected="second")
+    (tmp_path / checkpoint.UNFINISHED).touch()
+    assert "a save over an older checkpoint did not end" in stopped(tmp_path, expected="first")
 
 
 @pytest.mark.slow

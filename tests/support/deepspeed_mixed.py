@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -47,6 +48,18 @@ def train(engine: Any, steps: int) -> None:
         engine.step()
 
 
+def interrupt_save(engine: Any, folder: Path) -> None:
+    """Save over "a"; the save ends where DeepSpeed would write its first file."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise InterruptedError
+
+    engine._save_checkpoint = interrupted
+    with contextlib.suppress(InterruptedError):
+        engine.save_checkpoint(str(folder), tag="a")
+    del engine._save_checkpoint
+
+
 def residuals(engine: Any) -> dict[str, list[float]]:
     """What this rank still owes, by parameter."""
     streams = engine.dct.reducer.state_dict()["streams"]
@@ -89,8 +102,12 @@ def scenarios(folder: Path, stage: int) -> dict[str, Any]:
     prepared(lambda: [shutil.copy(kept / file.name, folder / "a") for file in files])
     prepared((folder / "a" / files[1].name).unlink)
     attempt("one missing")
+    interrupt_save(engine, folder)
+    attempt("unfinished")
+    results["unfinished"]["latest"] = (folder / "latest").read_text()
     engine.save_checkpoint(str(folder), tag="a", client_state={"mine": 6})
     attempt("written over")
+    results["written over"]["latest"] = (folder / "latest").read_text()
     other = made(stage, 0.5)
     path, _ = other.load_checkpoint(str(folder), tag="a")
     same = residuals(other) == residuals(engine)

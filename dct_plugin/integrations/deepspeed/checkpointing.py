@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from dct_plugin import checkpoint
+from dct_plugin.transport import lost_ranks
 
 from ..host.patching import Function, Patches
 from ..host.reducer_files import FRESH, ReducerFiles
@@ -84,13 +86,23 @@ class CheckpointFiles(EnginePart):
         tag, client_state = given.get("tag"), given.get("client_state") or {}
         tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
         folder = self._own_folder(Path(given["save_dir"], tag))
-        # Before DeepSpeed's own files: once it has written "latest", the checkpoint is complete.
+        mark = folder / checkpoint.UNFINISHED
+        if self._path.reducer.group_rank == 0 and folder.is_dir() and any(folder.iterdir()):
+            mark.touch()
+        # Before DeepSpeed's own files: once "latest" is written, the checkpoint is complete.
         if self._gather is not None:
             self._gather.gather()
         identity = self._files.save(folder, self.state_dict)
         given.update(client_state={**client_state, CLIENT_KEY: identity})
         given.pop("self")
-        return original(**given)
+        names_latest = given.get("save_latest", True) and not self._engine.checkpoint_engine.is_decoupled()
+        if names_latest:
+            given["save_latest"] = False
+        result = original(**given)  # it ends with a barrier
+        mark.unlink(missing_ok=True)
+        if names_latest:
+            _write_latest(Path(given["save_dir"]), tag)
+        return result
 
     def _load(self, original: Function, *args: Any, **keywords: Any) -> Any:
         loaded = original(*args, **keywords)
@@ -142,3 +154,16 @@ class CheckpointFiles(EnginePart):
             reducer.load_state_dict(own, loss_scale=scale)
         for name, activation in self._activations.items():
             activation.streams.load_state_dict(state.get(name) or {}, step=step)
+
+
+def _write_latest(folder: Path, tag: str) -> None:
+    """Make ``tag`` the checkpoint to resume from; a collective, once the files of all ranks are there.
+
+    DeepSpeed's rank 0 writes the name in place, once its own files are there: a kill leaves it empty, or the
+    name of a checkpoint that lacks files of other ranks.
+    """
+    if dist.get_rank() == 0:
+        (folder / "latest.new").write_text(tag)
+        (folder / "latest.new").replace(folder / "latest")
+    with lost_ranks.reported("barrier behind a checkpoint"):
+        dist.barrier()
