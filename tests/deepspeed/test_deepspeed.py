@@ -359,6 +359,13 @@ def test_disabled_changes_nothing(two: Results) -> None:
     assert "nothing to do" in two[0]["no-gradients/zero0-fp32"]["log"][0]
 
 
+def test_residuals_that_are_dropped_are_told(two: Results) -> None:
+    (line,) = two[0]["off-in-mid-run/zero0-fp32"]["log"]
+    assert "the checkpoint holds residuals: the unsent gradient of rank 0, of norm" in line
+    assert "'sparsity': 0" in line
+    assert not two[1]["off-in-mid-run/zero0-fp32"]["log"]
+
+
 def test_gradients_that_never_arrive_are_warned_about(two: Results) -> None:
     lines = [line for line in two[0]["switched-off/zero0-fp32"]["log"] if "without passing gradients" in line]
     assert len(lines) == 1

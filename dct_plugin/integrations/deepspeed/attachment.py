@@ -26,7 +26,7 @@ from ..host.replica_checksums import ReplicaChecksums
 from ..host.reporting import Reporting
 from ..host.settings import resolve_settings, steps_of
 from ..host.steps import StepHooks
-from .checkpointing import CheckpointFiles
+from .checkpointing import CheckpointFiles, warn_of_dropped_residuals
 from .engine import EngineContext, EnginePart, check_version, has_optimizer, is_pipeline, job_of, tied_weights
 from .engine_parts import DisplacedPasses, SkippedSteps
 from .moe import ExpertPath
@@ -270,6 +270,7 @@ def attach(engine: Any, section: Any) -> Attachment | None:
         config = DCTConfig.parse(section, rank=dist.get_rank())
         if not config.enabled and gradient_path_of_optimizer(engine) is None:
             agreement.abstain()
+            warn_of_dropped_residuals(engine)
             return None
         attachment, note = _prepared(engine, config)
     path, applied = ("none", config) if attachment is None else (attachment.description, attachment.config)
@@ -281,6 +282,7 @@ def attach(engine: Any, section: Any) -> Attachment | None:
             trains = has_optimizer(engine)
             why = "dct.data_parallel.enabled is false" if trains else "the engine has no optimizer"
             logger.warning("dct: nothing to do: %s", why)
+        warn_of_dropped_residuals(engine)
         return None
     attachment.install()
     engine.__dict__[ATTRIBUTE] = attachment

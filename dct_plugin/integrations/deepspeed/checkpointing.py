@@ -7,6 +7,7 @@ were left by another run, or by a save that was interrupted, are found.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ from ..host.reducer_files import FRESH, ReducerFiles
 from .engine import EngineContext, EnginePart, is_pipeline
 from .path import ActivationPath, GradientPath
 from .weight_updates import WeightUpdates
+
+logger = logging.getLogger("dct_plugin")
 
 #: The key of the client state that holds the identity of the save.
 CLIENT_KEY = "dct_plugin"
@@ -154,6 +157,28 @@ class CheckpointFiles(EnginePart):
             reducer.load_state_dict(own, loss_scale=scale)
         for name, activation in self._activations.items():
             activation.streams.load_state_dict(state.get(name) or {}, step=step)
+
+
+def warn_of_dropped_residuals(engine: Any) -> None:
+    """Let an engine whose section is switched off warn when it loads a checkpoint that holds residuals."""
+
+    def load(original: Function, *args: Any, **keywords: Any) -> Any:
+        loaded = original(*args, **keywords)
+        file = None
+        if loaded[0] is not None and dist.get_rank() == 0:
+            file = next(Path(loaded[0]).parent.glob("**/dct_rank_*.pt"), None)
+        if file is not None:
+            streams = checkpoint.reshard([checkpoint.read(file)])["streams"].values()
+            norm = sum(float(stream["residual"].norm()) ** 2 for stream in streams) ** 0.5
+            logger.warning(
+                "dct: the section switches dct.data_parallel off, and the checkpoint holds residuals: "
+                "the unsent gradient of rank 0, of norm %.3g, is dropped. To send it first, load the "
+                "checkpoint with 'sparsity': 0 and 'value_dtype': 'fp32', train one step and save",
+                norm,
+            )
+        return loaded
+
+    Patches().intercept(engine, "load_checkpoint", load)
 
 
 def _write_latest(folder: Path, tag: str) -> None:
