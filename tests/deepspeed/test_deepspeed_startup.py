@@ -224,3 +224,24 @@ def test_a_changed_signature_is_refused(support: Any, monkeypatch: pytest.Monkey
         "missing: deepspeed.runtime.zero.stage_1_and_2 has no DeepSpeedZeroOptimizer.average_tensor"
         in str(caught.value)
     )
+
+
+def test_missing_attributes_are_all_named(support: Any) -> None:
+    from dct_plugin import VersionError
+    from dct_plugin.integrations.deepspeed.zero import ZeroPath
+
+    class Raising:
+        def __getattr__(self, name: str) -> Any:  # as a user's model may, which DeepSpeed's engine asks
+            raise KeyError(name)
+
+    engine, optimizer = Raising(), Raising()
+    vars(optimizer).update(dict.fromkeys(set(ZeroPath.attributes) - {"flatten"}))
+    vars(engine).update(dict.fromkeys(set(support.ENGINE_ATTRIBUTES) - {"monitor", "device"}))
+    vars(engine)["optimizer"] = optimizer
+    with pytest.raises(VersionError) as caught:
+        support.job_of(engine, ZeroPath)
+    first, *missing, supported, remedy = str(caught.value).splitlines()
+    assert first.endswith(" lacks what dct-plugin reads")
+    assert missing == ["  engine.monitor", "  engine.device", "  optimizer.flatten"]
+    assert supported.startswith("  supported: 0.19.0 up to, not including, 0.20.0 (tested: 0.19.0")
+    assert remedy.startswith("  what to do: install a supported DeepSpeed")

@@ -31,6 +31,7 @@ class GradientPath(EnginePart, ABC):
 
     Attributes:
         targets: Functions of DeepSpeed that the path replaces or calls.
+        attributes: Attributes of DeepSpeed's optimizer that the path reads.
         weight_layout: Where DeepSpeed's optimizer keeps the weights that it gathers after a step; None where
             it gathers none.
         reducer_class: The class of reducer that the path needs.
@@ -43,6 +44,7 @@ class GradientPath(EnginePart, ABC):
     """
 
     targets: ClassVar[tuple[Target, ...]] = ()
+    attributes: ClassVar[tuple[str, ...]] = ()
     weight_layout: ClassVar[WeightLayout | None] = None
     reducer_class: ClassVar[type[GradientReducer]] = GradientReducer
     without_nodes: ClassVar[str] = ""
@@ -106,7 +108,7 @@ class GradientPath(EnginePart, ABC):
 
     @classmethod
     def check(cls, engine: Any) -> None:
-        """Check that this DeepSpeed has what the path replaces and reads.
+        """Check that this DeepSpeed has what the path replaces or calls.
 
         Raises:
             VersionError: Names what is missing or changed.
@@ -184,7 +186,7 @@ class ActivationPath(EnginePart, ABC):
     @classmethod
     @abstractmethod
     def check(cls, engine: Any, config: DCTConfig) -> None:
-        """Check that this DeepSpeed has what the path replaces and reads, for an engine of any kind.
+        """Check that this DeepSpeed has what the path replaces or calls, for an engine of any kind.
 
         Raises:
             VersionError: Names what is missing or changed.
