@@ -2,9 +2,9 @@
 
 Two ranks train the GPT of ``adam.py`` in bf16 with fp32 masters, at 2e-3 with warm-up and cosine, on the
 text. Then they fine-tune it on the Python sources of the standard library, at constant learning rates: with
-DeepSpeed's own gathers, with exact updates, and with exact updates and gradients at 0.99. Bytes are those of
-the weights of a rank, headers and announcements included; *all* is everything that rank 0 sends. Losses of
-the first two are compared bit by bit.
+DeepSpeed's own gathers, with exact updates, and with exact updates and compressed gradients. Bytes are those
+of the weights of a rank, headers and announcements included; *all* is everything that rank 0 sends. Losses
+with dense gradients are compared bit by bit.
 
     python benchmarks/studies/exact_updates.py --text wikitext2_valid.txt.gz
 """
@@ -28,6 +28,9 @@ EXACT = {"sparsity": 0, "value_dtype": "fp32", "parameters": "exact"}
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "gathers": None,
     "exact": EXACT,
+    "exact, gradients in int8": {"sparsity": 0, "value_dtype": "int8", "parameters": "exact"},
+    "exact, gradients in int4": {"sparsity": 0, "value_dtype": "int4", "parameters": "exact"},
+    "exact, gradients 0.9": {"sparsity": 0.9, "parameters": "exact"},
     "exact, gradients 0.99": {"parameters": "exact"},
 }
 

@@ -8,11 +8,11 @@ depend on the scheduler, and many ranks cost one core no more than their own wor
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -117,7 +117,12 @@ class MemoryTransport(Transport):
 
     Args:
         rank, ranks, group: See :class:`~dct_plugin.transport.base.Transport`.
+
+    Attributes:
+        posted: Messages that each rank has sent to others so far.
     """
+
+    posted: ClassVar[Counter[int]] = Counter()
 
     def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
         super().__init__(rank, ranks, group)
@@ -152,6 +157,7 @@ class MemoryTransport(Transport):
     def _count(self, messages: Sequence[Tensor], header: int) -> None:
         others = [message.numel() for to, message in enumerate(messages) if to != self.rank]
         self.sent_bytes += header * (self.world_size - 1) + sum(others)
+        self.posted[dist.get_rank()] += sum(nbytes > 0 for nbytes in others)
 
 
 def gather(value: Any) -> list[Any]:
