@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -134,6 +135,9 @@ def suggest(
     ranks: Annotated[int, typer.Option(min=2, help="Data-parallel ranks.")],
     stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage; 0 for torch DDP.")] = 0,
     momentum: Annotated[float, typer.Option(min=0, help="The optimizer's momentum.")] = 0.0,
+    lr: Annotated[
+        float | None, typer.Option(min=0, help="Learning rate: in fine-tuning few weights change.")
+    ] = None,
 ) -> None:
     """Print recommended settings as JSON; their measured bytes and quality are on stderr."""
     from ..links.rates import bits_per_second, check_rates
@@ -141,7 +145,9 @@ def suggest(
     from ..policy.optimizers import family_of
 
     rate = bits_per_second(check_rates([link], option="--link")[0])
-    wanted = Wanted(family_of([optimizer], momentum=momentum), rate, ranks, stage)
+    wanted = Wanted(
+        family_of([optimizer], momentum=momentum), rate, ranks, stage, math.inf if lr is None else lr
+    )
     row, measured = suggestion(wanted)
     typer.echo(json.dumps({"dct": {} if row is None else row.section}, indent=2))
     where = f"{optimizer}{' with momentum' if momentum else ''} on {ranks} ranks at {link}, " + (

@@ -98,6 +98,9 @@ class PlanExchange:
 
     Attributes:
         chunks: The chunks that were posted.
+
+    Raises:
+        ValueError: There are more phases than two, or none.
     """
 
     def __init__(
@@ -110,6 +113,8 @@ class PlanExchange:
         whole: Record,
         capacities: Sequence[Sequence[AgreedCapacities]] | None,
     ) -> None:
+        if len(phases) not in (1, 2):
+            raise ValueError(f"an exchange has one phase, or two; this one has {len(phases)}")
         self._group, self._order, self._phases, self._whole = group, order, phases, whole
         self._exchange: Exchange = group.exchange
         self.plan, self.in_slots = plan, capacities is not None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..policy.rules import exchange_by_rule
 from .direct import Direct
 from .scatter import Scatter
 from .stream_group import StreamGroup
 from .topology import Topology
 from .two_phase import TwoPhase
+
+#: Topologies of sums that all ranks get, by their names in the configuration.
+ALL_REDUCE: dict[str, Callable[[StreamGroup], Topology]] = {"direct": Direct, "two_phase": TwoPhase}
 
 
 class Topologies:
@@ -26,8 +31,9 @@ class Topologies:
     """
 
     def __init__(self, group: StreamGroup) -> None:
-        self.is_direct = exchange_by_rule(group.settings, group.world_size) == "direct"
-        self.all_reduce: Topology = Direct(group) if self.is_direct else TwoPhase(group)
+        name = exchange_by_rule(group.settings, group.world_size)
+        self.is_direct = name == "direct"
+        self.all_reduce = ALL_REDUCE[name](group)
         self.small = TwoPhase(group) if self.is_direct and group.world_size > 2 else None
         self.scatter = Scatter(group)
         self.sums_at_owners = False

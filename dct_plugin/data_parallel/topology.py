@@ -139,7 +139,7 @@ class Topology(ABC):
     Attributes:
         name: Name in fingerprints.
         sums_everywhere: Every rank gets the whole sums; else each owner gets its part.
-        phases: The exchanges.
+        phases: The exchanges: one, or two of which the second answers the first.
     """
 
     name: str

@@ -72,6 +72,8 @@ class Recommendation(NamedTuple):
     model: str
     """The model of ``quality``."""
     if_worse: str
+    most_lr: float = math.inf
+    """The highest learning rate; such rows are for fine-tuning."""
 
     @property
     def section(self) -> dict[str, Any]:
@@ -83,7 +85,8 @@ class Recommendation(NamedTuple):
         """The training that the row was measured in, in words."""
         stages = " and ".join(f"ZeRO-{stage}" for stage in self.stages) if any(self.stages) else "no ZeRO"
         links = " to ".join(dict.fromkeys((self.links[0], self.links[-1])))
-        return f"{self.family.value} on {self.ranks[1]} ranks at {links}, {stages}"
+        rate = f", fine-tuning at {self.most_lr:g}" if self.most_lr < math.inf else ""
+        return f"{self.family.value} on {self.ranks[1]} ranks at {links}, {stages}{rate}"
 
     def facts(self) -> Iterator[tuple[str, str]]:
         """Yield the measurements of the settings, each with its label."""
@@ -103,6 +106,7 @@ class Recommendation(NamedTuple):
             and self._link_ratio(training) <= _LIKE
             and self.ranks[0] <= training.ranks <= self.ranks[1]
             and training.stage in self.stages
+            and training.lr <= self.most_lr
         )
 
     def distance(self, training: Wanted) -> tuple[bool, bool, float, float]:
@@ -135,6 +139,8 @@ class Wanted(NamedTuple):
     """Bits per second of the link between the ranks."""
     ranks: int
     stage: int
+    lr: float = math.inf
+    """Learning rate; infinity if it is not told."""
 
 
 class KnownLoss(NamedTuple):
@@ -233,7 +239,11 @@ def suggestion(training: Wanted) -> tuple[Recommendation | None, bool]:
         if row.suits(training):
             return row, True
     relatives = _RELATIVES.get(training.family, (training.family,))
-    near = [row for row in RECOMMENDATIONS if row.family in relatives and row.fits(training.stage)]
+    near = [
+        row
+        for row in RECOMMENDATIONS
+        if row.family in relatives and row.fits(training.stage) and training.lr <= row.most_lr
+    ]
     return min(near, key=lambda row: row.distance(training), default=None), False
 
 

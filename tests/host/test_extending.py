@@ -31,7 +31,7 @@ def _train(rank: int, world_size: int, section: dict[str, Any] | None, folder: s
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.Tanh(), torch.nn.Linear(40, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    host = None if section is None else names["AveragedGradients"](model, section)
+    host = None if section is None else names["AveragedGradients"](model, optimizer, section)
     generator = torch.Generator().manual_seed(rank)
     losses = []
     for _ in range(12):
@@ -51,6 +51,7 @@ def _train(rank: int, world_size: int, section: dict[str, Any] | None, folder: s
         losses.append(float(loss))
     if host is not None:
         host.save(folder)
+        host.load(folder)
     return {"weights": torch.cat([p.detach().view(-1) for p in model.parameters()]), "losses": losses}
 
 

@@ -38,7 +38,7 @@
 #define OVERFLOW_FP16 0x7C00 /* infinity: fp16 does not reach 2**126 */
 
 enum { GRAD_FP32, GRAD_BF16, GRAD_FP16 };
-enum { VALUE_FP32, VALUE_BF16, VALUE_FP16, VALUE_INT8, VALUE_INT4, VALUE_INT2 };
+enum { VALUE_FP32, VALUE_BF16, VALUE_FP16, VALUE_INT8, VALUE_INT4, VALUE_INT2, VALUE_COUNT };
 enum { ENC_AUTO = -1, ENC_DENSE, ENC_BITMAP, ENC_GAPS8, ENC_BLOCK16, ENC_RICE };
 enum { ISA_GENERIC, ISA_AVX2, ISA_AVX512, ISA_NEON = 1 };
 
@@ -150,13 +150,15 @@ static uint64_t now_ns(void) {
 
 static size_t grad_size(int dtype) { return dtype == GRAD_FP32 ? 4 : 2; }
 
-static uint64_t value_bits(int dtype) {
-    static const uint8_t bits[] = {32, 16, 16, 8, 4, 2};
-    return bits[dtype];
-}
+/* The bits of a value, and whether values share scales: four bytes of them per group, which lie before all values. */
+static const struct {
+    uint8_t bits, is_grouped;
+} VALUE_TYPES[VALUE_COUNT] = {[VALUE_FP32] = {32, 0}, [VALUE_BF16] = {16, 0}, [VALUE_FP16] = {16, 0},
+                              [VALUE_INT8] = {8, 1},  [VALUE_INT4] = {4, 1},  [VALUE_INT2] = {2, 1}};
 
-/* The types whose values share scales, four bytes of them per group, which lie before all values. */
-static int is_grouped(int dtype) { return dtype >= VALUE_INT8; }
+static uint64_t value_bits(int dtype) { return VALUE_TYPES[dtype].bits; }
+
+static int is_grouped(int dtype) { return VALUE_TYPES[dtype].is_grouped; }
 
 static uint64_t scales_nbytes(uint64_t nnz, int dtype) { return is_grouped(dtype) ? 4 * ceil_div(nnz, GROUP) : 0; }
 
@@ -661,7 +663,7 @@ static inline float value_at(const uint8_t *p, uint64_t j, int dtype, uint64_t g
     if (dtype == VALUE_BF16) return from_bf16(load16(p + 2 * j));
     if (dtype == VALUE_FP16) return from_fp16(load16(p + 2 * j));
     if (dtype != VALUE_INT8) {
-        const int bits = dtype == VALUE_INT4 ? 4 : 2, levels = 1 << (bits - 1);
+        const int bits = (int)value_bits(dtype), levels = 1 << (bits - 1);
         const levels_t l = levels_of(p + j / GROUP * 4, levels);
         const uint64_t at = j * (uint64_t)bits;
         const int code = p[4 * groups + at / 8] >> at % 8 & ((1 << bits) - 1);
@@ -692,7 +694,7 @@ static void add_values(float *out, const uint32_t *idx, const uint8_t *p, uint64
     case VALUE_FP16: add_typed(out, idx, p, nnz, VALUE_FP16, scale); break;
     case VALUE_INT8: add_typed(out, idx, p, nnz, VALUE_INT8, scale); break;
     case VALUE_INT4: add_typed(out, idx, p, nnz, VALUE_INT4, scale); break;
-    default: add_typed(out, idx, p, nnz, VALUE_INT2, scale);
+    case VALUE_INT2: add_typed(out, idx, p, nnz, VALUE_INT2, scale); break;
     }
 }
 
@@ -1320,7 +1322,7 @@ static int section_fits(const dct_payload_t *p) {
 /* The payload of numel entries at the front of a message, which then goes on behind it. */
 static int take_payload(dct_message_t *message, uint64_t numel, dct_payload_t *p, int *nonfinite) {
     const uint8_t *data = message->data;
-    if (message->nbytes < HEADER || load16(data) != 0xDC7A || data[2] != 1 || data[4] > VALUE_INT2 || data[5] > 1 ||
+    if (message->nbytes < HEADER || load16(data) != 0xDC7A || data[2] != 1 || data[4] >= VALUE_COUNT || data[5] > 1 ||
         data[7])
         return ERR_HEADER;
     *p = (dct_payload_t){.data = data,
