@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -64,6 +65,8 @@ def _recommendation(row: Recommendation) -> str:
     job = f"{' to '.join(dict.fromkeys((row.links[0], row.links[-1])))}, {ranks} ranks"
     if any(row.stages):
         job += f", ZeRO-{' and '.join(map(str, row.stages))}"
+    if row.most_lr < math.inf:
+        job += f", bf16 or fp16, fine-tuning at {row.most_lr:g} or less"
     measured = "; ".join(f"[{each.what}]({each.source})" for each in (row.quality, row.step) if each)
     source = "" if row.fewer_bytes.source == row.quality.source else f"({row.fewer_bytes.source})"
     fewer = f"[{row.fewer_bytes.what}]{source}" if source else row.fewer_bytes.what

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -97,6 +98,7 @@ def test_a_row_is_what_the_command_prints(row: Recommendation) -> None:
         momentum = momentum_of(row.family)
         arguments = ["--optimizer", NAMES[row.family], "--link", rate, "--momentum", str(momentum)]
         arguments += ["--ranks", str(row.ranks[1]), "--stage", str(row.stages[-1])]
+        arguments += ["--lr", str(row.most_lr)] if row.most_lr < math.inf else []
         printed = runner.invoke(cli.app, ["config", "suggest", *arguments])
         assert printed.exit_code == 0
         assert "Not measured" not in printed.output
