@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import struct
 import zlib
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support import bounded_reference
 from support.bounded_cases import drawn, outgoing, segments
 from torch import Tensor
 
@@ -22,6 +24,8 @@ from dct_plugin.kernels import embedding as kernels
 from dct_plugin.kernels import get_backend
 from dct_plugin.kernels.embedding import IntArray, Outgoing
 
+#: The compiled kernels, and the plain code that defines their bytes and values.
+BOTH = [pytest.param(kernels, id="compiled"), pytest.param(bounded_reference, id="reference")]
 GIGABIT = 1000  # picoseconds of a bit
 
 #: Picoseconds of a bit: any work is worth it, none is, or what it is on a link of 1 Gbit/s.
@@ -34,17 +38,17 @@ class Coded(NamedTuple):
     decoded: Tensor | None
 
 
-def encode(part: Outgoing, entropy: str = "rice") -> Coded:
+def encode(part: Outgoing, entropy: str = "rice", codes: ModuleType = kernels) -> Coded:
     """The payload of one part, and what its receiver gets."""
-    (encoded,) = kernels.encode([part], COSTS[entropy], decoded=True)
+    (encoded,) = codes.encode([part], COSTS[entropy], decoded=True)
     assert encoded.message is not None
     assert int(encoded.message[-1]) == part.kind
     return Coded(encoded.message[:-1], encoded.decoded)
 
 
-def decode(payload: Tensor, lengths: IntArray) -> Tensor:
+def decode(payload: Tensor, lengths: IntArray, codes: ModuleType = kernels) -> Tensor:
     out = torch.full((int(lengths.sum()),), 7.0)
-    (fault,) = kernels.decode([payload], [lengths], [out])
+    (fault,) = codes.decode([payload], [lengths], [out])
     if fault is not None:
         raise PayloadError(fault)
     return out
@@ -59,6 +63,12 @@ def test_error_is_within_the_bound_and_codes_survive(shape: list, seed: int, ent
     assert torch.equal(decode(payload, part.lengths), decoded)
     error = (part.x.double() - decoded.double()).abs().numpy()
     assert bool((error <= np.repeat(part.bounds, part.lengths)).all())
+    # The reference defines bytes and values.
+    again, expected = encode(part, entropy, bounded_reference)
+    assert torch.equal(payload, again)
+    assert expected is not None
+    assert torch.equal(decoded, expected)
+    assert torch.equal(decode(payload, part.lengths, bounded_reference), decoded)
 
 
 @given(st.lists(segments, min_size=1, max_size=4), st.integers(0, 2**31), st.integers(0, 3))
@@ -68,10 +78,9 @@ def test_all_messages_of_a_step_are_coded_in_one_call(shapes: list, seed: int, k
     together = kernels.encode(parts, GIGABIT)
     squares = kernels.mean_squares(parts)
     for part, encoded, square in zip(parts, together, squares, strict=True):
-        (alone,) = kernels.encode([part._replace(send=True)], GIGABIT, decoded=True)
+        (alone,) = bounded_reference.encode([part], GIGABIT, decoded=True)
         assert alone.decoded is not None
-        means = [each.double().square().mean() for each in part.x.split(part.lengths.tolist())]
-        assert np.allclose(square, torch.stack(means).nan_to_num(0.0).numpy(), rtol=1e-5, atol=1e-37)
+        assert square.tolist() == bounded_reference.mean_squares([part])[0].tolist()
         if part.send:
             assert alone.message is not None
             assert encoded.message is not None
@@ -86,15 +95,28 @@ def test_all_messages_of_a_step_are_coded_in_one_call(shapes: list, seed: int, k
     payloads = [message[:-1] for _, message in sent]
     assert not any(kernels.decode(payloads, [part.lengths for part, _ in sent], outs))
     for (part, _), out in zip(sent, outs, strict=True):
-        assert torch.equal(out, kernels.encode([part], 0, decoded=True)[0].decoded)  # type: ignore[arg-type]
+        (expected,) = bounded_reference.encode([part], 0, decoded=True)
+        assert expected.decoded is not None
+        assert torch.equal(out, expected.decoded)
 
 
-def test_a_bound_of_nothing_sends_the_values() -> None:
+@given(st.floats(1e-25, 1e30))
+def test_steps_are_below_the_bound_and_close(bound: float) -> None:
+    half = bounded_reference.half_step(bound)
+    assert 0.99 * bound <= half <= bound
+
+
+def test_steps_that_are_too_small_are_none() -> None:
+    assert bounded_reference.half_step(0.0) == bounded_reference.half_step(1e-40) == 0.0
+
+
+@pytest.mark.parametrize("codes", BOTH)
+def test_a_bound_of_nothing_sends_the_values(codes: ModuleType) -> None:
     part = outgoing(torch.randn(50), [50], [0.0])
-    payload, decoded = encode(part)
+    payload, decoded = encode(part, codes=codes)
     assert decoded is not None
     assert torch.equal(decoded, part.x)
-    assert torch.equal(decode(payload, part.lengths), part.x)
+    assert torch.equal(decode(payload, part.lengths, codes), part.x)
 
 
 def test_huge_codes_of_many_entries_are_written_all_the_same() -> None:
@@ -107,14 +129,15 @@ def test_huge_codes_of_many_entries_are_written_all_the_same() -> None:
         assert torch.equal(decode(payload, part.lengths), decoded)
 
 
+@pytest.mark.parametrize("codes", BOTH)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2.0**126])
-def test_non_finite_entries_reach_the_receiver_as_nan(value: float) -> None:
+def test_non_finite_entries_reach_the_receiver_as_nan(value: float, codes: ModuleType) -> None:
     part = outgoing(torch.randn(40), [40], [0.1])
     part.x[7] = value
-    payload, decoded = encode(part, "rice")
+    payload, decoded = encode(part, "rice", codes)
     assert decoded is None
     assert payload.numel() < 40
-    assert bool(decode(payload, part.lengths).isnan().all())
+    assert bool(decode(payload, part.lengths, codes).isnan().all())
 
 
 def test_size_is_near_the_entropy_and_zeros_cost_nothing() -> None:
@@ -173,18 +196,24 @@ def _typical() -> Outgoing:
 def test_every_truncation_and_every_changed_byte_is_refused(entropy: str) -> None:
     part = _typical()
     payload = encode(part, entropy).payload
+
+    def refused(damaged: Tensor, sizes: IntArray) -> None:
+        said = []
+        for codes in (kernels, bounded_reference):
+            with pytest.raises(PayloadError) as caught:
+                decode(damaged, sizes, codes)
+            said.append(str(caught.value))
+        assert said[0] == said[1]
+
     for size in range(payload.numel()):
-        with pytest.raises(PayloadError):
-            decode(payload[:size].clone(), part.lengths)
+        refused(payload[:size].clone(), part.lengths)
     for at in range(payload.numel()):
         damaged = payload.clone()
         damaged[at] ^= 0x41
-        with pytest.raises(PayloadError):
-            decode(damaged, part.lengths)
+        refused(damaged, part.lengths)
     lengths = part.lengths.tolist()
     for wrong in (lengths[:-1], [*lengths, 0], [lengths[0] + 1, *lengths[1:]]):
-        with pytest.raises(PayloadError):
-            decode(payload, np.array(wrong))
+        refused(payload, np.array(wrong))
 
 
 def _signed(data: bytearray) -> Tensor:
@@ -199,11 +228,12 @@ def _signed(data: bytearray) -> Tensor:
     st.integers(-60, 60),
     st.integers(0, 2**31),
 )
+@example([(1, 15), (6, 0), (7, 0x7F)], 0, 0)  # zeros whose step width is infinite in fp32
 @settings(max_examples=500, deadline=None)
 def test_a_damaged_body_with_a_right_checksum_is_refused_or_decoded(
     changes: list[tuple[int, int]], longer: int, seed: int
 ) -> None:
-    """What a checksum cannot see: nothing but a fault, or finite numbers."""
+    """What a checksum cannot see: nothing but a fault, or finite numbers; the same from both."""
     part = drawn(
         [(60, 0.05, 1.0, 0.2), (60, 0.05, 0.2, 0.97), (8, 1e-9, 1.0, 0.0), (9, 1e-3, 1.0, 0.0)], seed
     )
@@ -218,18 +248,28 @@ def test_a_damaged_body_with_a_right_checksum_is_refused_or_decoded(
     (fault,) = kernels.decode([payload], [part.lengths], [room[32:-32]])
     assert bool((room[:32] == 7.0).all())
     assert bool((room[-32:] == 7.0).all())
-    assert fault is not None or bool(room.isfinite().all())
+    expected = torch.full_like(room, 7.0)
+    assert bounded_reference.decode([payload], [part.lengths], [expected[32:-32]]) == [fault]
+    if fault is None:
+        assert bool(room.isfinite().all())
+        assert torch.equal(room, expected)
 
 
 @given(st.binary(max_size=120), st.sampled_from([0, 1, 2, 3]), st.lists(st.integers(0, 9), max_size=5))
+@example(bytes([32, 0x80, 0x3F, 0xFE, 0xFF]), 0, [1])  # the largest code
+@example(bytes([32, 0x80, 0x3F, 0xFF, 0xFF]), 0, [1])  # one more
+@example(bytes([1, 0x80, 0x3F, 0xAA]), 0, [4])  # Rice codes of nine bits in eight
 @settings(max_examples=300, deadline=None)
 def test_bodies_of_noise_are_refused_or_decoded(body: bytes, flags: int, lengths: list[int]) -> None:
     sizes = np.array(lengths, dtype=np.int64)
     head = struct.pack("<HBBIHHII", 0xDC7B, 2, flags, int(sizes.sum()), len(sizes), 0, 0, 0)
     payload = _signed(bytearray(head + body))
-    out = torch.zeros(int(sizes.sum()))
+    out, expected = torch.zeros(int(sizes.sum())), torch.zeros(int(sizes.sum()))
     (fault,) = kernels.decode([payload], [sizes], [out])
-    assert fault is not None or flags == 1 or bool(out.isfinite().all())
+    assert bounded_reference.decode([payload], [sizes], [expected]) == [fault]
+    if fault is None:
+        assert flags == 1 or bool(out.isfinite().all())
+        assert torch.equal(out.nan_to_num(5.0), expected.nan_to_num(5.0))
 
 
 def _golden(name: str) -> Outgoing:
@@ -247,6 +287,7 @@ def _golden(name: str) -> Outgoing:
     return outgoing(x, [100, 120, 80], [0.5, 0.01, 0.1])
 
 
+@pytest.mark.parametrize("codes", BOTH)
 @pytest.mark.parametrize(
     ("name", "entropy", "size", "check"),
     [
@@ -257,12 +298,14 @@ def _golden(name: str) -> Outgoing:
         ("mixed", "auto", 823, 0xD78009A1),
     ],
 )
-def test_payloads_are_byte_for_byte_those_of_format_2(name: str, entropy: str, size: int, check: int) -> None:
+def test_payloads_are_byte_for_byte_those_of_format_2(
+    name: str, entropy: str, size: int, check: int, codes: ModuleType
+) -> None:
     part = _golden(name)
-    payload, decoded = encode(part, entropy)
+    payload, decoded = encode(part, entropy, codes)
     assert (payload.numel(), zlib.crc32(payload.numpy())) == (size, check)
     assert decoded is not None
-    assert torch.equal(decode(payload, part.lengths), decoded)
+    assert torch.equal(decode(payload, part.lengths, codes), decoded)
 
 
 @pytest.mark.parametrize(
