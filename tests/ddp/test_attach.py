@@ -93,8 +93,17 @@ def train(ddp: nn.Module, optimizer: Any, rank: int, steps: range) -> torch.Tens
         for parameter in ddp.parameters():
             parameter.grad = None
         ddp(x).square().mean().backward()
-        optimizer.step()
+        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+            each.step()
     return torch.cat([whole(each).detach().reshape(-1) for each in ddp.parameters() if each.requires_grad])
+
+
+def muon(parameters: Any) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for vectors."""
+    matrices, vectors = [], []
+    for parameter in parameters:
+        (matrices if parameter.ndim == 2 else vectors).append(parameter)
+    return [torch.optim.Muon(matrices), torch.optim.AdamW(vectors)]
 
 
 def _attached(rank: int, world_size: int) -> dict[str, Any]:
@@ -109,6 +118,8 @@ def _attached(rank: int, world_size: int) -> dict[str, Any]:
         "Adagrad": (torch.optim.Adagrad, SPARSE, 40),
         "Lion": (Lion, SPARSE, 40),
         "gentle Lion": (Lion, {**SPARSE, "sparsity": 0.8}, 40),
+        "Muon": (muon, {"min_numel": 1000}, 40),
+        "sparse Muon": (muon, SPARSE, 40),
         "local": (torch.optim.AdamW, {**SPARSE, "feedback": "local"}, 40),
         "exact": (torch.optim.AdamW, {"sparsity": 0, "value_dtype": "fp32"}, 40),
     }
@@ -154,6 +165,8 @@ def test_feedback_follows_the_optimizer() -> None:
         "Adagrad": ("local", 0.99, (0, 0)),
         "Lion": ("local", 0.9, (4, 24)),
         "gentle Lion": ("local", 0.8, (4, 24)),
+        "Muon": ("local", 0, (0, 0)),
+        "sparse Muon": ("local", 0.9, (4, 24)),
         "local": ("local", 0.99, (0, 0)),
         "exact": ("local", 0, (0, 0)),
     }
@@ -174,6 +187,10 @@ def test_feedback_follows_the_optimizer() -> None:
     )
     assert "(known to lose with Adam 0.05 nats" in first["Lion"]["log"][1]
     assert "known to lose" not in first["gentle Lion"]["log"][1]
+    active, note = first["Muon"]["log"]
+    assert "sparsity 0, int8 values, feedback local" in active
+    assert note == "dct: Muon loses by thresholds: all entries are sent, in int8 (docs/quality.md#muon)"
+    assert "(known to lose 0.07 nats" in first["sparse Muon"]["log"][1]
     warning = first["local"]["log"][1]
     assert "AdamW with feedback = 'local' at sparsity 0.99 is known to lose 0.2 nats" in warning
     assert 'better: leave "feedback" out' in warning

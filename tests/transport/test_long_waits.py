@@ -20,8 +20,8 @@ from dct_plugin.transport import long_waits, lost_ranks
 pytestmark = pytest.mark.slow
 
 
-def _leaves_alone(rank: int, world_size: int, folder: str, detaches: bool) -> tuple[list[str], str, int]:
-    """Rank 1 leaves the training loop after two steps, and saves or detaches; the others train on."""
+def _leaves_alone(rank: int, world_size: int, folder: str) -> tuple[list[str], str, int]:
+    """Rank 1 leaves the training loop after two steps, and saves; the others train on."""
     long_waits.PATIENCE, long_waits.INTERVAL = 0.5, 0.1
     group = dist.new_group(timeout=timedelta(seconds=4))
     ddp = DistributedDataParallel(nn.Linear(60, 40), process_group=group)
@@ -34,7 +34,7 @@ def _leaves_alone(rank: int, world_size: int, folder: str, detaches: bool) -> tu
             optimizer.zero_grad()
             ddp(torch.ones(4, 60)).square().mean().backward()
             optimizer.step()
-        dct_plugin.detach(state) if detaches else state.save(folder)
+        state.save(folder)
 
     with logged() as lines, pytest.raises(DesyncError) as ended:
         script()
@@ -47,11 +47,9 @@ def _leaves_alone(rank: int, world_size: int, folder: str, detaches: bool) -> tu
     return [line for line in lines if "has waited" in line], str(ended.value), left
 
 
-@pytest.mark.parametrize(
-    ("detaches", "call"), [(False, "exchange of a checkpoint's identity"), (True, "average of residuals")]
-)
-def test_a_rank_that_left_the_loop_is_named_with_its_call(detaches: bool, call: str, tmp_path: Any) -> None:
-    outcomes = run(2, _leaves_alone, str(tmp_path), detaches)
+def test_a_rank_that_left_the_loop_is_named_with_its_call(tmp_path: Any) -> None:
+    call = "exchange of a checkpoint's identity"
+    outcomes = run(2, _leaves_alone, str(tmp_path))
     (training, lonely, left), (saving, error, also_left) = outcomes
     assert left == also_left == 0
     (line,) = training
