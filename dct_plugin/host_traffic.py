@@ -103,9 +103,9 @@ Count = Callable[[float], None]
 
 class _OwnTraffic(threading.local):
     recorded: bool | None = None
-    """Whether the plugin records what runs now by itself; None: it is the host's."""
+    """True if the plugin records the running collective by itself; None: it is the host's."""
     count: Count | None = None
-    """What counts the host's collectives that run now."""
+    """The function that counts the host's running collective."""
 
 
 _own = _OwnTraffic()

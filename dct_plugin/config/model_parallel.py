@@ -69,7 +69,7 @@ class ActivationConfig(Section):
 
     @property
     def answer(self) -> AnswerMethod:
-        """How answers to the forward messages are written."""
+        """The method of the answers to the forward messages."""
         return self.backward if isinstance(self.backward, AnswerMethod) else AnswerMethod()
 
     @property

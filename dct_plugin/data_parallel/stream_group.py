@@ -49,7 +49,7 @@ class WrittenTensor(NamedTuple):
     dense_bytes: float
     """Bytes that the host would have sent."""
     copies: Sequence[int]
-    """How often each payload leaves this rank."""
+    """Number of ranks that each payload is sent to."""
     label: str = ""
     """Share of the class under which it is recorded besides."""
 

@@ -134,7 +134,7 @@ class OwnersToAll(Phase):
 
 
 class Topology(ABC):
-    """Which parts of the gradients go where.
+    """Assignment of the parts of gradients to their owners, and the exchanges that bring them there.
 
     Attributes:
         name: Name in fingerprints.

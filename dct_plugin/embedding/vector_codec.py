@@ -1,4 +1,4 @@
-"""How the numbers of a message are coded: error-bounded codes, or values of one floating type.
+"""Coding of the numbers of a message: error-bounded codes, or values of one floating type.
 
 A message is a payload and one byte that says how to read it. Error-bounded codes (Feng et al., SC 2024,
 arXiv:2407.04272; :mod:`~dct_plugin.kernels.embedding` has the format) of all ranks are written in one

@@ -28,7 +28,7 @@ _NUMEL = 3001
 _HOST = torch.device("cpu")
 
 Results: TypeAlias = Iterator[tuple[str, Sequence[Tensor | float]]]
-"""What was tried, and everything that came out of it."""
+"""A case, and all of its results."""
 
 
 class _Difference(Exception):

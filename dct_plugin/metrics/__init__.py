@@ -211,7 +211,7 @@ class Metrics:
         """Milliseconds of the first steps, until one has a thresholded message."""
         self._is_dense = True
         self.warns = rank == 0
-        """Whether this rank warns of what crosses uncompressed."""
+        """True if this rank warns of tensors that cross uncompressed."""
         self._warned: set[str] = set()
         # Records may come from communication hooks that run on autograd's threads.
         self._lock = threading.Lock()

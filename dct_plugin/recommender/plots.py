@@ -16,7 +16,7 @@ class Point(NamedTuple):
     half_width: float | None = None
     """Half of the 95 % interval; None with one seed."""
     fewer: tuple[float, ...] = ()
-    """How many times fewer bytes than dense; forward and backward where they differ."""
+    """Ratio of the dense bytes to those sent; forward and backward where they differ."""
 
 
 #: Width of a picture in inches: with its letters of 11 points, a phone shows them at the size of small text.

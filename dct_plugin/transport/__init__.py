@@ -1,4 +1,4 @@
-"""How payloads travel between ranks."""
+"""Transport of payloads between ranks."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class AnnouncedMessages:
         self._posted: deque[tuple[Announced, int]] = deque()
         """Messages, and the time in nanoseconds at which this rank posted them."""
         self._left = 0
-        """When the last exchange was over; 0 before the first."""
+        """Time at which the last exchange ended; 0 before the first."""
 
     @property
     def pending(self) -> int:

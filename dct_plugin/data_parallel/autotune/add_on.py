@@ -65,7 +65,7 @@ class AutomaticSparsity(AddOn):
         self._sizes: dict[str, tuple[int, int]] = {}
         """Entries and bytes of each tensor."""
         self._seen: Counter[str] = Counter()
-        """How often each tensor was reduced in this step."""
+        """Number of reductions of each tensor in this step."""
         self._reductions = 1
         self._seconds: list[float] = []
         self._began = 0.0

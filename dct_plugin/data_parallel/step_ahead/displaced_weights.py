@@ -65,7 +65,7 @@ class DisplacedWeights:
         self.fresh = False
         """True if the displaced weights are those of the coming passes."""
         self.version = 0
-        """How often the displaced weights were computed."""
+        """Number of times that the displaced weights were computed."""
         self._saving = 0
         """Depth of calls of ``state_dict`` that began while displaced weights were shown."""
 

@@ -43,7 +43,7 @@ class _Owner:
     fp32: list[tuple[torch.nn.Parameter, Tensor]]
     """Those of them that Megatron kept in the parameter buffer."""
     starts: dict[torch.nn.Parameter, int]
-    """Where parameters begin in their buckets."""
+    """Offsets of parameters in their buckets."""
     numbers: dict[int, int] = field(default_factory=dict)
     """Numbers of its buckets, by identity."""
     rounded: dict[int, Tensor] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class _Owner:
     waiting: set[int] = field(default_factory=set)
     """Identities of the buckets whose update has not been sent yet."""
     sparse: bool = False
-    """Whether the last step's update is thresholded."""
+    """True if the last step's update is thresholded."""
 
     def range_of(self, parameter: torch.nn.Parameter) -> slice:
         """Return the entries of a parameter that this rank owns."""

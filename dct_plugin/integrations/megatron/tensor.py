@@ -43,7 +43,7 @@ class _Site(NamedTuple):
     name: str
     dense: bool
     sums: bool
-    """Whether it is a row-parallel layer, whose partial sums are compressed."""
+    """True for a row-parallel layer, whose partial sums are compressed."""
 
 
 class TensorHook(ActivationHook):
@@ -134,7 +134,7 @@ class TensorHook(ActivationHook):
 
     @property
     def _is_active(self) -> bool:
-        """Whether anything is compressed in the current step."""
+        """Return whether anything is compressed in the current step."""
         started = self.config.compresses and self.session.step >= self.config.warmup_steps
         return started or not self.session.pass_through
 

@@ -187,7 +187,7 @@ class _Text(NamedTuple):
     encoding: str
     decimal_point: str
     where: str
-    """Which line has the names."""
+    """The line that has the names."""
     skipped: int
     """Lines before the first row."""
 

@@ -44,7 +44,7 @@ def local_tables(cardinalities: Sequence[int], dim: int, seed: int, name: str) -
 
 @dataclass(frozen=True)
 class TableExchange:
-    """How embeddings reach the samples of a rank.
+    """The exchange that brings embeddings to the samples of a rank.
 
     Attributes:
         kind: ``all_to_all`` makes every table with ``make_tables``; ``des`` shards where there is an
