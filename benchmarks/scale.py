@@ -40,7 +40,7 @@ TENSORS, BEFORE = 8, 9
 
 
 class Cost(NamedTuple):
-    """What one rank pays in a step."""
+    """The cost of a step for one rank."""
 
     ranks: int
     way: str

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from adam import held_out_loss, model_of, text_of
-from many_streams import BATCH, LAYERS, LR, LR_WARMUP, SEQUENCE, SYMBOLS, WEIGHT_DECAY, WIDTH
+from many_streams import BATCH, LAYERS, LR, LR_WARMUP, SEQUENCE, SYMBOLS, WEIGHT_DECAY, WIDTH, rows_of
 from optimizers import compare_residuals, look_ahead
 from torch import Tensor, nn
 from torch.nn import functional
@@ -53,7 +53,7 @@ SETTINGS = [
 
 
 class Setting(NamedTuple):
-    """What is done with Muon's matrices, read from a name of :data:`SETTINGS`."""
+    """Treatment of Muon's matrices, read from a name of :data:`SETTINGS`."""
 
     kind: str
     """threshold, momentum, rows, or ahead."""
@@ -295,8 +295,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     text = text_of(args.text)
-    lines = args.results.read_text(encoding="utf-8").splitlines() if args.results.exists() else []
-    rows = [json.loads(line) for line in lines]
+    rows = rows_of(args.results)
     for seed, ranks, setting in itertools.product(args.seeds, args.compressors, ["dense", *args.settings]):
         run = {"setting": setting, "ranks": ranks, "seed": seed, "steps": args.steps}
         if any(run.items() <= row.items() for row in rows):

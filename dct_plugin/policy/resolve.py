@@ -8,7 +8,7 @@ from ..config import AutoFeedback, DataParallelConfig, LocalFeedback
 from ..config.feedback import StepAheadFeedback
 from .evidence import Training, known_losses, measured_with, size_of
 from .optimizers import OptimizerFamily
-from .rules import changed, safe_sparsity
+from .rules import DENSITY_OPTIONS, changed, safe_sparsity
 from .settings import bits_of
 
 #: Dense steps with step-ahead and without, steps after them in which the density falls, and the largest share
@@ -61,7 +61,7 @@ def _chosen(
     if not settings.enabled or nothing_waits or family in (OptimizerFamily.ADAGRAD, OptimizerFamily.SGD):
         return _Choice(changed(settings, feedback=LocalFeedback()), "")
     name = training.optimizer[0]
-    written = settings.model_fields_set & {"sparsity", "value_dtype", "quality", "adaptive", "parameters"}
+    written = settings.model_fields_set & {*DENSITY_OPTIONS, "parameters"}
     if family is OptimizerFamily.MUON and not written:
         made = changed(settings, feedback=LocalFeedback(), **ALL_ENTRIES)
         return _Choice(

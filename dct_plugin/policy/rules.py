@@ -8,6 +8,9 @@ from ..config import DataParallelConfig
 from .evidence import BY_COMPRESSORS, SAFE_WITH_STEP_AHEAD, Training
 from .optimizers import OptimizerFamily
 
+#: Options that say how much of a gradient is sent: rules leave settings alone that have one of them.
+DENSITY_OPTIONS = {"sparsity", "value_dtype", "quality", "adaptive"}
+
 
 def changed(settings: DataParallelConfig, **changes: object) -> DataParallelConfig:
     """Return validated settings with changes; what was not written stays a default."""
@@ -19,7 +22,7 @@ def for_compressors(settings: DataParallelConfig, count: int) -> DataParallelCon
 
     Settings that name one of the first two stay as they are, and so do those without step-ahead.
     """
-    written = settings.model_fields_set & {"sparsity", "value_dtype", "quality", "adaptive"}
+    written = settings.model_fields_set & DENSITY_OPTIONS
     row = next(row for row in BY_COMPRESSORS if count <= row.most)
     suits = (row.sparsity, row.value_dtype) == (settings.sparsity, settings.value_dtype)
     if written or suits or not settings.feedback.looks_ahead:

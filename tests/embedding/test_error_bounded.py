@@ -233,7 +233,7 @@ def _signed(data: bytearray) -> Tensor:
 def test_a_damaged_body_with_a_right_checksum_is_refused_or_decoded(
     changes: list[tuple[int, int]], longer: int, seed: int
 ) -> None:
-    """What a checksum cannot see: nothing but a fault, or finite numbers; the same from both."""
+    """Damage under a right checksum gives a fault or finite numbers, the same from both implementations."""
     part = drawn(
         [(60, 0.05, 1.0, 0.2), (60, 0.05, 0.2, 0.97), (8, 1e-9, 1.0, 0.0), (9, 1e-3, 1.0, 0.0)], seed
     )
