@@ -20,7 +20,7 @@ from torch import Tensor
 from ..codecs.copies import refuse_capture
 from ..codecs.index import IndexEncoding
 from ..codecs.message import MessageWriter
-from ..codecs.payload import Header, Payload, header_bytes, payload_bound
+from ..codecs.payload import Header, Payload, header_bytes, parse_payload, payload_bound
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
@@ -476,8 +476,9 @@ def encode_at(kernels: Backend, flat: Tensor, mask: Tensor, value_dtype: ValueDt
     (:func:`values_nbytes`).
     """
     values = flat[kernels.positions(mask, flat.numel())]
-    message = torch.empty(values_nbytes(mask, value_dtype), dtype=torch.uint8, device=flat.device)
-    dense = IndexEncoding.DENSE
+    dense, nnz = IndexEncoding.DENSE, values.numel()
+    nbytes = payload_bound(nnz, nnz, value_dtype, dense)
+    message = torch.empty(nbytes, dtype=torch.uint8, device=flat.device)
     return message, kernels.compress(Job(values, None, 0.0, message, value_dtype=value_dtype, encoding=dense))
 
 
@@ -502,11 +503,12 @@ def add_at(kernels: Backend, payload: Tensor, out: Tensor, mask: Tensor) -> None
     Where the tensor of the mask, or the values, overflowed, all of ``out`` becomes NaN.
     """
     flat = out.view(-1)
-    headers = [Header.parse(header_bytes(each), each.numel()) for each in (mask, payload)]
-    at = kernels.positions(mask, flat.numel())
+    # Their headers are read once: on a device the host waits for each.
+    positions, sent = (Payload(each, parse_payload(each, verify=False)) for each in (mask, payload))
+    at = kernels.positions(positions, flat.numel())
     values = flat[at].to(torch.float32)
-    kernels.decode_add(payload, values)
-    if any(header.nonfinite for header in headers):
+    kernels.decode_add(sent, values)
+    if positions.nonfinite or sent.nonfinite:
         flat.fill_(torch.nan)
     else:
         flat[at] = values.to(flat.dtype)
