@@ -63,7 +63,7 @@ test-fast: $(TEST_READY) ## Run the tests that start no processes, in about two 
 	@$(BIN)/python -m pytest -m 'not slow' $(IN_PARALLEL)
 
 test-slow: $(TEST_READY) ## Run the tests that take minutes each, once a week
-	@$(BIN)/python -m pytest --long
+	@HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest --long
 
 # What wheels do not have is fetched at a tag, into a folder of .venv.
 test-hosts: $(TEST_READY) ## Run the own tests of torch, DeepSpeed, Accelerate, torchft with the plugin (needs github.com)

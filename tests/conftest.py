@@ -17,9 +17,11 @@ from support import interpreter
 with contextlib.suppress(ImportError):  # a machine that only tests its GPU may lack it
     import hypothesis
 
-    # On a busy machine an example takes any time.
-    hypothesis.settings.register_profile("dct", deadline=None)
-    hypothesis.settings.load_profile("dct")
+    # On a busy machine an example takes any time. Each run has the same examples; new ones are for those who
+    # look for faults: HYPOTHESIS_PROFILE=explore, which `make test-slow` sets.
+    hypothesis.settings.register_profile("dct", deadline=None, derandomize=True)
+    hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dct"))
 
 # Without a GPU the Triton kernels are run by Triton's interpreter, which has to be known before triton is
 # imported, here and in the processes that tests start.

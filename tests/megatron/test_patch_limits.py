@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -172,6 +172,7 @@ PIECES = st.sampled_from(
 
 
 @settings(max_examples=400, deadline=None)
+@example([")", "$(", "A=(", "$A ", "`", " ", "torchrun ", "train.py "], 5, [])  # an insertion ends a reading
 @given(st.lists(PIECES, max_size=12), st.integers(1, 150), st.lists(PIECES, max_size=12))
 def test_repeated_pieces_are_refused_or_come_back(head: list[str], times: int, tail: list[str]) -> None:
     text = "".join(head) * times + "".join(tail)

@@ -51,7 +51,8 @@ def patch(
         partial: Edit what is understood even if something else is not.
 
     Raises:
-        LaunchError: A launch is not understood, or there is none.
+        LaunchError: A launch is not understood, there is none, or the patched text would be read in another
+            way, which happens where a quote or a bracket is open.
     """
     if config is not None and not re.fullmatch(r"[\w./${}:@%+,=~-]+", config):
         raise LaunchError(f"--config {config!r}: write a path without blanks and special characters")
@@ -68,7 +69,13 @@ def patch(
         kept = launch.removal and (config is None or f"--dct-config {config} " in text[start:stop])
         patched = (text[start:stop] if kept else new) + text[stop:end] + patched
         end = start
-    return text[:end] + patched, found
+    patched = text[:end] + patched
+    reread = find_launches(patched, scripts).training
+    if len(reread) != len(found.training) or not all(launch.removal for launch in reread):
+        # Revert would be right, but a second run would edit the script again.
+        first = next((x.line for x in reread if not x.removal), found.training[0].line)
+        raise LaunchError(f"line {first}: is a quote or a bracket open? With the plugin it reads otherwise")
+    return patched, found
 
 
 def revert(text: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from typing import NamedTuple
 
-from .shell import ASSIGNMENT, Command, Script, Word, word_set
+from .shell import ASSIGNMENT, Command, LaunchError, Script, Word, word_set
 
 #: What a patched command runs.
 MODULE = "dct_plugin.megatron"
@@ -36,7 +36,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[^]]{0,80}\])?(?::?[-=]([^{}]*))?\}|(\
 _EXPANSION = re.compile(r"\$[@*]|\$\{[^}]*\}|\$\(.*\)|`.*`", re.DOTALL)
 _LOOP = re.compile(r"\bfor\s+(\w+)\s+in\s+([^;\n]+)")
 _WHICH = re.compile(r"\$\((?:which|command -v) (\S+)\)|`which (\S+)`")
-_MOST_VALUES, _DEEPEST_VALUE = 32, 6
+_MOST_VALUES, _DEEPEST_VALUE, _LONGEST_VALUE = 32, 6, 1_000
 
 _TORCHRUN = word_set("torchrun ft_launcher torch.distributed.run torch.distributed.launch")
 _OTHER_HOSTS = word_set("deepspeed deepspeed.launcher.runner accelerate accelerate.commands.launch")
@@ -156,6 +156,9 @@ class _Finder:
         for word in words:
             match = _VARIABLE.fullmatch(word.text)
             new += [word] if match is None or (match[1] or match[3]) != name else last or _default(match)
+            if len(new) > _LONGEST_VALUE:  # A="$A $A", again and again
+                line = self.script.line(max(word.start, 0))
+                raise LaunchError(f"line {line}: {name} has more than {_LONGEST_VALUE:,} words")
         values = self.values.setdefault(name, [])
         texts = [[word.text for word in value] for value in values]
         if len(values) < _MOST_VALUES and [word.text for word in new] not in texts:
@@ -310,6 +313,9 @@ def find_launches(text: str, scripts: Sequence[str] = ()) -> Launches:
     Args:
         text: A shell script.
         scripts: File name patterns of further training scripts.
+
+    Raises:
+        LaunchError: A variable's value has more than 1,000 words.
     """
     return _Finder(text, scripts).run()
 

@@ -23,7 +23,7 @@ def word_set(text: str) -> frozenset[str]:
 
 _QUOTED = r'"(?:[^"\\]|\\.)*"' + r"|'[^']*'|`[^`]*`"
 _SUBSTITUTED = r"\$\((?:[^()]|\([^()]*\))*\)|\$\{[^{}]*\}"
-_ARRAY = rf"(?<==)\((?:[^()\"'`#]|(?<!\s)#|(?<=\s)#[^\n]*|{_QUOTED}|\([^()]*\))*\)"
+_ARRAY = rf"(?<==)\((?:[^()\"'`#]|(?<!\s)#|(?<=\s)#[^\n]*(?![^\n])|{_QUOTED}|\([^()]*\))*\)"
 _NESTED = re.compile(rf"{_QUOTED}|{_SUBSTITUTED}|{_ARRAY}", re.DOTALL)
 _TOKEN = re.compile(
     r"(?P<blank>(?:\\\r?\n|[ \t\r\f\v])+|#[^\n]*)"
