@@ -5,14 +5,19 @@ and updates of weights (``one_process.py``). All runs share a global batch, so t
 with one dense run. Bytes are those of a rank and step after the start, with the headers of the messages, and
 the mean of all ranks.
 
-- ``gpt`` (106,432 parameters): 64 sequences of 32 characters; AdamW, clipping, learning-rate warm-up and
-  cosine. Its figure is the held-out loss in nats per character.
+- ``gpt`` (106,432 parameters, or another ``--width``): 64 sequences of 32 characters; AdamW, clipping,
+  learning-rate warm-up and cosine. Its figure is the held-out loss in nats per character. Several texts are
+  those of different ranks. With ``--pretrained`` it is fine-tuned.
 - ``dlrm``: the model, data and batch of ``dct demo``, tables included; Adagrad with local feedback. Its
-  figure is the AUC on the test part.
+  figure is the AUC on the test part. With ``--sources`` ranks have different rows.
+- ``digits``: a small ResNet, SGD with momentum. Its figure is the held-out loss.
 
     python benchmarks/studies/many_streams.py --text wikitext2_valid.txt.gz --results FILE
     python benchmarks/studies/many_streams.py --text wikitext2_valid.txt.gz --results FILE \\
         --compressors 8 16 --settings 0.99 "0.97 int2"
+    python benchmarks/studies/many_streams.py --text wikitext2_valid.txt.gz --width 128 --compressors 2
+    python benchmarks/studies/many_streams.py --text wikitext2_valid.txt.gz tinyshakespeare.txt.gz \\
+        --compressors 2
     python benchmarks/studies/many_streams.py --model dlrm --compressors 2 8 --settings "local 0.99"
 
 ``--results`` keeps every run at once: the command can be stopped and given again, or with more seeds.
@@ -26,17 +31,16 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any
 
 import one_process
 import torch
 import torch.distributed as dist
-from adam import SYMBOLS, held_out_loss, model_of, text_of
+from tasks import LR, WIDTH, Digits, Gpt, Loss, Recommender, Run, Task, trained
 from torch import Tensor
-from torch.nn import functional
 
 from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
@@ -45,17 +49,12 @@ from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.metrics import Metrics, Summary
-from dct_plugin.recommender.commands.demo import LEARNING_RATES, MODEL, OPTIMIZER, PRESETS
-from dct_plugin.recommender.data import epoch_batches, load
+from dct_plugin.policy.evidence import Training
+from dct_plugin.policy.resolve import resolve
 from dct_plugin.recommender.intervals import paired
-from dct_plugin.recommender.models import DLRM
 from dct_plugin.transport.nodes import Nodes
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "many_streams.jsonl"
-#: The GPT, and the sequences of a step of all compressors together.
-WIDTH, LAYERS, SEQUENCE, BATCH = 64, 2, 32, 64
-LR, LR_WARMUP, WEIGHT_DECAY, CLIP = 2e-3, 60, 0.01, 1.0
-
 #: Nearly all entries are thresholded, as in models of a useful size.
 COMMON: dict[str, Any] = {
     "feedback": "step_ahead",
@@ -94,6 +93,16 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "0.97/0.93 int4": _section(0.97, 0.93, value_dtype="int4"),
     "0.97/0.93 int2": _section(0.97, 0.93, value_dtype="int2"),
     "0.95/0.90 int4": _section(0.95, 0.90, value_dtype="int4"),
+    "0.92/0.868 int4": _section(0.92, 0.868, value_dtype="int4"),
+    "0.85/0.75 int4": _section(0.85, 0.75, value_dtype="int4"),
+    "int4 of all": _section(0, value_dtype="int4"),
+    "int8 of all": _section(0, value_dtype="int8"),
+    "local 0.99 for Adam": _section(0.99, feedback="local"),
+    "the default": {"min_numel": 1024},
+    "dense, over 3 steps": {**DENSE, "over": 3},
+    "dense, over 3 steps, displaced": _section(0, value_dtype="fp32", over=3),
+    "0.96/0.934 int4, over 3 steps": _section(0.96, 0.934, value_dtype="int4", over=3),
+    "0.99 direct, over 3 steps": _section(0.99, exchange="direct", over=3),
     "0.99, updates 0.97": _section(0.99, parameters={"sparsity": 0.97}),
     "0.98 int4, updates 0.93 int4": _section(
         0.98, value_dtype="int4", parameters={"sparsity": 0.93, "value_dtype": "int4"}
@@ -111,121 +120,6 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
 }
 
 
-class Run(NamedTuple):
-    """The name of a run."""
-
-    model: str
-    setting: str
-    ranks: int
-    per_node: int
-    """Ranks that are one compressor together."""
-    seed: int
-    steps: int
-
-
-#: The loss of a rank's part of a batch.
-Loss = Callable[[torch.nn.Module], Tensor]
-
-
-class Task(Protocol):
-    """A task has a model, its data and its optimizer."""
-
-    steps: int
-    """Steps of a run if the command names no number."""
-    clip: float
-    """Norm to which gradients are clipped."""
-
-    def model(self, seed: int) -> torch.nn.Module:
-        """Make the model."""
-
-    def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Make the optimizer."""
-
-    def losses(self, run: Run, rank: int, count: int) -> Iterator[tuple[Loss, float]]:
-        """Yield the loss and the learning rate of each step."""
-
-    def score(self, model: torch.nn.Module) -> float:
-        """Return the figure of quality."""
-
-
-class Gpt:
-    """A GPT on the characters of a text, with AdamW; its score is the held-out loss.
-
-    Args:
-        text: File of the text, plain or gzip.
-        width: Of the model.
-    """
-
-    steps, clip = 1200, CLIP
-
-    def __init__(self, text: Path, width: int = WIDTH) -> None:
-        self._training, self._held_out = text_of(text)
-        self._width = width
-
-    def model(self, seed: int) -> torch.nn.Module:
-        return model_of(seed, self._width, LAYERS, SEQUENCE, vectors=False)
-
-    @staticmethod
-    def optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-
-    def losses(self, run: Run, rank: int, count: int) -> Iterator[tuple[Loss, float]]:
-        generator, offsets = torch.Generator().manual_seed(run.seed), torch.arange(SEQUENCE)
-        for step in range(run.steps):
-            rate = min(1.0, (step + 1) / LR_WARMUP)
-            rate *= max(0.05, 0.5 * (1 + math.cos(math.pi * step / run.steps)))
-            starts = torch.randint(len(self._training) - SEQUENCE - 1, (BATCH,), generator=generator)
-            where = starts.chunk(count)[rank][:, None] + offsets
-            x, y = self._training[where], self._training[where + 1].view(-1)
-            yield lambda model, x=x, y=y: functional.cross_entropy(model(x).view(-1, SYMBOLS), y), LR * rate
-
-    def score(self, model: torch.nn.Module) -> float:
-        return held_out_loss(model, self._held_out, SEQUENCE)
-
-
-class Recommender:
-    """The DLRM of ``dct demo`` on its data, with Adagrad; its score is the AUC on the test part."""
-
-    preset: ClassVar = PRESETS["diabetes"]
-    lr: ClassVar = LEARNING_RATES[OPTIMIZER.lower()]
-    clip = math.inf
-
-    def __init__(self) -> None:
-        self._clicks = load()
-        self.steps = self.preset.epochs * (self._clicks.num_train // self.preset.batch_size)
-
-    def model(self, seed: int) -> torch.nn.Module:
-        widths = {name: MODEL[name] for name in ("embedding_dim", "bottom", "top")}
-        return DLRM(self._clicks.dense.shape[1], self._clicks.cardinalities, **widths, seed=seed)
-
-    def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return getattr(torch.optim, OPTIMIZER)(parameters, lr=self.lr)
-
-    def losses(self, run: Run, rank: int, count: int) -> Iterator[tuple[Loss, float]]:
-        train, size = self._clicks.train, self.preset.batch_size
-        batches = (
-            batch
-            for epoch in itertools.count()
-            for batch in epoch_batches(self._clicks.num_train, size, seed=run.seed, epoch=epoch)
-        )
-        for batch in itertools.islice(batches, run.steps):
-            mine = batch.reshape(count, -1)[rank]
-            x, ids, y = (torch.from_numpy(part[mine]) for part in train)
-            yield (
-                lambda model, x=x, ids=ids, y=y: functional.binary_cross_entropy_with_logits(
-                    model(x, ids), y
-                ),
-                self.lr,
-            )
-
-    @torch.no_grad()
-    def score(self, model: torch.nn.Module) -> float:
-        from sklearn.metrics import roc_auc_score
-
-        dense, ids, label = map(torch.from_numpy, self._clicks.test)
-        return float(roc_auc_score(label, model(dense, ids)))
-
-
 class Rank:
     """A rank: a replica of the model, its optimizer, and what exchanges gradients and weights.
 
@@ -234,6 +128,7 @@ class Rank:
         section: Settings of the exchange.
         per_node: So many consecutive ranks are one compressor together.
         task: Has the optimizer.
+        steps: Number of steps of the run, on which the default start depends.
     """
 
     def __init__(
@@ -242,12 +137,16 @@ class Rank:
         section: Mapping[str, Any],
         per_node: int = 1,
         task: Task | type[Gpt] = Gpt,
+        steps: int | None = None,
     ) -> None:
         self.model, self.named = model, dict(model.named_parameters())
         self.section, self._clip_to = dict(section), task.clip
         self._power, self._factors = self.section.pop("weighted", 0.0), dict[str, Tensor]()
-        config = DataParallelConfig.of(self.section)
+        self._over, self._waiting = self.section.pop("over", 1), dict[str, list[Tensor]]()
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
+        config = DataParallelConfig.of(self.section)
+        if section is SETTINGS["the default"]:
+            config = resolve(config, Training(["AdamW"], ranks=self.count), steps=steps).settings
         nodes = None if per_node == 1 else nodes_of(self.rank, self.count, per_node)
         self.metrics = Metrics(MetricsConfig(every=10**9), rank=self.rank, world_size=self.count)
         self.reducer = GradientReducer(config, nodes, metrics=self.metrics)
@@ -265,6 +164,8 @@ class Rank:
             units = units_of(self.optimizer, [list(self.named.values())])
             pending = {} if self.updates is None else {"pending_of": self.updates.pending_of}
             self.ahead = self.reducer.add_ons.of(StepAheadAddOn).prepare(self.named.items(), units, **pending)
+            if self._over > 1:
+                self._displace_by_what_waits(self.ahead)
             self.ahead.attach(model)
 
     def _shards(self) -> Iterator[tuple[str, list[Shard]]]:
@@ -305,6 +206,8 @@ class Rank:
                 (master.grad,) = self._part(name, gradients[name], self.rank)
         for name in self._factors:
             self.named[name].grad.div_(self._factors[name])
+        if self._over > 1:
+            self._spread()
         if self._clip_to < math.inf:
             self._clip()
         self.optimizer.step()
@@ -315,6 +218,37 @@ class Rank:
             self.ahead.forget()
         self.reducer.end_step()
         self.metrics.step(self.reducer.step)
+
+    def _spread(self) -> None:
+        """Give the optimizer each reduced gradient in equal parts over some steps, this one and the next."""
+        for name, parameter in self.named.items():
+            waiting = self._waiting.setdefault(name, [])
+            waiting.append(parameter.grad.clone())
+            del waiting[: -self._over]
+            parameter.grad.copy_(sum(waiting) / self._over)
+
+    def _still_to_come(self, name: str, numel: int) -> Tensor:
+        """Return what the optimizer has not got yet of the reduced gradients, 1-D."""
+        parts = [
+            gradient.view(-1) * (1 - (age + 1) / self._over)
+            for age, gradient in enumerate(reversed(self._waiting.get(name, ())))
+        ]
+        return sum(parts, torch.zeros(numel))
+
+    def _displace_by_what_waits(self, ahead: StepAhead) -> None:
+        """Let step-ahead displace weights by the optimizer's steps with what it has not got yet, besides."""
+        unsent, numels = ahead._unsent, {name: p.numel() for name, p in self.named.items()}
+        factor = self.count / ahead._owner_factor
+
+        def residual(name: str) -> Tensor | None:
+            found = unsent.residual(name)
+            return torch.zeros(numels[name]) if found is None and name in self._waiting else found
+
+        def held_back(name: str, numel: int) -> Iterator[tuple[Shard, Tensor]]:
+            yield from unsent.owner_residuals(name, numel)
+            yield Shard(self.rank, 0, numel), self._still_to_come(name, numel) * factor
+
+        ahead._unsent = unsent._replace(residual=residual, owner_residuals=held_back, lasting=False)
 
     def _factor(self, parameter: torch.nn.Parameter) -> Tensor:
         """Return the factors by which the entries of a gradient are weighted against each other.
@@ -367,7 +301,7 @@ def nodes_of(rank: int, count: int, per_node: int) -> Nodes:
 def train(rank: int, run: Run, model: torch.nn.Module, task: Task) -> dict[str, Any]:
     """Train one rank, and return the figures of all; a collective."""
     section = SETTINGS[run.setting]
-    worker = Rank(copy.deepcopy(model), DENSE if section is None else section, run.per_node, task)
+    worker = Rank(copy.deepcopy(model), DENSE if section is None else section, run.per_node, task, run.steps)
     for loss, rate in task.losses(run, rank, worker.count):
         worker.step(loss, rate)
     if worker.ahead is not None:
@@ -378,13 +312,16 @@ def train(rank: int, run: Run, model: torch.nn.Module, task: Task) -> dict[str, 
         worker.gather_weights()
     weights = torch.cat([parameter.detach().view(-1) for parameter in worker.named.values()])
     figures["ranks_identical"] = all(torch.equal(weights, other) for other in one_process.gather(weights))
-    sent = one_process.gather(steady_bytes(worker.metrics.summary()))
+    summary = worker.metrics.summary()
+    sent = one_process.gather({**steady_bytes(summary), "whole_run": float(summary.sent_bytes)})
     if rank == 0:
         figures["loss"] = task.score(worker.model)
-        start = sum(worker.section.get(name, 0) for name in ("warmup_steps", "sparsity_warmup_steps"))
+        config = worker.reducer.config
+        start = config.dense_steps + config.ramp_steps
         steps = run.steps - min(run.steps, start)
         for what in sent[0]:
-            figures[what] = sum(each[what] for each in sent) / len(sent) / max(steps, 1)
+            count = run.steps if what == "whole_run" else max(steps, 1)
+            figures[what] = sum(each[what] for each in sent) / len(sent) / count
     return figures
 
 
@@ -442,24 +379,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=["gpt", "dlrm"], default="gpt")
-    parser.add_argument("--text", type=Path, help="of the GPT, plain or gzip")
+    parser.add_argument("--model", choices=["gpt", "dlrm", "digits"], default="gpt")
+    parser.add_argument("--text", type=Path, nargs="+", help="of the GPT: files, plain or gzip, or folders")
     parser.add_argument("--width", type=int, default=WIDTH, help="of the GPT")
+    parser.add_argument("--pretrained", type=Path, help="text on which the GPT is trained before")
+    parser.add_argument("--lr", type=float, default=LR, help="highest learning rate of the GPT")
+    parser.add_argument("--sources", type=int, default=1, help="ranges of rows of the DLRM")
+    parser.add_argument("--by", choices=["day", "patient"], default="day", help="order of these ranges")
     parser.add_argument("--compressors", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--per-node", type=int, default=1, help="ranks of a compressor")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=["0.99"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
-        "--steps", type=int, help="1,200 for the GPT and three epochs for the DLRM if left out"
+        "--steps", type=int, help="1,200 (GPT), three epochs (DLRM), 660 (digits) if left out"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines of every run")
     args = parser.parse_args()
     if args.model == "gpt" and args.text is None:
         parser.error("--model gpt needs --text")
     torch.set_num_threads(1)
-    task: Task = Gpt(args.text, args.width) if args.model == "gpt" else Recommender()
-    model_name = args.model + ("" if args.width == WIDTH else f", width {args.width}")
-    steps = args.steps or task.steps
+    task = task_of(args)
+    model_name, steps = name_of(args), args.steps or task.steps
     for seed in args.seeds:
         runs = [Run(model_name, "dense", 1, 1, seed, steps)]
         for setting, compressors in itertools.product(args.settings, args.compressors):
@@ -474,6 +414,30 @@ def main() -> None:
             print(json.dumps(result), flush=True)
     rows = rows_of(args.results)
     print(table([row for row in rows if (row["model"], row["steps"]) == (model_name, steps)]))
+
+
+def task_of(args: argparse.Namespace) -> Task:
+    """Return the task that the command names."""
+    if args.model == "dlrm":
+        return Recommender(args.sources, args.by)
+    if args.model == "digits":
+        return Digits()
+    before = None if args.pretrained is None else partial(trained, args.pretrained, args.width)
+    return Gpt(args.text, args.width, args.lr, before, args.pretrained)
+
+
+def name_of(args: argparse.Namespace) -> str:
+    """Return the task's name in the results."""
+    parts = [args.model]
+    if args.width != WIDTH:
+        parts.append(f"width {args.width}")
+    if args.text is not None and len(args.text) > 1:
+        parts.append(f"{len(args.text)} texts")
+    if args.pretrained is not None:
+        parts.append(f"fine-tuned at {args.lr:g}")
+    if args.sources > 1:
+        parts.append(f"{args.sources} ranges by {args.by}")
+    return ", ".join(parts)
 
 
 if __name__ == "__main__":
