@@ -99,6 +99,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "int8 of all": _section(0, value_dtype="int8"),
     "local 0.99 for Adam": _section(0.99, feedback="local"),
     "the default": {"min_numel": 1024},
+    "the default at 0.9": {"min_numel": 1024, "sparsity": 0.9},
     "dense, over 3 steps": {**DENSE, "over": 3},
     "dense, over 3 steps, displaced": _section(0, value_dtype="fp32", over=3),
     "0.96/0.934 int4, over 3 steps": _section(0.96, 0.934, value_dtype="int4", over=3),
@@ -145,7 +146,7 @@ class Rank:
         self._over, self._waiting = self.section.pop("over", 1), dict[str, list[Tensor]]()
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         config = DataParallelConfig.of(self.section)
-        if section is SETTINGS["the default"]:
+        if "feedback" not in section:
             config = resolve(config, Training(["AdamW"], ranks=self.count), steps=steps).settings
         nodes = None if per_node == 1 else nodes_of(self.rank, self.count, per_node)
         self.metrics = Metrics(MetricsConfig(every=10**9), rank=self.rank, world_size=self.count)
