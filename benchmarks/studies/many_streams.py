@@ -95,8 +95,8 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "0.95/0.90 int4": _section(0.95, 0.90, value_dtype="int4"),
     "0.92/0.868 int4": _section(0.92, 0.868, value_dtype="int4"),
     "0.85/0.75 int4": _section(0.85, 0.75, value_dtype="int4"),
-    "int4 of all": _section(0, value_dtype="int4"),
-    "int8 of all": _section(0, value_dtype="int8"),
+    "int4 of all": {**_local(0, value_dtype="int4"), "min_numel": 1024},
+    "int8 of all": {**_local(0, value_dtype="int8"), "min_numel": 1024},
     "local 0.99 for Adam": _section(0.99, feedback="local"),
     "the default": {"min_numel": 1024},
     "the default at 0.9": {"min_numel": 1024, "sparsity": 0.9},
@@ -357,8 +357,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table: differences to the dense run of the seed with their interval, and bytes."""
     dense = {row["seed"]: row["loss"] for row in rows if row["setting"] == "dense"}
     lines = [
-        "| compressors: setting | - dense (95 %) | by seed | kB per rank and step | fewer |",
-        "|---|--:|---|--:|--:|",
+        "| compressors: setting | - dense (95 %) | by seed | kB a step | fewer | in the whole run |",
+        "|---|--:|---|--:|--:|--:|",
     ]
     groups: dict[tuple[int, int, str], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -371,7 +371,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         name = f"{compressors}: {setting}" + (f", nodes of {per_node}" if per_node > 1 else "")
         by_seed = ", ".join(f"{difference:+.4f}" for difference in differences)
         fewer = f"{sent / len(those) / 1e3:.1f} | {whole / sent:.1f}x" if sent else " | "
-        lines.append(f"| {name} | {paired(differences)} | {by_seed} | {fewer} |")
+        run = sum(row.get("whole_run", 0.0) for row in those)
+        in_run = f"{whole / run:.1f}x" if run else ""
+        lines.append(f"| {name} | {paired(differences)} | {by_seed} | {fewer} | {in_run} |")
     return "\n".join(lines)
 
 

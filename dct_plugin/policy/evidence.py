@@ -35,12 +35,14 @@ class Training:
         momentum: The optimizer's ``momentum``.
         stage: ZeRO stage; 0 without ZeRO.
         ranks: Data-parallel ranks, 0 if not known.
+        lr: Its highest learning rate; infinity if it is not known.
     """
 
     optimizer: Sequence[str] = ()
     momentum: float = 0.0
     stage: int = 0
     ranks: int = 0
+    lr: float = math.inf
     family: OptimizerFamily = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,6 +168,8 @@ class KnownLoss(NamedTuple):
     """Only without dense steps and ramp."""
     updates: float | None = None
     """Only with thresholded updates of the weights (``parameters``), of at least this sparsity."""
+    most_lr: float = math.inf
+    """The highest learning rate."""
 
     def applies(self, settings: DataParallelConfig, training: Training) -> bool:
         """Return whether a training has this setting."""
@@ -175,6 +179,7 @@ class KnownLoss(NamedTuple):
             and settings.sparsity >= self.sparsity
             and self.stage in (None, training.stage)
             and training.ranks >= self.ranks
+            and training.lr <= self.most_lr
             and not (self.without_start and settings.dense_steps + settings.ramp_steps)
             and (self.updates is None or self._has_updates(settings))
         )

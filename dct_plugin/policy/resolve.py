@@ -16,8 +16,11 @@ from .settings import bits_of
 DENSE, RAMP, SHARES = (40, 60), 180, (0.1, 0.6)
 #: With step-ahead the density falls with this power of the step, unless the run is too short for it.
 FALL = 1.5
-#: Bits of all entries, rather than few entries, are what Muon loses least by (docs/quality.md#muon).
+#: Few bits of all entries, rather than few entries, lose least with Muon and in fine-tuning with Adam
+#: (docs/quality.md#muon, docs/quality.md#fine-tuning).
 ALL_ENTRIES: dict[str, object] = {"sparsity": 0.0, "value_dtype": "int8"}
+#: The highest learning rate that is taken for fine-tuning. Pre-training of large models has 6e-5 and more.
+FINE_TUNING_LR = 5e-5
 #: Sparsity of local error feedback where it is known to lose at 0.99, or nothing is known.
 GENTLE = 0.9
 
@@ -62,11 +65,9 @@ def _chosen(
         return _Choice(changed(settings, feedback=LocalFeedback()), "")
     name = training.optimizer[0]
     written = settings.model_fields_set & {*DENSITY_OPTIONS, "parameters"}
-    if family is OptimizerFamily.MUON and not written:
+    if not written and (loses := _loses_by_thresholds(name, training)):
         made = changed(settings, feedback=LocalFeedback(), **ALL_ENTRIES)
-        return _Choice(
-            made, f"{name} loses by thresholds: all entries are sent, in int8 (docs/quality.md#muon)"
-        )
+        return _Choice(made, f"{loses}: all entries are sent, in int8")
     is_ahead = family.loses_by_delay and not step_ahead_unavailable
     sparsity = settings.sparsity if is_ahead else min(settings.sparsity, GENTLE)
     start, words = _start(settings, sparsity, steps, is_ahead=is_ahead)
@@ -80,6 +81,17 @@ def _chosen(
     return _Choice(
         made, f"{why}: local error feedback at sparsity {sparsity:g}{at}{keep}, {words}", is_second_best=True
     )
+
+
+def _loses_by_thresholds(name: str, training: Training) -> str:
+    """Say that a training loses by thresholds, and where that was measured; nothing if it does not."""
+    if training.family is OptimizerFamily.MUON:
+        return f"{name} loses by thresholds (docs/quality.md#muon)"
+    # Step-ahead foresees Adam's steps where noise limits them. Here their number and the rate do.
+    if training.family is OptimizerFamily.ADAM and training.lr <= FINE_TUNING_LR:
+        where = "docs/quality.md#fine-tuning"
+        return f"{name} at {training.lr:g} is fine-tuning, which loses by thresholds ({where})"
+    return ""
 
 
 def _start(
@@ -155,9 +167,9 @@ def resolve(
             return Resolved(*_without_sparsity(written, training), False)
         settings = changed(settings, sparsity=min(settings.sparsity, most))
     found = next(known_losses(settings, training), None)
-    if found is not None and is_second_best:
+    if found is not None and line:
         line += f" (known to lose {found.loss})"
-    elif found is not None and not line:
+    elif found is not None:
         name = training.optimizer[0] if training.optimizer else "the optimizer"
         line = (
             f"{name} with feedback = '{written.feedback.label()}' at sparsity "

@@ -120,6 +120,8 @@ def _attached(rank: int, world_size: int) -> dict[str, Any]:
         "gentle Lion": (Lion, {**SPARSE, "sparsity": 0.8}, 40),
         "Muon": (muon, {"min_numel": 1000}, 40),
         "sparse Muon": (muon, SPARSE, 40),
+        "fine-tuning": (lambda p: torch.optim.AdamW(p, lr=1e-5), {"min_numel": 1000}, 40),
+        "sparse fine-tuning": (lambda p: torch.optim.AdamW(p, lr=1e-5), SPARSE, 40),
         "local": (torch.optim.AdamW, {**SPARSE, "feedback": "local"}, 40),
         "exact": (torch.optim.AdamW, {"sparsity": 0, "value_dtype": "fp32"}, 40),
     }
@@ -167,6 +169,8 @@ def test_feedback_follows_the_optimizer() -> None:
         "gentle Lion": ("local", 0.8, (4, 24)),
         "Muon": ("local", 0, (0, 0)),
         "sparse Muon": ("local", 0.9, (4, 24)),
+        "fine-tuning": ("local", 0, (0, 0)),
+        "sparse fine-tuning": ("step_ahead", 0.99, (4, 24)),
         "local": ("local", 0.99, (0, 0)),
         "exact": ("local", 0, (0, 0)),
     }
@@ -189,7 +193,9 @@ def test_feedback_follows_the_optimizer() -> None:
     assert "known to lose" not in first["gentle Lion"]["log"][1]
     active, note = first["Muon"]["log"]
     assert "sparsity 0, int8 values, feedback local" in active
-    assert note == "dct: Muon loses by thresholds: all entries are sent, in int8 (docs/quality.md#muon)"
+    assert note == "dct: Muon loses by thresholds (docs/quality.md#muon): all entries are sent, in int8"
+    assert "AdamW at 1e-05 is fine-tuning, which loses by thresholds" in first["fine-tuning"]["log"][1]
+    assert "(known to lose 0.10 nats in fine-tuning" in first["sparse fine-tuning"]["log"][1]
     assert "(known to lose 0.07 nats" in first["sparse Muon"]["log"][1]
     warning = first["local"]["log"][1]
     assert "AdamW with feedback = 'local' at sparsity 0.99 is known to lose 0.2 nats" in warning

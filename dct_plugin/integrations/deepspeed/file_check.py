@@ -112,7 +112,8 @@ def _dense(config: DCTConfig) -> list[str]:
 
 def _settled(job: Job, config: DCTConfig, report: FileReport) -> DCTConfig:
     """Return the section with the feedback that suits the optimizer; add what is to be said about it."""
-    training = Training([job.optimizer] if job.optimizer else [], momentum=job.momentum, stage=job.stage)
+    names = [job.optimizer] if job.optimizer else []
+    training = Training(names, momentum=job.momentum, stage=job.stage, lr=job.lr)
     if training.family is OptimizerFamily.UNTOLD:
         report.notes.append("the script makes the optimizer, which the feedback depends on")
         return config

@@ -6,6 +6,7 @@ This module imports neither torch nor DeepSpeed: it is read for every engine, an
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import warnings
@@ -153,6 +154,7 @@ class Job:
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         optimizer: Name of the optimizer's class; empty where it is not known yet.
         momentum: Momentum of the optimizer's groups, the largest.
+        lr: Highest learning rate of optimizer and scheduler; infinity where the JSON does not say one.
         steps: Optimizer steps for which the JSON's scheduler is made; None where it does not say.
         trains: Whether there is an optimizer.
         exchanges_momentum: Whether the optimizer exchanges its momentum through the plugin.
@@ -176,6 +178,7 @@ class Job:
     precision: str = "fp32"
     optimizer: str = ""
     momentum: float = 0.0
+    lr: float = math.inf
     steps: int | None = None
     trains: bool = True
     exchanges_momentum: bool = False
@@ -221,6 +224,8 @@ class Job:
             precision=precision,
             optimizer=str(optimizer.get("type", "")),
             momentum=_number(_object(optimizer, "params").get("momentum")),
+            lr=max(_number(_object(optimizer, "params").get("lr")), _number(schedule.get("warmup_max_lr")))
+            or math.inf,
             steps=int(_number(schedule.get("total_num_steps"))) or None,
             exchanges_momentum=backend == SECTION,
             own_backend=None if backend == SECTION else backend,

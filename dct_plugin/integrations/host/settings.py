@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,4 +142,14 @@ def _training(optimizer: Any, ranks: int, stage: int) -> Training:
         alike = "Adam" if any(unit.decay is not None for unit in units) else "Adagrad"
         names = [names[0], alike]
     momentum = max((float(group.get("momentum", 0.0)) for group in inner.param_groups), default=0.0)
-    return Training(names, momentum=momentum, stage=stage, ranks=ranks)
+    return Training(names, momentum=momentum, stage=stage, ranks=ranks, lr=_highest_rate(inner.param_groups))
+
+
+def _highest_rate(groups: Iterable[Mapping[str, Any]]) -> float:
+    """Return the highest learning rate of an optimizer's parameter groups; infinity if they say none.
+
+    At the start of a schedule rates may be 0: schedulers note the rates that they begin or end with.
+    """
+    keys = ("lr", "initial_lr", "max_lr")
+    rates = [float(group.get(key, 0.0)) for group in groups for key in keys]
+    return max(rates, default=0.0) or math.inf
