@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,17 +14,16 @@ from torch import Tensor
 from ..compression.feedback import unpacked
 from ..metrics import Metrics, Record
 from ..transport import Exchange
+from ..transport.node_transport import NodeCollectives, NodeTransport, copy_all
 from ..transport.nodes import Nodes
-from ..transport.shared_memory import SharedMemory, open_shared_memory
-from .plan import fingerprint_of
+from ..transport.shared_memory import open_shared_memory
+from .plan import divided, fingerprint_of
 
 Entries = Sequence[tuple[str, Tensor]]
 #: Bounds of a part of a tensor, and by name of a tensor the parts of it that each rank of a node gets.
 Part = tuple[int, int]
 Wanted = Mapping[str, Sequence[Sequence[Part]]]
 
-#: Entries that are added up at once, which stay in a cache meanwhile.
-_BLOCK = 1 << 17
 #: Class in the metrics of what ranks of a node send each other.
 CLASS = "node"
 
@@ -44,20 +43,18 @@ class NodeRanks:
     def __init__(self, nodes: Nodes, device: torch.device, min_numel: int, metrics: Metrics | None) -> None:
         self.exchange = Exchange(nodes.group, device, nodes.inside)
         self.size, self.position = self.exchange.world_size, self.exchange.rank
-        self._on_host = self._may_share = device.type == "cpu"
-        self._memory: SharedMemory | None = None
+        self._on_host = device.type == "cpu"
         self.sizes: dict[str, int] = {}
         """Entries of the tensors that were asked about."""
         self._min_numel, self._metrics = min_numel, metrics
         if metrics is not None:
             metrics.has_nodes = True
 
-    def _shared_memory(self) -> SharedMemory | None:
-        """Return memory that these ranks share, if they can; the first call is a collective."""
-        if self._memory is None and self._may_share:
-            self._memory = open_shared_memory(self.exchange)
-            self._may_share = self._memory is not None
-        return self._memory
+    @cached_property
+    def transport(self) -> NodeTransport:
+        """The way of tensors between the ranks; the first use is a collective."""
+        memory = open_shared_memory(self.exchange) if self._on_host else None
+        return NodeCollectives(self.exchange) if memory is None else memory
 
     def is_divided(self, numel: int) -> bool:
         """Return whether every rank has a part of a tensor of so many entries."""
@@ -69,8 +66,7 @@ class NodeRanks:
         if not self.is_divided(numel):
             owner = zlib.crc32(name.encode()) % self.size
             return [(0, numel if rank == owner else 0) for rank in range(self.size)]
-        bounds = [numel * rank // self.size for rank in range(self.size + 1)]
-        return list(itertools.pairwise(bounds))
+        return divided(numel, self.size)
 
     def part(self, name: str, numel: int) -> Part:
         """Return this rank's part of a tensor."""
@@ -91,12 +87,10 @@ class NodeRanks:
             for rank in range(self.size)
         ]
         own = views[self.position]
-        received = self.all_to_all_in_node("node sum", views, [own] * self.size, entries)
-        del received[self.position]
-        found = {}
-        for index, ((name, _), mine) in enumerate(zip(ordered, own, strict=True)):
-            found[name] = mine if in_place else torch.empty_like(mine)
-            _mean_into(found[name], [mine, *(theirs[index] for theirs in received)])
+        out = own if in_place else [torch.empty_like(mine) for mine in own]
+        with self._recorded():
+            self.transport.reduce_scatter(views, out, _fingerprint("node sum", entries))
+        found = {name: mean for (name, _), mean in zip(ordered, out, strict=True)}
         return [(name, found[name]) for name, _ in entries if found[name].numel()]
 
     def gather(
@@ -124,12 +118,12 @@ class NodeRanks:
 
         ranks = range(self.size)
         incoming = [views(holder, own) for holder in ranks]
-        outgoing = [views(own, receiver) for receiver in ranks]
         if wanted is None:
-            outgoing = [outgoing[own]] * self.size
-        for holder, received in enumerate(self.all_to_all_in_node(operation, outgoing, incoming, entries)):
-            for view, arrived in zip(incoming[holder], received, strict=holder != own):
-                view.copy_(arrived)
+            with self._recorded():
+                self.transport.all_gather(incoming, _fingerprint(operation, entries))
+            return
+        outgoing = [views(own, receiver) for receiver in ranks]
+        copy_all(incoming, self.all_to_all_in_node(operation, outgoing, incoming, entries))
 
     def all_to_all_in_node(
         self,
@@ -142,28 +136,8 @@ class NodeRanks:
 
         Tensors are 1-D, the largest types first. Ranks compare ``operation``, names and sizes of ``entries``.
         """
-        fingerprint = fingerprint_of(operation, tuple([(name, t.numel(), ()) for name, t in entries]))
         with self._recorded():
-            if (memory := self._shared_memory()) is not None:
-                return memory.all_to_all_in_node(outgoing, like, fingerprint)
-            return self._all_to_all_messages(outgoing, like, fingerprint)
-
-    def _all_to_all_messages(
-        self, outgoing: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], fingerprint: int
-    ) -> list[list[Tensor]]:
-        exchange, own = self.exchange, self.position
-        with self.failing_together():
-            messages = [self._bytes(views if rank != own else ()) for rank, views in enumerate(outgoing)]
-        sizes = [sum(t.numel() * t.element_size() for t in views) for views in like]
-        sizes[own] = 0
-        if self._on_host:
-            received = exchange.all_to_all(messages, fingerprint, bounds=sizes)
-        else:  # sizes in headers would be waited for
-            received = exchange.transfer(messages, sizes)
-        return [
-            [] if rank == own else _cut(message, views)
-            for rank, (message, views) in enumerate(zip(received, like, strict=True))
-        ]
+            return self.transport.all_to_all(outgoing, like, _fingerprint(operation, entries))
 
     def sum_up(self, tensors: Sequence[Tensor]) -> None:
         """Replace small tensors of one type by their sums over the node; a collective."""
@@ -209,26 +183,10 @@ class NodeRanks:
         """Surround work whose results the other ranks of the node wait for: they are told of an error."""
         return self.exchange.preparing() if self._on_host else nullcontext()
 
-    def _bytes(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the bytes of 1-D tensors, one behind the other."""
-        if not tensors:
-            return torch.empty(0, dtype=torch.uint8, device=self.exchange.device)
-        return torch.cat([tensor.view(torch.uint8) for tensor in tensors])
 
-
-def _mean_into(out: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write the mean of tensors of one type, added up in fp32 at least; ``out`` may be the first of them."""
-    wide, factor = max(out.dtype, torch.float32, key=lambda dtype: dtype.itemsize), 1.0 / len(tensors)
-    for start in range(0, out.numel(), _BLOCK):
-        target, first, *others = [each[start : start + _BLOCK] for each in (out, *tensors)]
-        total = target if out.dtype == wide else torch.empty_like(target, dtype=wide)
-        if total.data_ptr() != first.data_ptr():
-            total.copy_(first)
-        for theirs in others:
-            total += theirs
-        total *= factor
-        if total is not target:
-            target.copy_(total)
+def _fingerprint(operation: str, entries: Entries) -> int:
+    """Return a description of an operation on these names and sizes."""
+    return fingerprint_of(operation, tuple([(name, tensor.nbytes, ()) for name, tensor in entries]))
 
 
 def _by_size(entries: Entries) -> list[tuple[str, Tensor]]:
@@ -240,9 +198,3 @@ def common(one: Part, other: Part) -> Part:
     """Return what two parts have in common; the second bound is never below the first."""
     start = max(one[0], other[0])
     return start, max(start, min(one[1], other[1]))
-
-
-def _cut(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors whose bytes are in a message."""
-    pieces = message.split([t.numel() * t.element_size() for t in like])
-    return [piece.view(t.dtype) for piece, t in zip(pieces, like, strict=True)]

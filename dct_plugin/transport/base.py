@@ -32,6 +32,19 @@ class Header(NamedTuple):
 
 
 HEADER = struct.Struct("=3q")
+#: Entries that are added up at once, which stay in a cache meanwhile.
+_BLOCK = 1 << 17
+
+
+def mean_into(out: Tensor, terms: Sequence[Tensor]) -> None:
+    """Write the mean of tensors of one type, added up in their order in fp32 at least; ``out`` may be one."""
+    wide = max(out.dtype, torch.float32, key=lambda dtype: dtype.itemsize)
+    for start in range(0, out.numel(), _BLOCK):
+        target, first, *others = [each[start : start + _BLOCK] for each in (out, *terms)]
+        total = first.to(wide, copy=True)
+        for term in others:
+            total += term
+        target.copy_(total.mul_(1.0 / len(terms)))
 
 
 class Announced(NamedTuple):
@@ -122,6 +135,12 @@ class Transport:
         """Fill the parts of ``received``, all of one size, from the ranks; the own one is there already."""
         parts = received.chunk(self.world_size)
         self.transfer([parts[self.rank]] * self.world_size, parts)
+
+    def reduce_scatter(self, mean: Tensor, parts: Tensor) -> None:
+        """Fill ``mean`` with the mean over the ranks of row ``rank`` of their ``parts`` [ranks, entries]."""
+        received = torch.empty_like(parts)
+        self.transfer(list(parts.view(torch.uint8)), list(received.view(torch.uint8)))
+        mean_into(mean, [parts[r] if r == self.rank else row for r, row in enumerate(received)])
 
     def receive_buffers(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Return an empty buffer for the message from every rank, and the own message in its place."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from ..host_traffic import own_traffic
 from .base import HEADER, Announced, Header, Transport
 
-#: torch 2.13 has another name for it, and warns of this one.
+#: torch 2.13 has other names for them, and warns of these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class CollectiveTransport(Transport):
@@ -51,6 +52,15 @@ class CollectiveTransport(Transport):
     ) -> None:
         dist.all_to_all_single(received, sent, list(sizes_from), list(sizes_to), group=self.group)
         self.sent_bytes += sent.numel()
+
+    @own_traffic()
+    def reduce_scatter(self, mean: Tensor, parts: Tensor) -> None:
+        if self._device.type == "cpu":  # gloo sums everything on all ranks
+            super().reduce_scatter(mean, parts)
+            return
+        _reduce_scatter(mean, parts.view(-1), group=self.group)
+        mean.mul_(1.0 / self.world_size)
+        self.sent_bytes += mean.nbytes * (self.world_size - 1)
 
     @own_traffic()
     def gather(self, received: Tensor) -> None:

@@ -188,6 +188,11 @@ class Exchange:
         with self._staging.on_transport(received) as arriving, self._guard("exchange of messages"):
             self._open().gather(arriving)
 
+    def reduce_scatter_into(self, mean: Tensor, parts: Tensor) -> None:
+        """Fill ``mean`` with the mean over the ranks of row ``rank`` of their ``parts`` [ranks, entries]."""
+        with self._staging.on_transport(mean) as arriving, self._guard("dense sum"):
+            self._open().reduce_scatter(arriving, parts.to(arriving.device))
+
     @own_traffic()
     def all_reduce(self, tensor: Tensor) -> int:
         """Sum ``tensor`` over the ranks, in place and dense; return the bytes that count as sent."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .exchange import Exchange
+from .node_transport import NodeTransport, bytes_of
 from .tcp_connect import VARIABLE
 
 logger = logging.getLogger("dct_plugin.transport")
@@ -31,8 +32,9 @@ _PLACE = struct.Struct("=q")
 _OFFER_BYTES = 512
 
 
-class SharedMemory:
-    """Memory that each rank of a group writes for the others; :func:`open_shared_memory` makes it.
+class SharedMemory(NodeTransport):
+    """Memory that each rank of a group writes for the others; :func:`open_shared_memory` makes it. Ranks read
+    where another one wrote.
 
     Args:
         exchange: The ranks.
@@ -41,28 +43,22 @@ class SharedMemory:
     """
 
     def __init__(self, exchange: Exchange, memories: Sequence[Sequence[_Memory]]) -> None:
-        self._exchange, self._memories = exchange, memories
+        super().__init__(exchange)
+        self._memories = memories
         self._turn = 0
 
-    def all_to_all_in_node(
+    def all_to_all(
         self, outgoing: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], fingerprint: int
     ) -> list[list[Tensor]]:
-        """Give ``outgoing[r]`` to rank ``r``; return what it gives, tensors like ``like[r]``; a collective.
-
-        Args:
-            outgoing: 1-D tensors, the largest types first; one list where several ranks get the same.
-            like: Tensors of these types and sizes are returned, good until the next call.
-            fingerprint: See :meth:`.Exchange.all_to_all`, and so are the errors.
-        """
+        """See :meth:`.NodeTransport.all_to_all`. One list that several ranks get is written once."""
         self._turn ^= 1
-        rank = self._exchange.rank
         with self._exchange.preparing():
             self._write(outgoing)
         # With the turn: a rank that failed before it was here would read what was written for another call.
         self._exchange.agree((2 * fingerprint + self._turn) % (1 << 63))
         sent = [(each[self._turn], tensors) for each, tensors in zip(self._memories, like, strict=True)]
         return [
-            [] if sender == rank else memory.views(memory.place(rank), tensors)
+            [] if sender == self._rank else memory.views(memory.place(self._rank), tensors)
             for sender, (memory, tensors) in enumerate(sent)
         ]
 
@@ -72,10 +68,10 @@ class SharedMemory:
         places: dict[int, int] = {}
         for receiver, tensors in enumerate(outgoing):
             if receiver != exchange.rank:
-                exchange.other_bytes += _bytes_of(tensors)
+                exchange.other_bytes += bytes_of(tensors)
                 if id(tensors) not in places:
                     places[id(tensors)] = end
-                    end += _aligned(_bytes_of(tensors))
+                    end += _aligned(bytes_of(tensors))
         own.reserve(end)
         for receiver, tensors in enumerate(outgoing):
             own.set_place(receiver, places.get(id(tensors), 0))
@@ -143,7 +139,7 @@ class _Memory:
 
     def views(self, start: int, like: Sequence[Tensor]) -> list[Tensor]:
         """Return the memory from ``start`` on as tensors of the types and sizes of ``like``."""
-        end = start + _bytes_of(like)
+        end = start + bytes_of(like)
         if end > len(self._memory):  # its owner has made it larger
             self._map()
         parts = self._bytes[start:end].split([t.numel() * t.element_size() for t in like])
@@ -176,10 +172,6 @@ def _opened(offer: Mapping[str, Any]) -> list[_Memory]:
 
 def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _bytes_of(tensors: Sequence[Tensor]) -> int:
-    return sum([tensor.numel() * tensor.element_size() for tensor in tensors])
 
 
 def _aligned(size: int) -> int:
