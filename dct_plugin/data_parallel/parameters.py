@@ -258,7 +258,9 @@ class _WeightsOf(Destination):
     def add_slots(self, slots: Slots) -> tuple[Tensor, Tensor]:
         self._clear()
         bounds = slots.bounds[self.senders[0]]
-        return self.group.backend.sum_slots(slots.received, [bounds], [self.tensors], 1.0, spare=True)
+        return self.group.backend.sum_slots(
+            slots.received, [bounds], [self.tensors], 1.0, spare=True, bits=self.group.value_bits
+        )
 
     def _clear(self) -> None:
         if self._replaced:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from ..transport.exchange import most_bytes
 
 #: Fewest entries of a shard when a tensor is split over owners: below, headers outweigh the balance.
 MIN_SHARD = 16_384
+#: Parts begin at multiples of so many entries: 16 bytes are read at once, and a packed residual's exponents
+#: are not shared beyond a part.
+ALIGNED = 64
 #: A last chunk with a smaller share of the entries that a chunk is to send joins the one before.
 SMALLEST_CHUNK = 0.25
 
@@ -33,8 +37,13 @@ def shards_of(name: str, numel: int, count: int, *, whole: bool = False) -> list
     """
     parts = 1 if whole else max(1, min(count, numel // MIN_SHARD))
     first = zlib.crc32(name.encode())
-    bounds = [numel * i // parts for i in range(parts + 1)]
-    return [Shard((first + i) % count, bounds[i], bounds[i + 1]) for i in range(parts)]
+    return [Shard((first + i) % count, *bounds) for i, bounds in enumerate(divided(numel, parts))]
+
+
+def divided(numel: int, parts: int) -> list[tuple[int, int]]:
+    """Return the bounds of so many parts of a tensor, of nearly one size."""
+    bounds = [numel * i // parts // ALIGNED * ALIGNED for i in range(parts)]
+    return list(itertools.pairwise([*bounds, numel]))
 
 
 def shards_in(start: int, numel: int, each: int) -> list[Shard]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..codecs.message import MessageWriter
+from ..codecs.values import ValueDtype
 from ..compression.feedback import ScratchBuffers
 from ..compression.stream import Compressor, Encoded, as_flat, backend_of
 from ..config import DataParallelConfig, KernelConfig
@@ -169,6 +170,11 @@ class StreamGroup:
     def give_back(self, writers: list[MessageWriter]) -> None:
         """Take back writers whose messages have left."""
         self._spare_writers.append(writers)
+
+    @property
+    def value_bits(self) -> int:
+        """The fewest bits of a selected value."""
+        return ValueDtype.parse(self.settings.value_dtype).bits
 
     def set_value_dtype(self, value_dtype: str) -> None:
         """Send the kept values of all streams in another type from now on."""

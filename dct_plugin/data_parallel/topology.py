@@ -68,7 +68,8 @@ class Sum(Destination):
 
     def add_slots(self, slots: Slots) -> tuple[Tensor, Tensor]:
         bounds = [slots.bounds[sender] for sender in self.senders]
-        return self.group.backend.sum_slots(slots.received, bounds, [self.tensors], self.scale)
+        bits = self.group.value_bits
+        return self.group.backend.sum_slots(slots.received, bounds, [self.tensors], self.scale, bits=bits)
 
     def add_again(self, messages: Sequence[Tensor]) -> None:
         for tensor in self.tensors:

@@ -101,7 +101,8 @@ class _Answers(Phase):
 
     def add_slots(self, plan: ReductionPlan, slots: Slots) -> tuple[Tensor, Tensor]:
         outs = [plan.views_of(owner) for owner in range(self.group.world_size)]
-        return self.group.backend.sum_slots(slots.received, slots.bounds, outs, plan.scale)
+        bits = self.group.value_bits
+        return self.group.backend.sum_slots(slots.received, slots.bounds, outs, plan.scale, bits=bits)
 
 
 def _stream_of(name: str, shard: Shard) -> str:

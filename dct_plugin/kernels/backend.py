@@ -248,6 +248,7 @@ class Backend(ABC):
         scale: float,
         *,
         spare: bool = False,
+        bits: int = 2,
     ) -> tuple[Tensor, Tensor]:
         """Do what :meth:`sum_messages` does, for messages in slots.
 
@@ -258,6 +259,7 @@ class Backend(ABC):
                 Those that a single message is added to may hold anything.
             scale: See :meth:`sum_messages`.
             spare: A slot that does not hold its message leaves ``outs`` alone; else it makes them NaN.
+            bits: The fewest bits of a value that has a position.
 
         Returns:
             int32 [slots]: what is wrong with a message (:data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`; 0:

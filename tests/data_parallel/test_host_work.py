@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from support import ROOT
 
 pytest.importorskip("triton", reason="triton is for Linux only")
 
 from benchmarks import host_work
+from dct_plugin.data_parallel.plan import shards_of
 
 #: Launches and uploads. The host waits once in a step.
 EXPECTED = {
@@ -32,3 +35,13 @@ def test_the_table_has_these_rows() -> None:
     page = (ROOT / "docs" / "gpu-internals.md").read_text()
     for launches, uploads in EXPECTED.values():
         assert f"| {launches} | {uploads} | 1 |" in page
+
+
+@pytest.mark.parametrize("numel", [32_768, 100_001, 10**9 + 7])
+@pytest.mark.parametrize("count", [2, 3, 64])
+def test_parts_begin_where_16_bytes_are_read_at_once(numel: int, count: int) -> None:
+    shards = shards_of("a", numel, count)
+    assert [each.start % 64 for each in shards] == [0] * len(shards)
+    assert (shards[0].start, shards[-1].stop) == (0, numel)
+    assert all(one.stop == other.start for one, other in itertools.pairwise(shards))
+    assert max(s.stop - s.start for s in shards) - min(s.stop - s.start for s in shards) <= 128

@@ -36,6 +36,7 @@ from dct_plugin.kernels.triton import backend as triton_backend
 from dct_plugin.kernels.triton import selection_kernels
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 from dct_plugin.kernels.triton.batch import Batch, upload
+from dct_plugin.kernels.triton.messages import OpenedMessages
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
@@ -213,6 +214,43 @@ def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> No
     wrong, _ = TRITON.sum_slots(buffer, bounds[1:2], [found], 1.0)
     assert wrong.tolist() == [7]
     assert not any(bool(out.any()) for out in found)
+
+
+def test_room_for_positions_is_that_of_the_values_and_a_message_with_more_is_damaged() -> None:
+    size, writer = 2000, MessageWriter(torch.device("cpu"))
+    values = torch.randn(size, generator=torch.Generator().manual_seed(6))
+    room = writer.reserve(payload_bound(size, None, ValueDtype.INT2))
+    writer.advance(TRITON.compress(Job(values, None, 0.01, room, value_dtype=ValueDtype.INT2)))
+    slot = torch.zeros(1024, dtype=torch.uint8)
+    TRITON.write_slots([(writer, slot)], 7)
+    for bits, expected, positions in ((2, 0, size), (16, 7, 8 * 1024 // 17)):
+        out = [torch.zeros(size)]
+        opened = OpenedMessages.open(slot, [(0, 1024)], [[size]], slots=True, bits=bits)
+        wrong, _ = TRITON.sum_slots(slot, [(0, 1024)], [out], 1.0, bits=bits)
+        assert (wrong.tolist(), opened.positions.numel()) == ([expected], positions)
+        assert bool(out[0].any()) == (not expected)
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_a_residual_of_several_blocks_is_put_back_where_one_entry_is_not_finite(clear: bool) -> None:
+    sizes = [150_001, 70_000, 3]
+    made = torch.Generator().manual_seed(7)
+    for poisoned in (0, 1, 2):
+        grads = [torch.randn(size, generator=made) for size in sizes]
+        grads[poisoned][-1] = math.inf
+        residuals = [torch.randn(size, generator=made) for size in sizes]
+        found = []
+        for backend in BOTH:
+            with backend.batched():
+                for grad, residual in zip(grads, residuals, strict=True):
+                    grad, left = grad.clone(), torch.full_like(residual, 5.0)
+                    room = torch.empty(payload_bound(len(grad), None, ValueDtype.FP32), dtype=torch.uint8)
+                    backend.compress(Job(grad, residual, 1.5, room, residual_out=left, clear=clear))
+                    found.append((grad, left))
+        for (grad, left), (other, theirs) in zip(found[:3], found[3:], strict=True):
+            assert same_bits(left, theirs)
+            assert same_bits(grad, other)
+        assert same_bits(found[3 + poisoned][1], residuals[poisoned])
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1 / 3), (torch.bfloat16, 0.5)])

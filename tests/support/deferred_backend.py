@@ -80,6 +80,7 @@ class DeferredBackend(ReferenceBackend):
         scale: float,
         *,
         spare: bool = False,
+        bits: int = 2,
     ) -> tuple[Tensor, Tensor]:
         pairs = zip(bounds, outs, strict=True) if len(outs) > 1 else ()
         found = [self._sum_slots(buffer, [place], own, scale, spare) for place, own in pairs]

@@ -43,7 +43,10 @@ FORMS: dict[str, list[dict[str, Any]]] = {
             for grad in range(3)
         ),
     ],
-    "settle": [{**_FEEDBACK, "PUT_BACK": True, "CLEAR": True, "ALIGNED": True}],
+    "settle": [
+        {**_FEEDBACK, "PUT_BACK": put_back, "CLEAR": clear, "ALIGNED": True}
+        for put_back, clear in ((True, True), (True, False), (False, True))
+    ],
     "compact": [{}],
     "skips": [{}],
     "plan": [{"FORCED": -1, "SKIPS": True}],

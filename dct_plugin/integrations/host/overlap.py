@@ -104,7 +104,8 @@ class StreamOverlap(Overlap):
 
     def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(reducer)
-        self._own = torch.cuda.Stream(reducer.device)
+        # What is ready goes first: the others wait for it.
+        self._own = torch.cuda.Stream(reducer.device, priority=-1)
 
     def wait(self) -> None:
         """See :meth:`Overlap.wait`."""

@@ -187,13 +187,14 @@ class TritonBackend(Backend):
         scale: float,
         *,
         spare: bool = False,
+        bits: int = 2,
     ) -> tuple[Tensor, Tensor]:
         if not any(outs):
             nothing = torch.zeros(len(bounds), dtype=torch.int64, device=buffer.device)
             return nothing, nothing
         self._catch_up()
         numels = [[out.numel() for out in each] for each in outs]
-        opened = OpenedMessages.open(buffer, bounds, numels, slots=True, spare=spare)
+        opened = OpenedMessages.open(buffer, bounds, numels, slots=True, spare=spare, bits=bits)
         return opened.sum_into(outs, scale), opened.missing
 
     # -- thresholds ---

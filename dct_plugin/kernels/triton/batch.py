@@ -378,7 +378,7 @@ class Batch:
         put_back = variant.left and not variant.in_place
         if put_back or variant.clear:
             launch(
-                device.settle, tiles, table, state, count, PUT_BACK=put_back, CLEAR=variant.clear, **aligned
+                device.settle, blocks, table, state, count, PUT_BACK=put_back, CLEAR=variant.clear, **aligned
             )
         figures = self._counts, self._errors
         launch(device.seal, count, table, state, *figures, ENTRIES=variant.entries, VALUE=variant.value)

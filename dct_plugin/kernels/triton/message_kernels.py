@@ -129,9 +129,9 @@ def _read_header(buffer, at, end, numel):
     return kind, value, nnz, index, flagged, wanted1, wanted2, bad
 
 
-@triton.jit(do_not_specialize=["count", "stride"])
+@triton.jit(do_not_specialize=["count", "stride", "room"])
 def open_messages(
-    buffer, words, bounds, meta, rows, missing, count, stride, SLOTS: tl.constexpr,
+    buffer, words, bounds, meta, rows, missing, count, stride, room, SLOTS: tl.constexpr,
     ABSENT: tl.constexpr,
 ):  # fmt: skip
     """Make the rows of messages, which lie between two bytes of ``buffer`` (``words``: the same memory).
@@ -140,7 +140,7 @@ def open_messages(
 
     ``bounds``, int64 [messages, 3], has the two bytes, and the number of payloads. ``meta``, int64 [count,
     META], has the entries of the tensors that the payloads are for; that of the next message begins
-    ``stride`` numbers on. A header that is damaged
+    ``stride`` numbers on. A header that is damaged, or has more positions than there is ``room`` for,
     ends the walk. ABSENT: the state of what is missing.
     """
     message = tl.program_id(0).to(tl.int64)
@@ -167,6 +167,7 @@ def open_messages(
         numel = tl.load(meta + META * row)
         kind, value, nnz, index, flagged, wanted1, wanted2, bad = _read_header(buffer, at, end, numel)
         exists = row < payloads
+        bad = bad | ((kind != DENSE) & (places + nnz > room))
         bad = (bad | (broken != 0)) & (absent == 0) & exists
         gone = bad | (absent != 0) | (exists == 0)
         broken = tl.where(bad, 1, broken)

@@ -45,6 +45,7 @@ class OpenedMessages(NamedTuple):
         *,
         slots: bool = False,
         spare: bool = False,
+        bits: int = 2,
     ) -> OpenedMessages:
         """Check messages of one payload per tensor, and find their positions.
 
@@ -54,11 +55,12 @@ class OpenedMessages(NamedTuple):
             numels: Entries of the tensors of each message; one list if all are for the same tensors.
             slots: The messages are in slots (:mod:`dct_plugin.codecs.slots`).
             spare: Tensors stay as they are where a message is missing; else they become NaN.
+            bits: See :meth:`.backend.Backend.sum_slots`.
         """
         where, count, several = buffer.device, max(map(len, numels)), len(bounds)
         longest, entries = max(end - begin for begin, end in bounds), max(map(sum, numels))
         at_most = min(4 * longest, entries)  # values have 2 bits at least, which a dense payload has alone
-        room = min(3 * longest, entries)  # with a bit or more for the position
+        room = min(8 * longest // (bits + 1), entries)  # with a bit or more for the position
         meta, stride = _padded([[[numel, 0, 0] for numel in each] for each in numels], where)
         places = upload([[*b, len(numels[i % len(numels)])] for i, b in enumerate(bounds)], where)
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
@@ -70,7 +72,7 @@ class OpenedMessages(NamedTuple):
                 device.open_messages,
                 several,
                 *(buffer, buffer.view(torch.int64) if slots else None),
-                *(places, meta, rows, missing, count, stride),
+                *(places, meta, rows, missing, count, stride, room),
                 SLOTS=slots,
                 ABSENT=device.ADDED.value if spare else device.POISONED.value,
             )

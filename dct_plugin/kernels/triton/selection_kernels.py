@@ -365,24 +365,33 @@ def settle(
     CLEAR: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Finish when all is written: put the old residual back where the input overflows (PUT_BACK), and clear
-    gradients (CLEAR).
+    gradients (CLEAR). A program does so for a block.
     """
-    number, job, tile = _job_of(table, count, TILES)
-    at = tile * TILE + tl.arange(0, TILE)
-    inside = at < tl.load(job + NUMEL)
-    if PUT_BACK:  # noqa: SIM102 (a constant: without it the rest is not compiled)
-        if tl.load(state + number * STATE + FLAG) != 0:
+    number, job, block = _job_of(table, count, BLOCKS)
+    numel = tl.load(job + NUMEL)
+    first = block * BLOCK
+    end = tl.minimum(first + BLOCK, numel)
+    overflows = first < 0
+    if PUT_BACK:
+        overflows = tl.load(state + number * STATE + FLAG) != 0
+    if not CLEAR:
+        end = tl.where(overflows, end, first)
+    while first < end:
+        at = first + tl.arange(0, TILE)
+        inside = at < numel
+        if overflows:
             old = tl.zeros((TILE,), tl.float32)
             if HAS_RESIDUAL:
                 old = tl.load(_floats_of(job, RESIDUAL_AT, ALIGNED) + at, mask=inside, other=0.0)
             tl.store(_floats_of(job, LEFT_AT, ALIGNED) + at, old, mask=inside)
-    if CLEAR:
-        grad = _grad_of(job, GRAD, ALIGNED)
-        nothing = tl.zeros((TILE,), grad.dtype.element_ty)
-        if (tile + 1) * TILE <= tl.load(job + NUMEL):  # then 16 bytes at once
-            tl.store(grad + at, nothing)
-        else:
-            tl.store(grad + at, nothing, mask=inside)
+        if CLEAR:
+            grad = _grad_of(job, GRAD, ALIGNED)
+            nothing = tl.zeros((TILE,), grad.dtype.element_ty)
+            if first + TILE <= numel:  # then 16 bytes at once
+                tl.store(grad + at, nothing)
+            else:
+                tl.store(grad + at, nothing, mask=inside)
+        first += TILE
 
 
 @triton.jit
