@@ -70,6 +70,10 @@ STEPS = {
     "quality": Step(
         "{python} benchmarks/studies/gpu_quality.py --steps 540 --results {out}/quality.jsonl", 420
     ),
+    "transformer-engine": Step(  # what is skipped needs Transformer Engine
+        "{python} -m pytest tests/gpu/test_gpu_megatron.py -q -rs -p no:cacheprovider -k transformer_engine",
+        180,
+    ),
     **{
         f"selection-{numel}": Step(
             f"{{python}} benchmarks/gpu.py --no-steps --numel {numel} --json {{out}}/gpu-{numel}.json", 90

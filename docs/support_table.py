@@ -33,6 +33,7 @@ class Row(NamedTuple):
 
 _COMPILED, _FROZEN = "host/test_compiled::test_the_table_of_orders", "host/test_frozen::"
 _GPU, _HOOKS = "gpu/test_gpu_defaults::", "megatron/test_megatron_hooks::"
+_ENGINE, _REFUSED = "megatron/test_megatron_engine::", "test_what_cannot_work_is_refused_by_name"
 _LORA = (_FROZEN + "test_adapters_are_trained_and_unfrozen_layers_follow",)
 
 ROWS = (
@@ -80,8 +81,11 @@ ROWS = (
         (_HOOKS + "test_linears_that_are_frozen_called_by_position_or_outside_of_layers",)),
     Row("Megatron", "experts", "Adam", State.CPU,
         (_HOOKS + "test_experts_are_left_alone_unless_asked",)),
-    Row("Megatron", "tensor with Transformer Engine; Megatron-FSDP, PyTorch FSDP2", "any", State.REFUSED,
-        (_HOOKS + "test_what_cannot_work_is_refused_by_name",)),
+    Row("Megatron", "tensor, sequence; linears of Transformer Engine", "Adam", State.STUB,
+        (_ENGINE + "test_with_sequence_parallelism", _ENGINE + "test_without_sequence_parallelism")),
+    Row("Megatron", "tensor in fp8 or fp4, with `tp_comm_overlap`, or with fused operations", "any",
+        State.REFUSED, (_HOOKS + _REFUSED, _ENGINE + _REFUSED)),
+    Row("Megatron", "Megatron-FSDP, PyTorch FSDP2", "any", State.REFUSED, (_HOOKS + _REFUSED,)),
     Row("torchft", "replicas of a quorum, HSDP", "AdamW", State.CPU,
         ("torchft/test_torchft::test_sparsity_zero_is_as_torchft", "torchft/test_torchft::test_hsdp")),
     Row("Accelerate, Trainer, Lightning", "DDP", "AdamW", State.CPU,

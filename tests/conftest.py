@@ -50,6 +50,7 @@ LONGEST = (
     "hosts/test_hosts_sample.py",
     "cli/test_advise.py",
     "megatron/test_megatron_parameters.py",
+    "megatron/test_megatron_engine.py",
     "megatron/test_patch_limits.py",
     "megatron/test_megatron_activations.py",
     "deepspeed/test_deepspeed_pipeline.py",

@@ -7,6 +7,10 @@ interface counters saw, in each direction; else bytes are not reported.
 
     python benchmarks/studies/megatron_quality.py --text input.txt --steps 1000 --output table.md
 
+``--instances`` runs four ranks in two instances of the distributed optimizer instead, dense and with the
+default settings, told the number of steps. Bytes are then those of the gradients between instances, in the
+whole run.
+
 ``--results`` keeps every run at once: the command can be stopped and given again, or with more seeds.
 """
 
@@ -48,6 +52,10 @@ ADDRESSES = ("10.78.0.1", "10.78.0.2")
 
 def settings(arguments: argparse.Namespace) -> dict[str, tuple[dict[str, Any] | None, dict[str, Any]]]:
     """Name -> (``dct`` section, changes of the topology)."""
+    if arguments.instances:
+        two: dict[str, Any] = {"distributed_optimizer": True, "instances": 2, "bucket_size": 1_000_000}
+        dct = {"data_parallel": {"total_steps": arguments.steps}}
+        return {"2 instances of 2 ranks, dense": (None, two), "2 instances of 2 ranks, default": (dct, two)}
     result: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {"PP 2, dense": (None, {"pp": 2})}
     pipelines: dict[str, dict[str, Any]] = {}
     for sparsity in arguments.pipeline:
@@ -141,10 +149,9 @@ def counted_run(arguments: argparse.Namespace, name: str, job: Job, number: int)
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    store = dist.TCPStore(
-        ADDRESSES[0] if arguments.link else "127.0.0.1", arguments.port + number, 2, rank == 0
-    )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
+    address, size = ADDRESSES[0] if arguments.link else "127.0.0.1", int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(address, arguments.port + number, size, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
     text = Text(read_text(arguments.text))
     job = replace(job, vocab=text.vocab + -text.vocab % job.tp)
     counter = InterfaceCounter([DEVICE] if arguments.link else None)
@@ -169,11 +176,12 @@ def counted_run(arguments: argparse.Namespace, name: str, job: Job, number: int)
     row["held_out"] = statistics.fmean(outcome.evaluations) if outcome.evaluations else None
     row["train"] = statistics.fmean(outcome.losses[-10:]) if outcome.losses else None
     row["classes"] = {key: part["sent_bytes"] for key, part in outcome.classes.items()}
+    row["dense"] = {key: part["dense_bytes"] for key, part in outcome.classes.items()}
     result = Path(arguments.worker) / f"{number}.{rank}"
     unfinished = result.with_name(f"{result.name}.new")  # each rank's own
     unfinished.write_text(json.dumps(row))
     unfinished.rename(result)
-    if rank == 1:
+    if rank == size - 1:
         print(f"{row['name']}, seed {job.seed}: held out {row['held_out']:.4f}", file=sys.stderr, flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -201,24 +209,24 @@ def serve(arguments: argparse.Namespace, job_of: Callable[[str, int], Job]) -> N
 
 
 class Ranks:
-    """Both ranks' processes, for one run after the other."""
+    """The ranks' processes, for one run after the other."""
 
-    def __init__(self, measured: bool) -> None:
+    def __init__(self, measured: bool, count: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._runs = 0
         self._ranks: list[subprocess.Popen[str]] = []
-        for rank in range(2):
+        for rank in range(count):
             command = [sys.executable, *sys.argv, "--worker", self._folder.name]
             if measured:
                 command = ["ip", "netns", "exec", NAMESPACES[rank], *command, "--link"]
-            environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
             environment["GLOO_SOCKET_IFNAME"] = DEVICE if measured else "lo"
             process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True)
             self._ranks.append(process)
 
     def run(self, name: str, seed: int) -> list[dict[str, Any]]:
         """What each rank found."""
-        files = [Path(self._folder.name) / f"{self._runs}.{rank}" for rank in range(2)]
+        files = [Path(self._folder.name) / f"{self._runs}.{rank}" for rank in range(len(self._ranks))]
         self._runs += 1
         for process in self._ranks:
             assert process.stdin is not None
@@ -231,7 +239,7 @@ class Ranks:
         return [json.loads(file.read_text()) for file in files]
 
     def close(self) -> None:
-        """End both processes."""
+        """End the processes."""
         for process in self._ranks:
             process.kill()
             process.wait()
@@ -239,11 +247,11 @@ class Ranks:
 
 
 @contextmanager
-def both_ranks() -> Iterator[Ranks]:
-    """The ranks, with a link between them whose bytes are counted where that can be made."""
+def started(count: int) -> Iterator[Ranks]:
+    """The ranks; between two, a link whose bytes are counted, where that can be made."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the link is removed
-    measured = make_link()
-    ranks = Ranks(measured)
+    measured = count == 2 and make_link()
+    ranks = Ranks(measured, count)
     try:
         yield ranks
     finally:
@@ -253,7 +261,7 @@ def both_ranks() -> Iterator[Ranks]:
 
 
 def measure(
-    wanted: Sequence[tuple[str, int]], results: Path, seconds: float = math.inf
+    wanted: Sequence[tuple[str, int]], results: Path, seconds: float = math.inf, count: int = 2
 ) -> list[dict[str, Any]]:
     """What was found for names and seeds.
 
@@ -261,16 +269,17 @@ def measure(
         wanted: Names and seeds.
         results: JSON lines; a run that is in it is not made again, others are added at once.
         seconds: No run is started after that many.
+        count: Ranks.
     """
     rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     done = {(row["name"], row["seed"]) for row in rows}
     if missing := [run for run in wanted if run not in done]:
-        with both_ranks() as ranks:
+        with started(count) as ranks:
             began = time.monotonic()
             for name, seed in missing:
                 if time.monotonic() - began > seconds:
                     break
-                first, last = ranks.run(name, seed)
+                first, *_, last = ranks.run(name, seed)
                 rows.append({**first, "held_out": last["held_out"], "train": last["train"]})
                 with results.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")
@@ -328,6 +337,14 @@ def table(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
             count = statistics.fmean(run[key] for run in runs.values())
             plain = statistics.fmean(base[seed][key] for seed in both) if both else 0
             cells += [f"{count / 1e3:.1f}" if count else "-", f"{plain / count:.1f}x" if plain else "-"]
+        if arguments.instances:
+            payload = [[run[key].get("gradient", 0) for run in runs.values()] for key in ("dense", "classes")]
+            cells[3:] = [
+                "-",
+                f"{sum(payload[0]) / sum(payload[1]):.1f}x" if sum(payload[1]) else "-",
+                "-",
+                "-",
+            ]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
@@ -358,6 +375,7 @@ def main() -> None:
     parser.add_argument(
         "--updates", type=float, nargs="*", default=[], metavar="SPARSITY", help="of weights, with step-ahead"
     )
+    parser.add_argument("--instances", action="store_true", help="of the distributed optimizer: 2 x 2 ranks")
     parser.add_argument(
         "--settings", nargs="+", metavar="NAME", help="rows of the table, by name; all without"
     )
@@ -378,7 +396,11 @@ def main() -> None:
         return
     wanted = [(name, seed) for seed in arguments.seeds for name in settings(arguments)]
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(wanted, Path(arguments.results or f"{folder}/results.jsonl"))
+        rows = measure(
+            wanted,
+            Path(arguments.results or f"{folder}/results.jsonl"),
+            count=4 if arguments.instances else 2,
+        )
     text = table(arguments, rows)
     if arguments.output:
         Path(arguments.output).write_text(text)

@@ -54,7 +54,12 @@ class CompressedCollectives:
         The gradient of this rank's tensor is the sum of its own part and of the compressed gradients of the
         others.
         """
-        return self._exchanged(tensor, stream, "all_gather", None, [tensor.shape[0]] * self.world_size)
+        trip = self.gather_trip(tensor, stream)
+        return with_gradient(tensor, trip.forward, trip.backward)
+
+    def gather_trip(self, tensor: Tensor, stream: ActivationStream) -> _BlockRoundTrip:
+        """Return both ways of :meth:`all_gather`, for a caller with an autograd function of its own."""
+        return _BlockRoundTrip(self, stream, "all_gather", None, [tensor.shape[0]] * self.world_size)
 
     def reduce_scatter(self, tensor: Tensor, stream: ActivationStream) -> Tensor:
         """Sum equal chunks (along the first dimension) of the ranks' partial sums at the chunk's rank.

@@ -6,6 +6,7 @@ gloo has no coalesced collectives of CUDA tensors, so they need nccl.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from support.gpu import NCCL, run_on_gpu
@@ -50,3 +51,27 @@ def test_everything_sent_trains_as_megatron_does(overlap: bool, backend: str) ->
         backend, 2, train_all, [job, job.with_dct(everything, through_codec=True)]
     )
     assert through.losses == pytest.approx(plain.losses, rel=1e-3)
+
+
+@pytest.mark.parametrize("backend", [NCCL])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_linears_of_transformer_engine(sequence_parallel: bool, backend: str) -> None:
+    pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
+    job = Job(tp=2, sequence_parallel=sequence_parallel, engine=True, bf16=True, steps=6, device="cuda")
+
+    def section(sparsity: float, value_dtype: str) -> dict[str, object]:
+        forward = {"method": "threshold", "sparsity": sparsity, "value_dtype": value_dtype}
+        tensor = {"forward": forward, "gather": sequence_parallel}
+        return {"data_parallel": {"enabled": False}, "model_parallel": {"tensor": tensor}}
+
+    jobs = [
+        replace(job, engine=False),
+        job,
+        job.with_dct(section(0.0, "fp32"), through_codec=True),
+        job.with_dct(section(0.9, "bf16"), steps=12),
+    ]
+    (megatron, plain, same, sparse), _ = run_on_gpu(backend, 2, train_all, jobs)
+    assert plain.losses == pytest.approx(megatron.losses, rel=1e-2)
+    assert same.losses == pytest.approx(plain.losses, rel=1e-3)
+    assert sparse.losses[-1] < sparse.losses[0]
+    assert sparse.classes["tensor"]["sent_bytes"] < 0.2 * sparse.classes["tensor"]["dense_bytes"]

@@ -422,21 +422,18 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
 
     found_early: dict[str, str] = {}
     config = SimpleNamespace(pipeline_dtype=torch.float32, num_layers=2)
-    engine = type("TEColumnParallelLinear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch"})
     cases = {
         "variable": lambda: pipeline._check(SimpleNamespace(**vars(config), variable_seq_lengths=True)),
         "ring": lambda: pipeline._check(SimpleNamespace(**vars(config), use_ring_exchange_p2p=True)),
         "dtype": lambda: pipeline._check(SimpleNamespace(pipeline_dtype=torch.float64)),
     }
 
-    def layer(linear: torch.nn.Module, **settings: Any) -> torch.nn.Module:
-        module = torch.nn.Module()
-        module.mlp, module.layer_number = linear, 2
-        module.config = SimpleNamespace(**vars(config), **settings)
-        return module
+    def refused_by_tensor(**settings: Any) -> None:
+        tensor._check(SimpleNamespace(**vars(config), **settings), "layer 2")
 
-    cases["engine"] = lambda: tensor._check(layer(engine(2, 2)))
-    cases["fp8"] = lambda: tensor._check(layer(torch.nn.Linear(2, 2), fp8="hybrid"))
+    cases["fp8"] = lambda: refused_by_tensor(fp8="hybrid")
+    cases["recipe"] = lambda: refused_by_tensor(quant_recipe="recipe")
+    cases["overlap"] = lambda: refused_by_tensor(tp_comm_overlap=True)
     hooks.install(DCTConfig.parse(section(data=0.9)))
     from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallel
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
@@ -453,7 +450,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
             case()
         found_early[name] = str(refusal.value)
     hooks.uninstall()
-    cases["graphs"] = lambda: tensor._check(layer(torch.nn.Linear(2, 2), cuda_graph_impl="local"))
+    cases["graphs"] = lambda: refused_by_tensor(cuda_graph_impl="local")
     found = found_early
     for name, case in cases.items():
         try:
@@ -479,8 +476,9 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     assert "variable_seq_lengths" in found["variable"]
     assert "use_ring_exchange_p2p" in found["ring"]
     assert "float64" in found["dtype"]
-    assert "layer 2: mlp is Transformer Engine's TEColumnParallelLinear" in found["engine"]
-    assert "fp8 = hybrid" in found["fp8"]
+    assert "layer 2: does not work with fp8 (--fp8-format); Megatron's fp8 is hybrid" in found["fp8"]
+    assert "--te-precision-config-file" in found["recipe"]
+    assert "--tp-comm-overlap" in found["overlap"]
     assert "CUDA graphs" in found["graphs"]
     assert "another configuration" in found["twice"]
     assert "num_distributed_optimizer_instances = 2 the instances are the nodes" in found["instances"]

@@ -31,6 +31,7 @@ class Job:
     distributed_optimizer: bool = False
     instances: int = 1
     """Instances of the distributed optimizer (Megatron's HSDP)."""
+    bucket_size: int = 40_000
     overlap_grad_reduce: bool = False
     overlap_p2p: bool = False
     bf16: bool = False
@@ -61,6 +62,8 @@ class Job:
     """Freeze all parameters, and give row-parallel linears LoRA adapters."""
     unfreeze: int | None = None
     """Before this step the frozen parameters are unfrozen, but the model is not wrapped anew."""
+    engine: bool = False
+    """Take the linears of Transformer Engine, as Megatron does on GPUs, with Megatron's own attention."""
     positional: bool = False
     """Give the functions of parallel linears their arguments by position."""
     outside: str = ""
@@ -129,7 +132,10 @@ def train(
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
@@ -186,10 +192,16 @@ def train(
 
         def build(chunk: int | None) -> torch.nn.Module:
             stage = {"ignore_virtual": False, "vp_stage": chunk} if chunk is not None else {}
+            experts: dict[str, Any] = {"num_experts": job.experts or None, "moe_grouped_gemm": False}
+            if job.engine:
+                layers = get_gpt_layer_with_transformer_engine_spec(**experts)
+                local = get_gpt_layer_local_spec(**experts, normalization="LayerNorm")
+                attention = layers.submodules.self_attention.submodules
+                attention.core_attention = local.submodules.self_attention.submodules.core_attention
+            else:
+                layers = get_gpt_layer_local_spec(**experts, normalization="LayerNorm")
             return GPTModel(
-                config=config, transformer_layer_spec=get_gpt_layer_local_spec(
-                    num_experts=job.experts or None, moe_grouped_gemm=False, normalization="LayerNorm"
-                ),
+                config=config, transformer_layer_spec=layers,
                 vocab_size=job.vocab, max_sequence_length=job.seq,
                 pre_process=ps.is_pipeline_first_stage(**stage),
                 post_process=ps.is_pipeline_last_stage(**stage),
@@ -204,8 +216,8 @@ def train(
                 chunk.requires_grad_(False)
         for chunk in chunks:
             if job.frozen_linears:
-                linears = (tensor_parallel.RowParallelLinear, tensor_parallel.ColumnParallelLinear)
-                for module in filter(lambda module: isinstance(module, linears), chunk.decoder.modules()):
+                named = chunk.decoder.named_modules()
+                for module in (module for name, module in named if ".linear_" in name):
                     module.weight.requires_grad_(False)
             if job.adapters:
                 chunk.requires_grad_(False)
@@ -222,7 +234,8 @@ def train(
         overlap_params = job.overlap_grad_reduce and job.distributed_optimizer
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=job.distributed_optimizer, overlap_grad_reduce=job.overlap_grad_reduce,
-            overlap_param_gather=overlap_params, grad_reduce_in_fp32=job.bf16 or job.fp16, bucket_size=40_000,
+            overlap_param_gather=overlap_params, grad_reduce_in_fp32=job.bf16 or job.fp16,
+            bucket_size=job.bucket_size,
             check_for_nan_in_grad=False, num_distributed_optimizer_instances=job.instances,
         )  # fmt: skip
         models = [

@@ -30,6 +30,7 @@ from dct_plugin.host_traffic import count_group
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 
 from ..host.patching import Function
+from .engine import EngineLinears, is_engine_linear
 from .session import Session
 from .streams import ActivationHook
 
@@ -57,6 +58,7 @@ class TensorHook(ActivationHook):
         super().__init__(session, self.config, _PREFIX)
         self._sites: list[_Site] = []
         self._linears = (layers.RowParallelLinear, layers.ColumnParallelLinear)
+        self._engine: EngineLinears | None = None
         self._current: _Site | None = None
         self._in_linear = False
         self._others: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -90,17 +92,32 @@ class TensorHook(ActivationHook):
 
     def _register(self, layer: Any) -> None:
         """Number the parallel linears of a transformer layer; once, before its first forward pass."""
-        _check(layer)
+        where = f"dct.model_parallel.tensor, layer {layer.layer_number}"
+        _check(layer.config, where)
         number, count = int(layer.layer_number), int(layer.config.num_layers)
         outside = number <= self.config.skip_first_layers or number > count - self.config.skip_last_layers
         for name, module in layer.named_modules():
-            if isinstance(module, self._linears) and not getattr(module, "is_expert", False):
+            if mode := self._mode(module, f"{where}: {name}"):
                 label = f"{_PREFIX}{number} {name}"
                 if same := sum(site.name.split(" #")[0] == label for site in self._sites):
                     label += f" #{same}"  # layers for multi-token prediction count from 1 again
-                site = _Site(label, outside, isinstance(module, self._linears[0]))
+                site = _Site(label, outside, mode == "row")
                 setattr(module, _SITE, site)
                 self._sites.append(site)
+
+    def _mode(self, module: torch.nn.Module, where: str) -> str | None:
+        """Return ``"row"`` or ``"column"`` for a parallel linear that is a site."""
+        if isinstance(module, self._linears):
+            row = isinstance(module, self._linears[0])
+            return None if getattr(module, "is_expert", False) else "row" if row else "column"
+        if not is_engine_linear(module):
+            return None
+        if self._engine is None:
+            patches = self.session.patches
+            self._engine = EngineLinears(
+                patches, self._linear_forward, self._route, gather=self.config.gather
+            )
+        return self._engine.mode(module, where)
 
     def _linear_forward(self, original: Function, linear: Any, *arguments: Any, **keywords: Any) -> Any:
         group = getattr(linear, "tp_group", None)
@@ -158,17 +175,24 @@ class TensorHook(ActivationHook):
 
     # -- collectives ----------------------------------------------------------------------------------------
 
+    def _route(
+        self, ranks: dist.ProcessGroup, device: torch.device
+    ) -> tuple[CompressedCollectives, ActivationStream] | None:
+        """Return the collectives and the stream of the running layer, None where it is left to Megatron."""
+        stream = self._running(ranks)
+        return None if stream is None else (self._group(ranks, device), stream)
+
     def _subclass(self, original: Any, kind: str) -> Any:
         hook = self
 
         class Compressed(original):
             @classmethod
             def apply(cls, input_: Tensor, group: Any, *arguments: Any, **keywords: Any) -> Any:
-                stream = hook._running(group)
+                route = hook._route(group, input_.device)
                 # Given split sizes belong to dispatching tokens to experts.
-                if stream is None or any(item is not None and item is not False for item in arguments):
+                if route is None or any(item is not None and item is not False for item in arguments):
                     return original.apply(input_, group, *arguments, **keywords)
-                return getattr(hook._group(group, input_.device), kind)(input_, stream)
+                return getattr(route[0], kind)(input_, route[1])
 
         Compressed.__name__, Compressed.__qualname__ = original.__name__, original.__qualname__
         Compressed.__module__, Compressed.__doc__ = original.__module__, original.__doc__
@@ -180,33 +204,25 @@ class TensorHook(ActivationHook):
         given = signature.bind(*arguments, **keywords)
         ranks = given.arguments.get("tp_group")
         if given.arguments.get("sequence_parallel") and ranks is not None:
-            stream, input_ = self._running(ranks), given.arguments["input"]
-            if stream is not None:
-                given.arguments["input"] = self._group(ranks, input_.device).all_gather(input_, stream)
+            input_ = given.arguments["input"]
+            if route := self._route(ranks, input_.device):
+                given.arguments["input"] = route[0].all_gather(input_, route[1])
                 given.arguments["sequence_parallel"] = False
         return original(*given.args, **given.kwargs)
 
 
-def _check(layer: Any) -> None:
-    """Refuse layers that communicate out of reach, and modes that need fixed sizes."""
-    where = f"dct.model_parallel.tensor, layer {layer.layer_number}"
-    for name, module in layer.named_modules():
-        kind = type(module)
-        if (
-            any("transformer_engine" in base.__module__ for base in kind.__mro__)
-            and "Linear" in kind.__name__
-        ):
-            raise DCTError(
-                f"{where}: {name} is Transformer Engine's {kind.__name__}, which communicates inside "
-                "Transformer Engine; use --transformer-impl local, or switch dct.model_parallel.tensor off"
-            )
-    config = layer.config
+def _check(config: Any, where: str) -> None:
+    """Refuse modes of Megatron that communicate out of reach, or need fixed sizes."""
     refused = {
-        "fp8": "fp8",
-        "fp4": "fp4",
-        "tp_comm_overlap": "overlapped tensor-parallel communication",
+        "fp8": "fp8 (--fp8-format)",
+        "fp4": "fp4 (--fp4-format)",
+        "quant_recipe": "precisions by module (--te-precision-config-file)",
+        "tp_comm_overlap": "overlapped tensor-parallel communication (--tp-comm-overlap)",
         "cuda_graph_impl": "CUDA graphs (the number of entries that cross depends on the data)",
     }
     for key, words in refused.items():
-        if getattr(config, key, None) not in (None, False, "none"):
-            raise DCTError(f"{where}: does not work with {words} (Megatron's {key} = {getattr(config, key)})")
+        if (value := getattr(config, key, None)) not in (None, False, "none"):
+            raise DCTError(
+                f"{where}: does not work with {words}; Megatron's {key} is {value}: switch it off, or "
+                "dct.model_parallel.tensor"
+            )

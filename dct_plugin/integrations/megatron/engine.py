@@ -1,0 +1,206 @@
+"""Transformer Engine's parallel linears, Megatron's default on GPUs, under the tensor-parallel hook.
+
+They communicate inside Transformer Engine, unless their ``parallel_mode`` is None. Megatron builds experts
+like that, and exchanges their tokens itself. Here a linear gets None for a forward pass, which autograd keeps
+for its backward pass, and its input or its partial sums are exchanged outside. A fused linear gathers between
+its layer norm and its product: there the functions that its module imports are replaced, in that module only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dct_plugin.errors import DCTError, VersionError
+from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
+
+from ..host import versions
+from ..host.patching import Function, Patches
+from ..host.versions import Target, VersionRange
+
+SUPPORTED = VersionRange("2.5.0", "3.0.0")
+_MODULES = "transformer_engine.pytorch.module"
+_OFF = "or switch dct.model_parallel.tensor off"
+#: The same in 2.5.0 to 2.20.2; those of Megatron in 0.16.1 to 0.19.0.
+TARGETS = tuple(
+    Target(module, name, tuple(parameters.split()))
+    for module, name, parameters in (
+        ("megatron.core.extensions.transformer_engine", "TELinear.forward", "self x"),
+        ("megatron.core.extensions.transformer_engine", "TELayerNormColumnParallelLinear.forward", "self x"),
+        (f"{_MODULES}.linear", "Linear.forward", "self inp is_first_microbatch"),
+        (f"{_MODULES}.layernorm_linear", "LayerNormLinear.forward", "self inp is_first_microbatch"),
+        (f"{_MODULES}.layernorm_linear", "_LayerNormLinear.forward", "ctx inp"),
+        (f"{_MODULES}.layernorm_linear", "_LayerNormLinear.backward", "ctx grad_outputs"),
+        (f"{_MODULES}.layernorm_linear", "gather_along_first_dim", "inp process_group async_op quantizer"),
+        (f"{_MODULES}.layernorm_linear", "reduce_scatter_along_first_dim", "inp tp_group async_op"),
+    )
+)
+#: Megatron's MLP of Transformer Engine's operations, which run without the forward passes of its linears.
+_FUSED_MLP = "TEFusedMLP"
+#: What is read of a linear, and ``parallel_mode``, which is also written.
+ATTRIBUTES = ("parallel_mode", "tp_size", "tp_group", "sequence_parallel", "gemm_bias_unfused_add")
+
+Route = Callable[[dist.ProcessGroup, torch.device], "tuple[CompressedCollectives, ActivationStream] | None"]
+
+
+def is_engine_linear(module: torch.nn.Module) -> bool:
+    """Return whether a module is one of Transformer Engine's that may communicate between tensor ranks."""
+    kind = type(module)
+    is_engine = any(base.__module__.partition(".")[0] == "transformer_engine" for base in kind.__mro__)
+    return kind.__name__ == _FUSED_MLP or (
+        is_engine and ("Linear" in kind.__name__ or "MLP" in kind.__name__)
+    )
+
+
+class EngineLinears:
+    """Reroutes what Megatron's subclasses of Transformer Engine's linears communicate.
+
+    Args:
+        patches: Where replaced functions are put back.
+        enter: ``enter(original, linear, x)`` runs a linear as the current one.
+        route: The way of the current linear, by its group and device; None leaves it to Transformer Engine.
+        gather: Whether inputs of column-parallel linears are compressed.
+
+    Raises:
+        VersionError: Says what was found, what is supported, and what to do.
+    """
+
+    def __init__(self, patches: Patches, enter: Function, route: Route, *, gather: bool) -> None:
+        faults = versions.faults(TARGETS) if _version() in SUPPORTED else ""
+        if faults or _version() not in SUPPORTED:
+            raise _unsupported(faults)
+        from megatron.core.extensions import transformer_engine as extension
+        from transformer_engine.pytorch.module import layernorm_linear as fused
+
+        self._enter, self._route, self._gathers = enter, route, gather
+        self._state = extension.FP8GlobalStateManager
+        self._fused = extension.TELayerNormColumnParallelLinear
+        self.linears = (extension.TERowParallelLinear, extension.TEColumnParallelLinear, self._fused)
+        self._gather: _Gather | None = None
+        """The gather of the fused linear that runs, forward or backward."""
+        for linear in self.linears:
+            patches.intercept(linear, "forward", self._forward)
+        if gather:
+            patches.intercept(fused, "gather_along_first_dim", self._gathered)
+            patches.intercept(fused, "reduce_scatter_along_first_dim", self._scattered)
+            patches.replace(fused, "_LayerNormLinear", self._subclass(fused._LayerNormLinear))
+
+    def mode(self, module: torch.nn.Module, where: str) -> str | None:
+        """Return ``"row"`` or ``"column"``; None if nothing crosses, or the bias is added behind the sum.
+
+        Raises:
+            DCTError: It communicates out of reach.
+            VersionError: It lacks an attribute.
+        """
+        name = type(module).__name__
+        if not isinstance(module, self.linears):
+            parallel = getattr(module, "parallel_mode", None) or getattr(module, "set_parallel_mode", False)
+            if name == _FUSED_MLP or (parallel and getattr(module, "tp_size", 1) > 1):
+                known = ", ".join(each.__name__ for each in self.linears)
+                raise DCTError(
+                    f"{where} is Transformer Engine's {name}, which communicates inside Transformer Engine; "
+                    f"use Megatron's {known} without fused operations (use_te_op_fuser), {_OFF}"
+                )
+            return None
+        if missing := [each for each in ATTRIBUTES if not hasattr(module, each)]:
+            raise _unsupported(f"{name} has no {', '.join(missing)}")
+        return None if module.tp_size == 1 or module.gemm_bias_unfused_add else module.parallel_mode
+
+    def _forward(self, original: Function, linear: Any, x: Tensor) -> Any:
+        return self._enter(functools.partial(self._rerouted, original), linear, x)
+
+    def _rerouted(self, original: Function, linear: Any, x: Tensor) -> Any:
+        is_row = linear.parallel_mode == "row"
+        route = self._route(linear.tp_group, x.device)
+        if route is None or not (is_row or (self._gathers and linear.sequence_parallel)):
+            return original(linear, x)
+        if self._state.is_fp8_enabled():
+            raise _quantized("fp8 or fp4")
+        collectives, stream = route
+        if isinstance(linear, self._fused):
+            return self._during(_Gather(collectives, stream), original, linear, x)
+        if not is_row:
+            x = collectives.all_gather(x, stream)
+        mode, linear.parallel_mode = linear.parallel_mode, None
+        try:
+            output, bias = original(linear, x)
+        finally:
+            linear.parallel_mode = mode
+        if is_row:
+            total = collectives.reduce_scatter if linear.sequence_parallel else collectives.all_reduce
+            output = total(output, stream)
+        return output, bias
+
+    # -- the gather inside a fused linear -------------------------------------------------------------------
+
+    def _during(self, gather: _Gather | None, function: Function, *arguments: Any) -> Any:
+        previous, self._gather = self._gather, gather
+        try:
+            return function(*arguments)
+        finally:
+            self._gather = previous
+
+    def _gathered(self, original: Function, inp: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        if self._gather is None:
+            return original(inp, *arguments, **keywords)
+        if (quantizer := keywords.get("quantizer")) is not None:
+            raise _quantized(type(quantizer).__name__)
+        return self._gather.forward(inp), None
+
+    def _scattered(self, original: Function, inp: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        if self._gather is None:
+            return original(inp, *arguments, **keywords)
+        return self._gather.backward(inp), None
+
+    def _subclass(self, original: Any) -> Any:
+        engine = self
+
+        class Gathered(original):
+            @staticmethod
+            def forward(ctx: Any, *arguments: Any) -> Any:
+                if ctx is not None:  # None without gradients
+                    ctx.dct_gather = engine._gather
+                return original.forward(ctx, *arguments)
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Any) -> Any:
+                return engine._during(ctx.dct_gather, original.backward, ctx, *gradients)
+
+        return Gathered
+
+
+class _Gather:
+    """One gather, which backward repeats for the weight's gradient, and the way back of its gradient."""
+
+    def __init__(self, collectives: CompressedCollectives, stream: ActivationStream) -> None:
+        self._collectives, self._stream = collectives, stream
+
+    def forward(self, shard: Tensor) -> Tensor:
+        self._trip = self._collectives.gather_trip(shard, self._stream)
+        return self._trip.forward(shard)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        return self._trip.backward(gradient)
+
+
+def _quantized(what: str) -> DCTError:
+    return DCTError(
+        f"dct.model_parallel.tensor does not work with Transformer Engine's {what}: leave out fp8_autocast, "
+        f"--fp8-format, --fp4-format and --te-precision-config-file, {_OFF}"
+    )
+
+
+def _unsupported(faults: str = "") -> VersionError:
+    remedy = f"install a supported transformer_engine, use --transformer-impl local, {_OFF}"
+    return versions.unsupported(f"Transformer Engine {_version()}", SUPPORTED, remedy, faults=faults)
+
+
+def _version() -> str:
+    from megatron.core.utils import get_te_version
+
+    return str(get_te_version())

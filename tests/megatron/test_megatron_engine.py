@@ -1,0 +1,265 @@
+"""Transformer Engine's linears under the tensor-parallel hook, on CPU with gloo.
+
+Transformer Engine does not import without CUDA. A stub with its order of communication stands in for it
+(``tests/support/engine_stub``); where ``TRANSFORMER_ENGINE_WHEELS`` names a folder of its wheels, so does its
+own Python, with torch in place of its kernels. megatron-core is the real one.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import processes
+from support.engine_jobs import train_with_engine, use_stub
+from support.engine_source import train_with_source
+from support.megatron_gpt import Job, Outcome
+from test_megatron_hooks import assert_learns, assert_same, losses, ratio, section
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+
+SIGNATURES = Path(__file__).with_name("transformer_engine_signatures.json")
+#: Also what ``pip download --no-deps transformer_engine==VERSION`` brings there.
+WHEELS = sorted(
+    Path(os.environ.get("TRANSFORMER_ENGINE_WHEELS", "/nowhere")).glob("transformer_engine-*.whl")
+)
+needs_wheels = pytest.mark.skipif(
+    not WHEELS,
+    reason="TRANSFORMER_ENGINE_WHEELS names no folder with wheels: pip download --no-deps transformer_engine",
+)
+TENSOR, SEQUENCE = Job(tp=2, engine=True), Job(tp=2, sequence_parallel=True, engine=True)
+EXACT = section(tensor=0.0, gather=True)
+
+
+def run(*jobs: Job) -> list[list[Outcome]]:
+    return [list(each) for each in zip(*processes.run(2, train_with_engine, list(jobs)), strict=True)]
+
+
+def told(outcomes: list[Outcome]) -> str:
+    (line,) = (line for line in outcomes[0].log if "active: " in line)
+    return line.partition("active: ")[2]
+
+
+def test_with_sequence_parallelism() -> None:
+    job = replace(SEQUENCE, evaluate=True)
+    megatron, plain, same, frozen, frozen_same, sparse, gathered, recomputed = run(
+        replace(job, engine=False),
+        job,
+        job.with_dct(EXACT, through_codec=True),
+        replace(job, frozen_linears=True),
+        replace(job.with_dct(EXACT, through_codec=True), frozen_linears=True),
+        job.with_dct(section(tensor=0.9), steps=10),
+        job.with_dct(section(tensor=0.9, gather=True), steps=10),
+        job.with_dct(section(tensor=0.9, gather=True), steps=10, recompute="full"),
+    )
+    assert losses(plain) == losses(megatron)  # the stub trains what Megatron's own linears train
+    assert_same(plain, same, {"tensor"})
+    assert_same(frozen, frozen_same, {"tensor"})
+    for outcomes in (sparse, gathered, recomputed):
+        assert_learns(outcomes)
+    assert losses(recomputed) == losses(gathered)
+    assert ratio(sparse, "tensor") > 8
+    assert ratio(sparse, "tensor_gradient") > 12
+    assert ratio(gathered, "tensor") > 8
+    # Inputs of column-parallel linears cross, forward and, for the weight's gradient, backward.
+    crossed = [some[0].classes["tensor"]["dense_bytes"] for some in (sparse, gathered)]
+    assert crossed[1] > 2 * crossed[0]
+    assert told(sparse) == "tensor on 4 of 9 parallel linear layers"
+    assert told(gathered) == "tensor on 8 of 9 parallel linear layers"
+
+
+def test_without_sequence_parallelism() -> None:
+    megatron, plain, same, sparse = run(
+        replace(TENSOR, engine=False),
+        TENSOR,
+        TENSOR.with_dct(EXACT, through_codec=True),
+        TENSOR.with_dct(section(tensor=0.9), steps=10),
+    )
+    assert losses(plain) == losses(megatron)
+    assert_same(plain, same, {"tensor"})
+    assert_learns(sparse)
+    assert ratio(sparse, "tensor") > 8
+    assert told(sparse) == "tensor on 4 of 9 parallel linear layers"
+
+
+@needs_wheels
+@pytest.mark.parametrize("wheel", WHEELS, ids=lambda wheel: wheel.name.split("-")[1])
+def test_with_the_python_of_the_real_one(wheel: Path, tmp_path: Path) -> None:
+    """Its kernels are torch's here. Gathers, sums and their order are its own."""
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    jobs = [
+        replace(SEQUENCE, engine=False),
+        SEQUENCE,
+        SEQUENCE.with_dct(EXACT, through_codec=True),
+        SEQUENCE.with_dct(section(tensor=0.9, gather=True)),
+        TENSOR,
+        TENSOR.with_dct(EXACT, through_codec=True),
+    ]
+    version = wheel.name.split("-")[1]
+    found = zip(*processes.run(2, train_with_source, tmp_path, version, jobs), strict=True)
+    megatron, plain, same, sparse, tensor, tensor_same = (list(each) for each in found)
+    assert losses(plain) == losses(megatron)
+    assert_same(plain, same, {"tensor"})
+    assert_same(tensor, tensor_same, {"tensor"})
+    assert ratio(sparse, "tensor") > 8
+    assert ratio(sparse, "tensor_gradient") > 12
+
+
+def _refusals(rank: int, world_size: int) -> dict[str, str]:
+    use_stub()
+    from support import megatron_cpu
+
+    megatron_cpu.install()
+    from types import SimpleNamespace
+
+    import transformer_engine as te
+    from megatron.core import utils
+    from megatron.core.extensions import transformer_engine as extension
+    from transformer_engine.pytorch.module import layernorm_linear, linear
+
+    from dct_plugin.errors import DCTError
+    from dct_plugin.integrations.host.patching import Patches
+    from dct_plugin.integrations.megatron import engine
+
+    originals = {name: getattr(layernorm_linear, name) for name in dir(layernorm_linear)}
+    collectives = SimpleNamespace(gather_trip=None)
+
+    def enter(function: Any, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    def made() -> tuple[engine.EngineLinears, Patches]:
+        patches = Patches()
+        return engine.EngineLinears(patches, enter, lambda *_: (collectives, None), gather=True), patches
+
+    def bare(kind: type, **attributes: Any) -> Any:
+        module = kind.__new__(kind)
+        vars(module).update(attributes)
+        return module
+
+    parallel = {"parallel_mode": "row", "tp_size": 2, "tp_group": None, "sequence_parallel": True}
+    rows = {**parallel, "gemm_bias_unfused_add": False}
+    found: dict[str, str] = {}
+    engines, patches = made()
+    row, fused = extension.TERowParallelLinear, extension.TELayerNormColumnParallelLinear
+    assert engines.mode(bare(row, **rows), "here") == "row"
+    assert engines.mode(bare(row, **{**rows, "gemm_bias_unfused_add": True}), "here") is None
+    assert engines.mode(bare(row, **{**rows, "tp_size": 1}), "here") is None
+    assert engines.mode(bare(te.pytorch.Linear, **{**parallel, "tp_size": 1}), "here") is None
+    assert engine.is_engine_linear(bare(extension.TEFusedMLP))
+    assert not engine.is_engine_linear(bare(te.pytorch.DotProductAttention))
+    gathers = [vars(module)["gather_along_first_dim"] for module in (layernorm_linear, linear)]
+    assert gathers[0] is not gathers[1] is te.pytorch.distributed.gather_along_first_dim
+
+    def quantized() -> None:
+        with te.pytorch.fp8.fp8_autocast():
+            engines.linears[0].forward(bare(row, **rows), SimpleNamespace(device=None))
+
+    def gathered() -> None:
+        gather = engine._Gather(collectives, None)
+        engines._during(
+            gather, lambda: layernorm_linear.gather_along_first_dim(None, None, quantizer="scales")
+        )
+
+    def old() -> None:
+        utils._te_version, te.__version__ = None, "2.4.0"
+        try:
+            made()
+        finally:
+            utils._te_version, te.__version__ = None, "2.6.0"
+
+    def moved() -> None:
+        del layernorm_linear.reduce_scatter_along_first_dim
+        made()
+
+    cases = {
+        "alone": lambda: engines.mode(bare(te.pytorch.Linear, **parallel), "layer 2: mlp"),
+        "fused": lambda: engines.mode(bare(extension.TEFusedMLP), "layer 2: mlp"),
+        "attribute": lambda: engines.mode(bare(fused, **parallel), "layer 2: mlp"),
+        "fp8": quantized,
+        "quantizer": gathered,
+        "old": old,
+        "moved": moved,
+    }
+    for name, case in cases.items():
+        try:
+            case()
+        except DCTError as error:
+            found[name] = str(error)
+        if name == "quantizer":
+            patches.undo()
+            assert originals == {each: getattr(layernorm_linear, each) for each in originals}
+            assert "forward" not in vars(row)
+    return found
+
+
+def test_what_cannot_work_is_refused_by_name() -> None:
+    (found,) = processes.run(1, _refusals)
+    assert "layer 2: mlp is Transformer Engine's Linear, which communicates inside" in found["alone"]
+    assert "use Megatron's TERowParallelLinear, " in found["alone"]
+    assert "Transformer Engine's TEFusedMLP" in found["fused"]
+    assert "TELayerNormColumnParallelLinear has no gemm_bias_unfused_add" in found["attribute"]
+    assert "Transformer Engine's fp8 or fp4: leave out fp8_autocast, --fp8-format" in found["fp8"]
+    assert "Transformer Engine's str: leave out" in found["quantizer"]
+    assert "Transformer Engine 2.4.0 is not supported" in found["old"]
+    assert "use --transformer-impl local" in found["old"]
+    assert "reduce_scatter_along_first_dim" in found["moved"]
+
+
+def signatures(root: Path) -> dict[str, str]:
+    """The parameters of what the hook replaces or calls in the files of Transformer Engine below ``root``."""
+    from dct_plugin.integrations.megatron import engine
+
+    found = {}
+    for target in engine.TARGETS:
+        if target.module.startswith("megatron"):
+            continue
+        file = root / f"{target.module.replace('.', '/')}.py"
+        body: Any = ast.parse(file.read_text()).body
+        imported = {each.name for node in body if isinstance(node, ast.ImportFrom) for each in node.names}
+        if target.name in imported:
+            body = ast.parse((file.parents[1] / "distributed.py").read_text()).body
+        for part in target.name.split("."):
+            node = next(node for node in body if getattr(node, "name", "") == part)
+            body = node.body
+        given = [*node.args.args, *([node.args.vararg] if node.args.vararg else [])]
+        found[f"{target.module}.{target.name}"] = " ".join(each.arg for each in given)
+    for name in ("linear", "layernorm_linear"):
+        text = (root / f"transformer_engine/pytorch/module/{name}.py").read_text()
+        written = {each for each in engine.ATTRIBUTES if f"self.{each} = " in text}
+        base = (root / "transformer_engine/pytorch/module/base.py").read_text()
+        written |= {each for each in ("tp_group",) if f"self.{each} = " in base}
+        found[name] = " ".join(sorted(written))
+    return found
+
+
+def test_signatures_of_known_versions() -> None:
+    """What the hook replaces is there in every version that it takes."""
+    from dct_plugin.integrations.megatron import engine
+
+    known = json.loads(SIGNATURES.read_text())
+    assert next(iter(known)) == "2.5.0"
+    for version, found in known.items():
+        assert version in engine.SUPPORTED
+        for target in engine.TARGETS:
+            if not target.module.startswith("megatron"):
+                parameters = found[f"{target.module}.{target.name}"].split()
+                assert tuple(parameters[: len(target.parameters)]) == target.parameters, (version, target)
+        for name in ("linear", "layernorm_linear"):
+            assert found[name].split() == sorted(engine.ATTRIBUTES), version
+
+
+@needs_wheels
+@pytest.mark.parametrize("wheel", WHEELS, ids=lambda wheel: wheel.name.split("-")[1])
+def test_signatures_of_wheels(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    assert signatures(tmp_path) == json.loads(SIGNATURES.read_text())[wheel.name.split("-")[1]]

@@ -1,0 +1,2 @@
+class DelayedScaling:
+    """Empty."""

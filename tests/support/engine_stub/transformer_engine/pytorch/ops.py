@@ -1,0 +1,6 @@
+class FusibleOperation:
+    """Empty."""
+
+
+class Sequential:
+    """Empty."""
