@@ -179,7 +179,7 @@ class Training:
     def __init__(self, batch: int) -> None:
         torch.manual_seed(0)
         self.model = GPT().cuda()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=6e-4, fused=True)
         self.batch = torch.randint(50_304, (batch, 512), device="cuda")
 
     def step(self, forward: nn.Module, reduce: Callable[[], None] | None = None) -> None:

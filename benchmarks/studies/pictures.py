@@ -2,8 +2,9 @@
 
 They are drawn from the pages themselves, so that a picture says what its table says. For a table of quality:
 the difference of each setting to dense training with its interval, and how many times fewer bytes than dense
-it sent (columns that begin with "fewer": one, or forward and backward). For the table of torch DDP on links:
-the steps of every method on every link.
+it sent (columns that begin with "fewer": one, or forward and backward). For the table by size: a line for
+each size over the number of compressors. For the table of torch DDP on links: the steps of every method on
+every link.
 
     python benchmarks/studies/pictures.py                # all of them, to docs/images
     python benchmarks/studies/pictures.py --only values
@@ -27,6 +28,10 @@ from benchmarks.links.suite import Cell
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
+#: A difference, and half of its interval.
+_DIFFERENCE = r"([+-][\d.]+)(?: ± ?([\d.]+))?"
+
+
 @dataclass(frozen=True)
 class Panel:
     """The ``number``-th table of a section of the page."""
@@ -43,6 +48,7 @@ CLASSES = "Compressor classes for activations"
 VALUES = "int8, int4 and int2 values"
 RECOMMENDERS = "Recommenders: what the embedding exchange may lose"
 DDP_ON_LINKS = "torch DDP"
+SIZES = "By size and number of ranks"
 PICTURES = {
     "accordion": [
         Panel("Accordion", 0, "DLRM, Criteo", AUC),
@@ -89,7 +95,7 @@ def points(page: str, panel: Panel) -> list[Point]:
     for row in tables(page, panel.section)[panel.number]:
         name, *_ = row.values()
         difference = next(value for title, value in row.items() if "- dense" in title)
-        value = re.match(r"([+-][\d.]+)(?: ± ?([\d.]+))?", difference)
+        value = re.match(_DIFFERENCE, difference)
         if value is not None:
             times = (re.match(r"[\d.]+", cell) for title, cell in row.items() if title.startswith("fewer"))
             half = None if value[2] is None else float(value[2])
@@ -105,6 +111,24 @@ def draw(page: str, panels: list[Panel], path: Path) -> None:
             draw_differences(axis, those, limit=panel.limit)
             axis.set(xlabel=panel.unit)
             axis.set_title(panel.title)
+
+
+def draw_sizes(page: str, path: Path) -> None:
+    """Draw the differences over the number of compressors, a line for each size of the model."""
+    rows = tables(page, SIZES)[0]
+    with png(path, [3.6]) as (_, (axis,)):
+        for at, size in enumerate(list(rows[0])[1:]):
+            found = [(int(row["compressors"]), re.match(_DIFFERENCE, row[size])) for row in rows]
+            shown = [(count, float(m[1]), float(m[2] or 0)) for count, m in found if m is not None]
+            counts, means, halves = zip(*shown, strict=True)
+            moved = [count * 1.04 ** (at - 1) for count in counts]  # bars do not hide each other
+            axis.errorbar(moved, means, halves, marker="o", capsize=3, label=f"{size} parameters")
+        axis.axhline(0, color="black", linewidth=0.8)
+        counts = [int(row["compressors"]) for row in rows]
+        axis.set(xscale="log", xlabel="compressors", ylabel=NATS.replace(", nats", ",\nnats"))
+        axis.set_xticks(counts, map(str, counts))
+        axis.minorticks_off()
+        axis.legend()
 
 
 def links(page: str) -> list[Cell]:
@@ -128,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*PICTURES, "links"]
+    names = [*PICTURES, "links", "sizes"]
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--out", type=Path, default=DOCS / "images")
     arguments = parser.parse_args()
@@ -137,6 +161,8 @@ def main() -> None:
         if name == "links":
             cells = links((DOCS / "performance.md").read_text(encoding="utf-8"))
             draw_links(cells, arguments.out / "links.png")
+        elif name == "sizes":
+            draw_sizes(page, arguments.out / "sizes.png")
         else:
             draw(page, PICTURES[name], arguments.out / f"{name}.png")
 

@@ -19,8 +19,8 @@ FALL = 1.5
 #: Few bits of all entries, rather than few entries, lose least with Muon and in fine-tuning with Adam
 #: (docs/quality.md#muon, docs/quality.md#fine-tuning).
 ALL_ENTRIES: dict[str, object] = {"sparsity": 0.0, "value_dtype": "int8"}
-#: The highest learning rate that is taken for fine-tuning. Pre-training of large models has 6e-5 and more.
-FINE_TUNING_LR = 5e-5
+#: The highest learning rate that is taken for fine-tuning. Pre-training has 1.5e-4 and more up to 70B parameters.
+FINE_TUNING_LR = 1e-4
 #: Sparsity of local error feedback where it is known to lose at 0.99, or nothing is known.
 GENTLE = 0.9
 
