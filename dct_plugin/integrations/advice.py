@@ -23,6 +23,7 @@ from dct_plugin.data_parallel.autotune.cost_model import CostModel
 
 from .host.measured_job import FACTS, SECTION, VARIABLE
 from .host.patching import Function, Patches
+from .host.settings import training_of
 
 #: Optimizer steps after which a job of one rank is stopped.
 _MOST_STEPS = 20
@@ -79,12 +80,10 @@ def _compress_sharded(model: torch.nn.Module) -> bool:
 
 
 def _note_optimizer(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-    FACTS["optimizer"] = [cls.__name__ for cls in type(optimizer).__mro__]
     if next(_steps) == _MOST_STEPS and not (dist.is_initialized() and dist.get_world_size() > 1):
         sys.exit("dct advise: the job trains on one rank, which sends nothing")
-    FACTS["momentum"] = max(
-        (float(group.get("momentum", 0.0)) for group in optimizer.param_groups), default=0.0
-    )
+    training = training_of(optimizer, ranks=0, stage=0)
+    FACTS.update(optimizer=list(training.optimizer), momentum=training.momentum, lr=training.lr)
 
 
 def _write(model: CostModel) -> None:

@@ -23,6 +23,9 @@ LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
 _LIKE = 10**0.5
 #: Families whose rows are the nearest where a family has none for a ZeRO stage, or none at all.
 _RELATIVES = {OptimizerFamily.RMSPROP: (OptimizerFamily.ADAM,)}
+#: The highest learning rate that is taken for fine-tuning. Pre-training has 1.5e-4 and more up to 70B
+#: parameters.
+FINE_TUNING_LR = 1e-4
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,11 @@ class Training:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "family", family_of(self.optimizer, momentum=self.momentum))
+
+    @property
+    def is_fine_tuning(self) -> bool:
+        """True where Adam's learning rate, not noise, limits the steps that step-ahead foresees."""
+        return self.family is OptimizerFamily.ADAM and self.lr <= FINE_TUNING_LR
 
 
 class Measured(NamedTuple):

@@ -19,8 +19,6 @@ FALL = 1.5
 #: Few bits of all entries, rather than few entries, lose least with Muon and in fine-tuning with Adam
 #: (docs/quality.md#muon, docs/quality.md#fine-tuning).
 ALL_ENTRIES: dict[str, object] = {"sparsity": 0.0, "value_dtype": "int8"}
-#: The highest learning rate that is taken for fine-tuning. Pre-training has 1.5e-4 and more up to 70B parameters.
-FINE_TUNING_LR = 1e-4
 #: Sparsity of local error feedback where it is known to lose at 0.99, or nothing is known.
 GENTLE = 0.9
 
@@ -87,8 +85,7 @@ def _loses_by_thresholds(name: str, training: Training) -> str:
     """Say that a training loses by thresholds, and where that was measured; nothing if it does not."""
     if training.family is OptimizerFamily.MUON:
         return f"{name} loses by thresholds (docs/quality.md#muon)"
-    # Step-ahead foresees Adam's steps where noise limits them. Here their number and the rate do.
-    if training.family is OptimizerFamily.ADAM and training.lr <= FINE_TUNING_LR:
+    if training.is_fine_tuning:
         where = "docs/quality.md#fine-tuning"
         return f"{name} at {training.lr:g} is fine-tuning, which loses by thresholds ({where})"
     return ""

@@ -46,7 +46,7 @@ def safe_sparsity(settings: DataParallelConfig, training: Training) -> float:
     family = training.family
     if family in (OptimizerFamily.ADAGRAD, OptimizerFamily.SGD):
         return 0.99 if settings.feedback.keeps_residual else 0.0
-    if family.loses_by_delay and settings.feedback.looks_ahead:
+    if family.loses_by_delay and settings.feedback.looks_ahead and not training.is_fine_tuning:
         measured = [row for row in SAFE_WITH_STEP_AHEAD if family in row.families]
         return next((row.sparsity for row in measured if training.ranks <= row.ranks), 0.0)
     return 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 #: In the environment of such a job: the file for its figures.
@@ -11,4 +12,4 @@ VARIABLE = "DCT_ADVISE"
 SECTION = {"data_parallel": {"quality": "bytes", "sparsity": 0.99, "feedback": "local"}}
 
 #: What is known about the training besides its figures.
-FACTS: dict[str, Any] = {"optimizer": [], "momentum": 0.0, "stage": 0}
+FACTS: dict[str, Any] = {"optimizer": [], "momentum": 0.0, "lr": math.inf, "stage": 0}

@@ -109,7 +109,7 @@ def resolve_settings(
     if not config.enabled or ranks == 1:
         return config, ""
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-    trainings = [_training(each, ranks, stage) for each in optimizers or [None]]
+    trainings = [training_of(each, ranks, stage) for each in optimizers or [None]]
     suffers_most = OptimizerFamily.OTHER, OptimizerFamily.MUON
     training = max(trainings, key=lambda each: (each.family in suffers_most, each.family.loses_by_delay))
     made = resolve(
@@ -132,7 +132,8 @@ def steps_of(scheduler: Any) -> int | None:
     return next((each["num_training_steps"] for each in bound if each.get("num_training_steps")), None)
 
 
-def _training(optimizer: Any, ranks: int, stage: int) -> Training:
+def training_of(optimizer: Any, ranks: int, stage: int) -> Training:
+    """Return what decides about thresholds in a training with an optimizer, or a wrapper of it, or none."""
     if optimizer is None:
         return Training(stage=stage, ranks=ranks)
     inner = unwrapped(optimizer)
