@@ -305,9 +305,11 @@ def train(rank: int, run: Run, model: torch.nn.Module, task: Task) -> dict[str, 
     worker = Rank(copy.deepcopy(model), DENSE if section is None else section, run.per_node, task, run.steps)
     for loss, rate in task.losses(run, rank, worker.count):
         worker.step(loss, rate)
+    figures: dict[str, Any] = {}
     if worker.ahead is not None:
         worker.ahead.detach()
-    figures = {}
+        coefficients = [worker.ahead.coefficients.of(name) for name in worker.named]
+        figures["coefficient"] = sum(coefficients) / len(coefficients)
     if worker.updates is not None:
         figures["loss_of_working_weights"] = task.score(worker.model) if rank == 0 else 0
         worker.gather_weights()

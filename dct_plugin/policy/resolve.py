@@ -165,7 +165,7 @@ def resolve(
         settings = changed(settings, sparsity=min(settings.sparsity, most))
     found = next(known_losses(settings, training), None)
     if found is not None and line:
-        line += f" (known to lose {found.loss})"
+        line += f" (known to lose {found.loss}; better: {found.change})"
     elif found is not None:
         name = training.optimizer[0] if training.optimizer else "the optimizer"
         line = (
