@@ -6,7 +6,7 @@ all weights would give them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -15,25 +15,65 @@ from ..codecs.message import MessageWriter
 from ..compression.stream import Encoded
 from ..transport.slots import Slots
 from .plan import ReductionPlan
-from .stream_group import WrittenTensor
+from .stream_group import StreamGroup, WrittenTensor
 from .topology import Destination, OwnersToAll
 
 #: Class in the metrics.
 EXACT_CLASS = "parameter_exact"
+#: Messages with a larger share of the bytes of their weights do not pay, and are left out for at most so
+#: many steps.
+_WORTH, _MOST_STEPS = 0.95, 64
 #: Most entries of a record: positions and differences stay in a cache.
 _RECORD = 1 << 20
 
 
+class WholeGathers:
+    """Decides in which steps the host gathers weights whole: after messages that were not smaller, for 1, 2,
+    4, ... steps. All ranks get all messages, and decide alike.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, list[int]] = {}
+        self._due: dict[str, tuple[int, int]] = {}
+        """By name: the last step of whole gathers, and their number."""
+
+    def clear(self) -> None:
+        """Compare all weights again in the next step."""
+        self._bytes.clear()
+        self._due.clear()
+
+    def due(self, name: str, step: int) -> bool:
+        """Return whether weights are to be gathered whole in a step."""
+        return step <= self._due.get(name, (-1, 0))[0]
+
+    def add_message(self, names: Iterable[str], sent: int, whole: int) -> None:
+        """Note the bytes of a message with changes of ``names``, and those of all its weights."""
+        for name in names:
+            found = self._bytes.setdefault(name, [0, 0])
+            found[:] = found[0] + sent, found[1] + whole
+
+    def end_update(self, step: int) -> None:
+        """Decide by the messages of this step."""
+        for name, (sent, whole) in self._bytes.items():
+            count = min(2 * self._due.get(name, (0, 0))[1] or 1, _MOST_STEPS)
+            self._due[name] = (step + count, count) if sent > _WORTH * whole else (-1, 0)
+        self._bytes.clear()
+
+
 class ChangesToAll(OwnersToAll):
-    """Every owner compares its working weights with its masters, rounded, and sends what differs."""
+    """Every owner compares its working weights with those before the step, and sends what differs."""
+
+    def __init__(self, group: StreamGroup, whole: WholeGathers) -> None:
+        super().__init__(group)
+        self.whole = whole
 
     def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
         group, writer, written = self.group, writers[0], []
         copies = group.world_size - 1
         for each, shard in plan.owned_by(group.rank):
             held, encoded = each.view(shard), Encoded(numel=shard.stop - shard.start)
-            wanted = self.masters(each.name).to(held.dtype)
-            for new, old in zip(wanted.split(_RECORD), held.split(_RECORD), strict=True):
+            before = self.masters(each.name)
+            for new, old in zip(held.split(_RECORD), before.split(_RECORD), strict=True):
                 stats = group.backend.encode_changes(new, old, writer.reserve(record_bound(old.numel())))
                 writer.advance(stats)
                 encoded.stats.append(stats)
@@ -53,13 +93,12 @@ class _ChangedWeights(Destination):
 
     def __init__(self, phase: ChangesToAll, plan: ReductionPlan, owner: int) -> None:
         super().__init__(phase.group, [owner], plan.views_of(owner))
-        own = plan.owned_by(owner) if owner == phase.group.rank else []
-        self._wanted = [phase.masters(each.name) for each, _ in own]
+        self._whole, self._names = phase.whole, [each.name for each in plan.tensors]
 
     def add_messages(self, messages: Sequence[Tensor]) -> None:
-        if self._wanted:  # what the message says, in one pass
-            for held, wanted in zip(self.tensors, self._wanted, strict=True):
-                held.copy_(wanted)
+        size = sum(each.numel() * each.element_size() for each in self.tensors)
+        self._whole.add_message(self._names, messages[0].numel(), size)
+        if self.senders[0] == self.group.rank:  # they are new already
             return
         parts = [part for tensor in self.tensors for part in tensor.split(_RECORD)]
         with self.group.naming_sender(self.senders[0]):

@@ -29,7 +29,7 @@ from ..config import DataParallelConfig, KernelConfig, NoFeedback, ParametersCon
 from ..kernels.checks import split_message
 from ..metrics import Record
 from ..transport.slots import Slots
-from .exact_updates import EXACT_CLASS, ChangesToAll
+from .exact_updates import EXACT_CLASS, ChangesToAll, WholeGathers
 from .node_ranks import NodeRanks
 from .node_updates import UpdatesBetweenNodes
 from .pending_exchanges import PendingExchanges
@@ -89,18 +89,22 @@ class ParameterUpdates(StreamGroup):
         self._value_dtype = ValueDtype.parse(self.config.value_dtype)
         self._cls = EXACT_CLASS if self.exact else "parameter"
         self._exchanges = PendingExchanges(self, self._cls)
-        self._phase: OwnersToAll = ChangesToAll(self) if self.exact else _MastersToAll(self)
+        self._whole = WholeGathers()
+        self._phase: OwnersToAll = ChangesToAll(self, self._whole) if self.exact else _MastersToAll(self)
 
-    def full(self, dtype: torch.dtype) -> bool:
+    def full(self, name: str, dtype: torch.dtype) -> bool:
         """Return whether in this step the host is to gather weights of ``dtype`` by itself, in full.
 
         The same on all ranks. True in warm-up steps, every ``full_every`` steps, and where nothing would be
-        saved or rounded.
+        saved or rounded; for exact updates, where those of ``name`` do not pay. Between nodes these go on:
+        the ranks of a node do not know each other's messages.
         """
         every = self.config.full_every
         if self.world_size == 1 or (every is not None and (self.step + 1) % every == 0):
             return True
-        if self.exact or self.schedule.density(self.step) < 1.0:
+        if self.exact:
+            return self.nodes is None and self._whole.due(name, self.step)
+        if self.schedule.density(self.step) < 1.0:
             return False
         lossless = self._value_dtype in (ValueDtype.FP32, ValueDtype.lossless(dtype))
         return lossless or self.step < self.schedule.warmup_steps
@@ -122,7 +126,8 @@ class ParameterUpdates(StreamGroup):
             entries: ``(name, working, shards)``; 1-D contiguous working weights of any floating type, changed
                 in place, the same on all ranks before and after; every rank owns at most one of the shards.
             master_of: The masters of this rank's shard of a name, 1-D, of the shard's length; they may be
-                rounded to the type of the working weights.
+                rounded to the type of the working weights. For exact updates: the working weights of this
+                shard before the step, of which ``working`` has the new ones.
 
         Raises:
             DesyncError: A rank failed or updates other tensors.
@@ -148,6 +153,7 @@ class ParameterUpdates(StreamGroup):
             exchange.post()
             self._exchanges.complete(exchange)
         self._exchanges.finish()
+        self._whole.end_update(self.step)
         if between is not None:
             between.gather(entries, self._phase.pending_of)
 
@@ -181,6 +187,7 @@ class ParameterUpdates(StreamGroup):
         """Restore :meth:`state_dict`; None measures thresholds anew, ``step`` steps into the training."""
         self.streams.clear()
         self.forget()
+        self._whole.clear()
         self.step = step if state is None else int(state["step"])
         self.loaded = {} if state is None else dict(state["streams"])
 

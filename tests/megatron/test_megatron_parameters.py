@@ -175,6 +175,7 @@ def test_without_the_distributed_optimizer_it_is_refused() -> None:
 def test_exact_updates_are_megatrons_gathers() -> None:
     """Bitwise, also with gathers that the forward pass asks for, and in fewer bytes at a small step."""
     exact = {"data_parallel": {**section(0.0, 0.0, "fp32")["data_parallel"], "parameters": "exact"}}
+    whole = 0
     for kind in ("bf16", "fp16"):
         base = replace(BASE, **{kind: True}, loss_scale=2.0**10)
         both = replace(base, overlap_grad_reduce=True)  # and overlap_param_gather
@@ -187,4 +188,6 @@ def test_exact_updates_are_megatrons_gathers() -> None:
             part = ours.classes["parameter_exact"]
             assert 0 < part["density"] <= 1
             assert part["sent_bytes"] < part["dense_bytes"]
-            assert "parameter_full" not in ours.classes
+            # Buckets whose weights nearly all changed are Megatron's to gather.
+            whole += ours.classes.get("parameter_full", {"sent_bytes": 0})["sent_bytes"]
+    assert whole > 0

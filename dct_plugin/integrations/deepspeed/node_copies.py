@@ -205,7 +205,7 @@ class NodeCopies(WeightUpdates):
     @property
     def _full(self) -> bool:
         """True if nothing is thresholded in this step."""
-        return not self.slices or self.updates.full(self.slices[0].parameter.ds_tensor.dtype)
+        return not self.slices or self.updates.full("", self.slices[0].parameter.ds_tensor.dtype)
 
     # -- which weights passes gather ---
 

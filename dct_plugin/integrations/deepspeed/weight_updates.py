@@ -1,9 +1,9 @@
 """ZeRO-1 and 2, and bf16 with fp32 accumulation: updated weights, from the owners of their masters to all.
 
 DeepSpeed rounds a rank's masters into its part of the flat weights, and gathers all parts
-(``all_gather_dp_groups``). The gather is replaced: the part becomes again what it was before the optimizer's
-step, which all ranks know, and takes the update that all ranks add. In steps in which everything is sent
-DeepSpeed gathers. Groups of expert parameters are left to DeepSpeed.
+(``all_gather_dp_groups``). The gather is replaced: with thresholds the part becomes again what it was before
+the optimizer's step, which all ranks know, and takes the update that all ranks add. In steps in which
+everything is sent DeepSpeed gathers. Groups of expert parameters are left to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -77,6 +77,14 @@ class WeightUpdates(EnginePart):
         """Bring all working weights to the masters, in full; a collective."""
 
 
+def swap(first: Tensor, second: Tensor) -> None:
+    """Exchange the values of two vectors, with memory for a part of them."""
+    for one, other in zip(first.split(1 << 20), second.split(1 << 20), strict=True):
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+
+
 def updates_of(context: EngineContext, nodes: Nodes | None, *, gathers: bool = True) -> ParameterUpdates:
     """Return the exchange of updates of an engine; see :class:`ParameterUpdates`."""
     engine, config = context.engine, context.config
@@ -138,7 +146,8 @@ class UpdatedWeights(WeightUpdates):
 
     def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
         dtypes = [flat.dtype for flat in self._flat]
-        self._known = {i: self._part(i).clone() for i in self._groups if not self.updates.full(dtypes[i])}
+        updated = [i for i in self._groups if not self.updates.full(f"group {i}", dtypes[i])]
+        self._known = {i: self._part(i).clone() for i in updated}
         with Patches() as patches:  # for this step alone: the function is shared by all engines
             patches.intercept(sys.modules[type(self._optimizer).__module__], _GATHER, self._gather)
             return original(*args, **keywords)
@@ -169,20 +178,19 @@ class UpdatedWeights(WeightUpdates):
             self._record_full(flats[index])
         for index, known in self._known.items():
             flat, part = flats[index], self._part(index)
-            rounded = part.clone()
-            part.copy_(known)
             if self.updates.exact:
                 name = f"group {index}"
                 entries.append((name, flat, shards_in(0, flat.numel(), part.numel())))
-                masters[name] = rounded
+                masters[name] = known
                 continue
+            swap(part, known)
             begin = self.updates.group_rank * part.numel()
             for name, start, numel, shards in self._groups[index]:
                 entries.append((name, flat[start : start + numel], shards))
                 for shard in shards:
                     if shard.owner == self.updates.group_rank:
                         offset = start - begin
-                        masters[name] = rounded[offset + shard.start : offset + shard.stop]
+                        masters[name] = known[offset + shard.start : offset + shard.stop]
         self._known.clear()
         if entries:
             self.updates.update(entries, masters.__getitem__)

@@ -46,10 +46,12 @@ class _Owner:
     """Offsets of parameters in their buckets."""
     numbers: dict[int, int] = field(default_factory=dict)
     """Numbers of its buckets, by identity."""
-    rounded: dict[int, Tensor] = field(default_factory=dict)
-    """This rank's part of each bucket after the step, by number of the bucket, for exact updates."""
+    before: dict[int, Tensor] = field(default_factory=dict)
+    """This rank's part of each bucket before the step, by number of the bucket, for exact updates."""
     waiting: set[int] = field(default_factory=set)
     """Identities of the buckets whose update has not been sent yet."""
+    whole: set[int] = field(default_factory=set)
+    """Identities of the buckets that Megatron is still to gather in this step."""
     sparse: bool = False
     """True if the last step's update is thresholded."""
 
@@ -146,19 +148,33 @@ class ParameterHook(Hook):
             return
         buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
         owner.updates.step = self.session.step
-        if all(owner.updates.full(bucket.param_data.dtype) for bucket in buckets):
+        whole = [
+            bucket
+            for bucket in buckets
+            if owner.updates.full(f"bucket {owner.numbers[id(bucket)]}", bucket.param_data.dtype)
+        ]
+        if len(whole) == len(buckets):
             self._copy_in_full(owner, optimizer)
-        else:
-            owner.sparse, owner.waiting = True, {id(bucket) for bucket in buckets}
-            if owner.updates.exact:
-                self._round(owner, optimizer, buckets)
+            return
+        owner.sparse, owner.waiting = True, {id(bucket) for bucket in buckets}
+        if owner.updates.exact:
+            owner.whole = {id(bucket) for bucket in whole}
+            owner.waiting -= owner.whole
+            self._copy_exactly(owner, optimizer, buckets)
+            _record_full(owner, whole)
 
     def _start_param_sync(self, original: Function, group: Any, force_sync: bool = False) -> None:
         owner = self._owner_of(group)
         if owner is None or not owner.sparse:
             original(group, force_sync=force_sync)
             return
-        self._update(owner, [bucket for bucket in group.buckets if id(bucket) in owner.waiting])
+        waiting = [bucket for bucket in group.buckets if id(bucket) in owner.waiting]
+        if any(id(bucket) in owner.whole for bucket in group.buckets):
+            owner.whole -= {id(bucket) for bucket in group.buckets}
+            original(group, force_sync=force_sync or bool(waiting))
+            if not waiting:
+                return
+        self._update(owner, waiting)
         group.param_gather_handle, group.param_gather_dispatched = None, True
 
     # -- inside ---
@@ -218,33 +234,30 @@ class ParameterHook(Hook):
         return self._owners
 
     @torch.no_grad()
-    def _round(self, owner: _Owner, optimizer: Any, buckets: list[Any]) -> None:
-        """Take what Megatron would gather, and leave what all ranks know in the buckets."""
+    def _copy_exactly(self, owner: _Owner, optimizer: Any, buckets: list[Any]) -> None:
+        """Copy the masters as Megatron does, and keep what this rank's parts were before."""
         rank, size = owner.updates.group_rank, owner.updates.group_size
-        flats = [bucket.param_data.view(-1) for bucket in buckets]
-        parts = [flat[rank * (flat.numel() // size) :][: flat.numel() // size] for flat in flats]
-        known = [part.clone() for part in parts]
+        for bucket in buckets:
+            if id(bucket) in owner.waiting:
+                flat = bucket.param_data.view(-1)
+                part = flat[rank * (flat.numel() // size) :][: flat.numel() // size]
+                owner.before[owner.numbers[id(bucket)]] = part.clone()
         self._copy(optimizer)
-        for bucket, part, before in zip(buckets, parts, known, strict=True):
-            owner.rounded[owner.numbers[id(bucket)]] = part.clone()
-            part.copy_(before)
 
     def _copy_in_full(self, owner: _Owner, optimizer: Any) -> None:
         owner.sparse = False
         self._copy(optimizer)
-        for buffer in optimizer.buffers:
-            for bucket in buffer.buckets:
-                owner.updates.record_full(bucket.param_data.numel(), bucket.param_data.element_size())
+        _record_full(owner, [bucket for buffer in optimizer.buffers for bucket in buffer.buckets])
 
     @torch.no_grad()
     def _update(self, owner: _Owner, buckets: list[Any]) -> None:
-        entries, parameters, rounded = [], {}, {}
+        entries, parameters, before = [], {}, {}
         for bucket in buckets:
             each = bucket.param_data.numel() // owner.updates.group_size
             if owner.updates.exact:
                 number, flat = owner.numbers[id(bucket)], bucket.param_data.view(-1)
                 entries.append((f"bucket {number}", flat, shards_in(0, flat.numel(), each)))
-                rounded[f"bucket {number}"] = owner.rounded.pop(number)
+                before[f"bucket {number}"] = owner.before.pop(number)
                 continue
             for parameter in bucket.params_list:
                 name, start, numel = getattr(parameter, NAME), owner.starts[parameter], parameter.numel()
@@ -253,11 +266,17 @@ class ParameterHook(Hook):
                 parameters[name] = parameter
 
         def master_of(name: str) -> Tensor:
-            return rounded[name] if rounded else owner.masters[parameters[name]].data.view(-1)
+            return before[name] if before else owner.masters[parameters[name]].data.view(-1)
 
         if entries:
             owner.updates.update(entries, master_of)
         owner.waiting -= {id(bucket) for bucket in buckets}
+
+
+def _record_full(owner: _Owner, buckets: list[Any]) -> None:
+    """Note that Megatron gathers these buckets in full."""
+    for bucket in buckets:
+        owner.updates.record_full(bucket.param_data.numel(), bucket.param_data.element_size())
 
 
 def _unsupported(optimizer: Any, buckets: list[Any]) -> Iterator[str]:
