@@ -3,8 +3,8 @@
 Starts two local ranks that train a perceptron of more than ten million parameters with an ordinary DeepSpeed
 engine, for each ZeRO stage once without and once with a ``dct`` section (the only difference), and reads what
 the loopback interface carried in steady state: both directions, packet headers and everything else included.
-ZeRO-1 and 2 also send updated parameters, thresholded with ``--parameters`` (0 leaves that gather dense);
-ZeRO-3 gathers parameters for every pass, dense (``--stages 3``).
+ZeRO-1 and 2 also send updated parameters, thresholded with ``--parameters`` (0 leaves that gather dense), and in
+bf16 exactly, in a row of its own; ZeRO-3 gathers parameters for every pass, dense (``--stages 3``).
 
     python benchmarks/wire.py
 
@@ -12,6 +12,7 @@ With ``--nodes`` every node is a network namespace (Linux, root), and bytes betw
 counted apart; ZeRO-3 also runs with a copy of the weights in each node (hpZ), which ``dct`` updates.
 
     python benchmarks/wire.py --stages 3 --nodes 2 --ranks 4 --bf16
+    python benchmarks/wire.py --stages 1 --nodes 2 --bf16 --lr 2e-3 --sparsity 0 --value-dtype fp32  # weights alone
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ class Variant(NamedTuple):
     name: str
     dct: bool
     hpz: bool = False
+    exact: bool = False
 
 
-def variants(stage: int, nodes: int) -> list[Variant]:
+def variants(stage: int, nodes: int, *, bf16: bool) -> list[Variant]:
     """DeepSpeed's own first; with hpZ last, since DeepSpeed keeps its groups for all later engines."""
     if stage < 3 or nodes == 1:
-        return [Variant("dense", False), Variant("DCT", True)]
+        exact = [Variant("DCT, exact", True, exact=True)] if bf16 and stage in (1, 2) else []
+        return [Variant("dense", False), Variant("DCT", True), *exact]
     return [Variant("dense", False), Variant("dense, hpZ", False, True), Variant("DCT, hpZ", True, True)]
 
 
@@ -61,18 +64,16 @@ def model_and_data() -> tuple[Any, Any]:
     return model, batch
 
 
-def dct_section(args: argparse.Namespace, stage: int) -> dict[str, Any]:
+def dct_section(args: argparse.Namespace, stage: int, *, exact: bool) -> dict[str, Any]:
     """Of ``--config``, or what the other options say."""
     if args.config is not None:
         return json.loads(args.config.read_text())["dct"]
     data: dict[str, Any] = {"sparsity": args.sparsity, "value_dtype": args.value_dtype}
     if args.nodes > 1:
         data["nodes"] = args.ranks // args.nodes
-    if (stage in (1, 2) or (stage == 3 and args.nodes > 1)) and args.parameters:
-        data["parameters"] = {
-            "sparsity": args.parameters,
-            "value_dtype": args.parameters_dtype,
-        }
+    if stage in (1, 2) or (stage == 3 and args.nodes > 1):
+        thresholded = {"sparsity": args.parameters, "value_dtype": args.parameters_dtype}
+        data["parameters"] = "exact" if exact else thresholded if args.parameters else None
     return {"data_parallel": data}
 
 
@@ -85,7 +86,9 @@ def config_of(args: argparse.Namespace, stage: int, variant: Variant) -> dict[st
         zero["zero_hpz_partition_size"] = args.ranks // args.nodes
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}}
+        if args.lr is None
+        else {"type": "AdamW", "params": {"lr": args.lr, "torch_adam": True}},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": args.bf16},
@@ -94,7 +97,7 @@ def config_of(args: argparse.Namespace, stage: int, variant: Variant) -> dict[st
     if args.config is not None:
         config["optimizer"] = json.loads(args.config.read_text())["optimizer"]
     if variant.dct:
-        config["dct"] = dct_section(args, stage)
+        config["dct"] = dct_section(args, stage, exact=variant.exact)
     return config
 
 
@@ -111,7 +114,7 @@ def worker(args: argparse.Namespace) -> None:
     deepspeed.init_distributed("gloo")
     results = []
     for stage in args.stages:
-        for variant in variants(stage, args.nodes):
+        for variant in variants(stage, args.nodes, bf16=args.bf16):
             dct = variant.dct
             model, batch = model_and_data()
             section = config_of(args, stage, variant)
@@ -195,6 +198,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--config", type=Path, help="DeepSpeed JSON whose dct section and optimizer to take")
     parser.add_argument("--sparsity", type=float, default=0.99)
+    parser.add_argument("--lr", type=float, help="AdamW at this rate in place of SGD")
     parser.add_argument("--parameters", type=float, default=0.97, help="sparsity of updated parameters")
     parser.add_argument("--parameters-dtype", default="bf16")
     parser.add_argument("--value-dtype", default="bf16")

@@ -227,11 +227,13 @@ class DataParallelConfig(Section):
     parameters: Annotated[Literal["exact"] | ParametersConfig | None, OR_FALSE] = Field(
         default=None, json_schema_extra={"allowed": '"exact", an object with its settings, or null'}
     )
-    """null leaves the gather of updated weights to the host. `"exact"` sends the bf16 or fp16 weights whose
-    bits changed, and nothing is lost. An object has its updates thresholded.
+    """`"exact"` sends the bf16 or fp16 weights whose bits changed, and nothing is lost. An object has its
+    updates thresholded. null leaves the gather of updated weights to the host. If it is not written, it is
+    `"exact"` where gradients are thresholded and the host gathers bf16 or fp16 weights on CPUs
+    ([hosts](methods.md#exact-updates)).
 
-    `"exact"` for fine-tuning ([its bytes](performance.md#exact-updates)); an object if the network is the
-    bottleneck, together with step-ahead ([its cost](quality.md#updated-weights-under-zero-1)).
+    An object if the network is the bottleneck, together with step-ahead
+    ([its cost](quality.md#updated-weights-under-zero-1)). null to measure what exact updates cost.
     """
     verify: Annotated[VerifyConfig | None, OR_FALSE] = None
     """null is off."""

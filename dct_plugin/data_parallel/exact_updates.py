@@ -28,8 +28,9 @@ _RECORD = 1 << 20
 
 
 class WholeGathers:
-    """Decides in which steps the host gathers weights whole: after messages that were not smaller, for 1, 2,
-    4, ... steps. All ranks get all messages, and decide alike.
+    """Decides in which steps the host gathers weights whole: the first one, since weights may have been
+    loaded; and 1, 2, 4, ... steps after messages that were not smaller. All ranks get all messages, and
+    decide alike.
     """
 
     def __init__(self) -> None:
@@ -38,13 +39,17 @@ class WholeGathers:
         """By name: the last step of whole gathers, and their number."""
 
     def clear(self) -> None:
-        """Compare all weights again in the next step."""
+        """Forget all: weights were loaded."""
         self._bytes.clear()
         self._due.clear()
 
     def due(self, name: str, step: int) -> bool:
         """Return whether weights are to be gathered whole in a step."""
-        return step <= self._due.get(name, (-1, 0))[0]
+        return name not in self._due or step <= self._due[name][0]
+
+    def gathered(self, name: str) -> None:
+        """Note that the host has gathered weights whole."""
+        self._due.setdefault(name, (-1, 0))
 
     def add_message(self, names: Iterable[str], sent: int, whole: int) -> None:
         """Note the bytes of a message with changes of ``names``, and those of all its weights."""
@@ -55,7 +60,7 @@ class WholeGathers:
     def end_update(self, step: int) -> None:
         """Decide by the messages of this step."""
         for name, (sent, whole) in self._bytes.items():
-            count = min(2 * self._due.get(name, (0, 0))[1] or 1, _MOST_STEPS)
+            count = min(2 * self._due[name][1] or 1, _MOST_STEPS)
             self._due[name] = (step + count, count) if sent > _WORTH * whole else (-1, 0)
         self._bytes.clear()
 

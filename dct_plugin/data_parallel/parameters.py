@@ -96,22 +96,22 @@ class ParameterUpdates(StreamGroup):
         """Return whether in this step the host is to gather weights of ``dtype`` by itself, in full.
 
         The same on all ranks. True in warm-up steps, every ``full_every`` steps, and where nothing would be
-        saved or rounded; for exact updates, where those of ``name`` do not pay. Between nodes these go on:
-        the ranks of a node do not know each other's messages.
+        saved or rounded; for exact updates in the first step, and where those of ``name`` do not pay.
         """
         every = self.config.full_every
         if self.world_size == 1 or (every is not None and (self.step + 1) % every == 0):
             return True
         if self.exact:
-            return self.nodes is None and self._whole.due(name, self.step)
+            return self._whole.due(name, self.step)
         if self.schedule.density(self.step) < 1.0:
             return False
         lossless = self._value_dtype in (ValueDtype.FP32, ValueDtype.lossless(dtype))
         return lossless or self.step < self.schedule.warmup_steps
 
-    def record_full(self, numel: int, element_size: int) -> None:
+    def record_full(self, name: str, numel: int, element_size: int) -> None:
         """The host has gathered ``numel`` weights in full: nothing is pending."""
         self.forget()
+        self._whole.gathered(name)
         # What a rank sends in a ring: the transport does not tell.
         size = (self.world_size - 1) / self.world_size * numel * element_size
         if self.metrics is not None and size:
@@ -153,8 +153,9 @@ class ParameterUpdates(StreamGroup):
             exchange.post()
             self._exchanges.complete(exchange)
         self._exchanges.finish()
-        self._whole.end_update(self.step)
-        if between is not None:
+        if between is None:  # the ranks of a node do not know each other's messages
+            self._whole.end_update(self.step)
+        else:
             between.gather(entries, self._phase.pending_of)
 
     def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:

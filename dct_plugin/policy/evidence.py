@@ -229,6 +229,7 @@ RECOMMENDATIONS = TypeAdapter(tuple[Recommendation, ...]).validate_python(_DATA[
 KNOWN_LOSSES = TypeAdapter(tuple[KnownLoss, ...]).validate_python(_DATA["known_losses"])
 #: Loss grows with the number of compressors at one density, and fewer bits pay for a higher one.
 BY_COMPRESSORS = TypeAdapter(tuple[ByCompressors, ...]).validate_python(_DATA["by_compressors"])
+EXACT_UPDATES = TypeAdapter(Measured).validate_python(_DATA["exact_updates"])
 SAFE_WITH_STEP_AHEAD = TypeAdapter(tuple[SafeSparsity, ...]).validate_python(_DATA["safe_with_step_ahead"])
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..config import AutoFeedback, DataParallelConfig, LocalFeedback
 from ..config.feedback import StepAheadFeedback
-from .evidence import Training, known_losses, measured_with, size_of
+from .evidence import EXACT_UPDATES, Training, known_losses, measured_with, size_of
 from .optimizers import OptimizerFamily
 from .rules import DENSITY_OPTIONS, changed, safe_sparsity
 from .settings import bits_of
@@ -134,6 +134,9 @@ class Resolved(NamedTuple):
     """Says which feedback was chosen, or that the settings are known to lose; empty where neither is so."""
     warns: bool
     """True where the line is a warning."""
+    updates: str = ""
+    """Says how updated weights are gathered by default; empty where the host gathers none, or the section
+    says it."""
 
 
 def resolve(
@@ -143,14 +146,39 @@ def resolve(
     steps: int | None = None,
     step_ahead_unavailable: str = "",
     optimizer_unknown_hint: str = "",
+    exact_unavailable: str | None = None,
 ) -> Resolved:
-    """Choose the feedback, and say what it became or what the settings are known to lose.
+    """Choose the feedback and the gather of updated weights, and say what they became, or what the settings
+    are known to lose.
 
     Args:
         written: The settings as they were written.
         training, steps, step_ahead_unavailable: See :func:`_chosen`.
         optimizer_unknown_hint: What to do so that the plugin knows the optimizer, in words.
+        exact_unavailable: Why exact updates of the weights cannot be had, in words; empty if they can, None
+            where no weights are gathered after a step.
     """
+    made = _feedback(written, training, steps, step_ahead_unavailable, optimizer_unknown_hint)
+    thresholds = written.enabled and (made.settings.sparsity or written.quality is not None)
+    if exact_unavailable is None or "parameters" in written.model_fields_set or not thresholds:
+        return made
+    if exact_unavailable:
+        return made._replace(updates=f"updated weights are gathered whole: {exact_unavailable}")
+    return made._replace(
+        settings=changed(made.settings, parameters="exact"),
+        updates="updated weights cross where their bits changed, bitwise a gather (parameters 'exact'; null "
+        f"leaves it out): {EXACT_UPDATES.what} fewer bytes (docs/{EXACT_UPDATES.source})",
+    )
+
+
+def _feedback(
+    written: DataParallelConfig,
+    training: Training,
+    steps: int | None,
+    step_ahead_unavailable: str,
+    optimizer_unknown_hint: str,
+) -> Resolved:
+    """Return the settings with their feedback; see :func:`resolve`."""
     if written.quality == "exact":
         feedback = LocalFeedback() if isinstance(written.feedback, AutoFeedback) else written.feedback
         return Resolved(changed(written, feedback=feedback, sparsity=0.0), "", False)

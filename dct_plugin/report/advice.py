@@ -51,8 +51,8 @@ def _classes(run: Run) -> Iterator[Advice]:
     gathers = run.share(f"{HOST}all_gather", "parameter_full")
     if gathers > 0.5:
         yield Advice(
-            'Threshold updated weights, too: "parameters" in dct.data_parallel (ZeRO-1 and 2, Megatron\'s '
-            "distributed optimizer).",
+            'Send updated weights where they changed, or threshold them: "parameters": "exact" or {} in '
+            "dct.data_parallel (ZeRO-1 and 2, Megatron's distributed optimizer).",
             f"{100 * gathers:.0f} % of what is sent after the start are gathers of whole weights.",
         )
     host = run.share(HOST) - run.share(f"{HOST}all_gather")

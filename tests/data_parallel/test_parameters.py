@@ -172,7 +172,7 @@ def look_ahead(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     working, mean = weights.clone(), seen()
     torch.distributed.all_reduce(mean)
     undisplaced = weights.clone()
-    updates.record_full(TOTAL, 4)
+    updates.record_full("all", TOTAL, 4)
     ahead.end_step(skipped=False)
     return {
         "at first": at_first,
@@ -260,7 +260,7 @@ def walk_exactly(rank: int, world_size: int, dtype: torch.dtype, nodes: int, sca
         working[rank * each :][:each] = master.to(dtype)
         full.append(updates.full("all", dtype))
         if full[-1]:
-            updates.record_full(TOTAL, dtype.itemsize)
+            updates.record_full("all", TOTAL, dtype.itemsize)
             working = _gathered(master.to(dtype), world_size)
         else:
             updates.update([("all", working, shards_in(0, TOTAL, each))], {"all": before}.__getitem__)
@@ -292,8 +292,8 @@ def test_exact_updates_are_gathers_bitwise_in_fewer_bytes(world_size: int) -> No
             # Headers and sizes beside weights that all changed.
             assert walked["sent"] < 1.001 * walked["dense"] + STEPS * (world_size - 1) * 128, case
             # Ranks compare after 1, 2, 4, ... whole gathers; between nodes they always do.
-            large = [False, True, False, True, True, False] if case == "bf16 10 1" else [False] * 6
-            assert walked["full"][:6] == large, case
+            large = case == "bf16 10 1"
+            assert walked["full"][:7] == [True, False, large, False, large, large, False], case
         assert found["bf16 1e-06 1"]["sent"] < found["bf16 1e-06 1"]["dense"] / 20
         assert found["bf16 1e-06 1"]["density"] < 0.05
         assert found["bf16 0.0001 1"]["sent"] < found["bf16 0.0001 1"]["dense"] / 3

@@ -30,6 +30,7 @@ AHEAD = {
         "sparsity": 0.9, "min_numel": 100, "feedback": "step_ahead", "warmup_steps": 1, "parameters": "exact",
     }
 }  # fmt: skip
+DEFAULT = {"data_parallel": {k: v for k, v in AHEAD["data_parallel"].items() if k != "parameters"}}
 GATHERED = {"data_parallel": {**AHEAD["data_parallel"], "parameters": None}}
 
 
@@ -56,6 +57,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     plan += [
         run("ahead", name, AHEAD),
         run("gathered", name, GATHERED),
+        run("default", name, DEFAULT),
         {"id": "experts", "model": "experts", "config": experts, "steps": 6},
         {"id": "fp32", "config": fp32, "steps": 1, "expect_error": True},
         {"id": "stage3", "config": {**config(3, "bf16"), "dct": EXACT}, "steps": 1, "expect_error": True},
@@ -78,7 +80,7 @@ def test_training_is_deepspeeds_bitwise(two: Results, name: str) -> None:
         part = exact["classes"]["parameter_exact"]
         assert 0 < part["density"] <= 1
         assert part["sent"] < part["dense"]
-        assert "parameter_full" not in exact["classes"]
+        assert exact["classes"]["parameter_full"]["sent"] > 0  # the first gather, and one after loading
     assert two[0][f"exact/{name}"]["hash"] == two[1][f"exact/{name}"]["hash"]
 
 
@@ -88,6 +90,19 @@ def test_step_ahead_is_that_of_gathered_weights(two: Results) -> None:
         for what in ("losses", "hash", "residual", "coefficients"):
             assert rank["ahead/zero1-bf16"][what] == rank["gathered/zero1-bf16"][what], what
         assert not any("gather_parameters" in line for line in rank["ahead/zero1-bf16"]["log"])
+
+
+def test_it_is_the_default_of_thresholded_gradients(two: Results) -> None:
+    name = "zero1-bf16"
+    for rank in two:
+        for what in ("losses", "hash"):
+            assert (
+                rank[f"default/{name}"][what] == rank[f"ahead/{name}"][what] == rank[f"gathered/{name}"][what]
+            )
+        assert rank[f"default/{name}"]["classes"]["parameter_exact"]["sent"] > 0
+        assert "parameter_exact" not in rank[f"gathered/{name}"]["classes"]
+    said = [line for line in two[0][f"default/{name}"]["log"] if "updated weights cross where" in line]
+    assert len(said) == 1
 
 
 def test_expert_groups_stay_deepspeeds(two: Results) -> None:

@@ -12,7 +12,7 @@ from support import ROOT
 from typer.testing import CliRunner
 
 from dct_plugin import cli
-from dct_plugin.config import DCTConfig
+from dct_plugin.config import DCTConfig, ParametersConfig
 from dct_plugin.integrations.deepspeed.file_check import check
 from dct_plugin.policy import resolve
 from dct_plugin.policy.evidence import (
@@ -73,6 +73,48 @@ def test_a_row_is_valid_and_not_known_to_lose(row: Recommendation) -> None:
         # Muon's rows are for torch and Megatron; with DeepSpeed's own Muon it is refused.
         assert bool(report.faults) == (row.family is OptimizerFamily.MUON)
         assert (report.warnings == []) == (row.data_parallel is not None)
+
+
+def test_changed_weights_alone_cross_by_default() -> None:
+    """Where gradients are thresholded and nothing was written: with a line that says so, or why not."""
+    training = Training(("AdamW",), stage=1, ranks=2)
+    for written, parameters in (
+        ({}, "exact"),
+        ({"quality": "exact"}, "exact"),
+        ({"sparsity": "auto"}, "exact"),
+        ({"parameters": None}, None),
+        ({"parameters": False}, None),
+        ({"parameters": {}}, {}),
+        ({"sparsity": 0, "value_dtype": "int8"}, None),
+        ({"enabled": False}, None),
+    ):
+        settings = DCTConfig.parse({"data_parallel": written}).data_parallel
+        made = resolve(settings, training, exact_unavailable="")
+        expected = ParametersConfig() if parameters == {} else parameters
+        assert made.settings.parameters == expected, written
+        assert ("4.0x" in made.updates) == (parameters == "exact"), written
+        off = resolve(settings, training, exact_unavailable="no kernels")
+        assert off.settings.parameters == settings.parameters
+        assert ("no kernels" in off.updates) == (parameters == "exact"), written
+        none = resolve(settings, training)
+        assert (none.settings.parameters, none.updates) == (settings.parameters, "")
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "line"),
+    [
+        (1, "bf16", "cross where their bits changed"),
+        (2, "fp16", "cross where their bits changed"),
+        (1, "fp32", "are gathered whole: nearly all fp32 weights change"),
+        (3, "bf16", "are gathered whole: under ZeRO stage 3"),
+        (0, "bf16", ""),
+    ],
+)
+def test_a_file_says_how_updated_weights_are_gathered(stage: int, precision: str, line: str) -> None:
+    content = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage}, "dct": {}}
+    report = check({**content, **({} if precision == "fp32" else {precision: {"enabled": True}})})
+    found = [note for note in report.notes if note.startswith("updated weights")]
+    assert [line in note for note in found] == [True] * bool(line)
 
 
 def test_every_row_has_a_model_and_a_section_of_a_page() -> None:

@@ -34,7 +34,7 @@ from .node_copies import DisplacedCopies, NodeCopies
 from .parser import keys_read
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
-from .rules import advice, applied, require, step_ahead_unavailable, unread_keys
+from .rules import advice, applied, exact_unavailable, require, step_ahead_unavailable, unread_keys
 from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
 from .stage0 import Bf16Path, Stage0Path
 from .weight_updates import UpdatedWeights, WeightUpdates
@@ -309,6 +309,7 @@ def _prepared(engine: Any, config: DCTConfig) -> tuple[Attachment | None, str]:
             stage=job.stage,
             steps=steps_of(engine.lr_scheduler),
             step_ahead_unavailable=step_ahead_unavailable(job, config),
+            exact_unavailable=exact_unavailable(job, engine.device.type),
         )
     require(job, config, rank=engine.global_rank)
     config = applied(job, config)

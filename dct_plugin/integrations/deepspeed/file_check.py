@@ -15,7 +15,15 @@ from dct_plugin.policy.optimizers import OptimizerFamily, unknown_step
 
 from ..host.versions import installed, parse
 from .parser import Answer
-from .rules import advice, applied, refusals, step_ahead_unavailable, unread_keys, without_slot
+from .rules import (
+    advice,
+    applied,
+    exact_unavailable,
+    refusals,
+    step_ahead_unavailable,
+    unread_keys,
+    without_slot,
+)
 from .section import KEYS, READ_BY_PLUGIN, SECTION, Job, backend_name, misplaced_section
 
 #: Keys that a warning names; of more it says how many there are.
@@ -122,7 +130,9 @@ def _settled(job: Job, config: DCTConfig, report: FileReport) -> DCTConfig:
         training,
         steps=job.steps,
         step_ahead_unavailable=step_ahead_unavailable(job, config),
+        exact_unavailable=exact_unavailable(job),
     )
+    report.notes += [made.updates] if made.updates else []
     if made.line:
         (report.warnings if made.warns else report.notes).append(made.line)
     if made.settings.feedback.looks_ahead and training.family is OptimizerFamily.OTHER:

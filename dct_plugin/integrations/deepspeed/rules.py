@@ -69,6 +69,21 @@ def step_ahead_unavailable(job: Job, config: DCTConfig) -> str:
     return ""
 
 
+def exact_unavailable(job: Job, device: str = "cpu") -> str | None:
+    """Return why changed weights alone cannot cross in a job by default; empty if they can, None where no
+    weights are gathered after a step.
+    """
+    if job.stage == 3:
+        return "under ZeRO stage 3 modules gather them when they need them"
+    if not job.gathers_weights:
+        return None
+    if job.precision == "fp32":
+        return "nearly all fp32 weights change in a step"
+    if job.tied_weights:
+        return "stages of the pipeline have some in common"
+    return "" if device == "cpu" else f"exact updates have no kernels for {device}"
+
+
 def advice(job: Job) -> Iterator[str]:
     """Yield what DeepSpeed itself does wrong in a job, with or without the plugin."""
     if job.precision == "fp16" and job.stage == 0 and parse(job.version) <= (0, 19, 8):

@@ -142,7 +142,7 @@ class UpdatedWeights(WeightUpdates):
             return
         self._optimizer.update_lp_params()
         for index in self._groups:
-            self._record_full(self._flat[index])
+            self._record_full(index)
 
     def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
         dtypes = [flat.dtype for flat in self._flat]
@@ -175,7 +175,7 @@ class UpdatedWeights(WeightUpdates):
         entries = []
         masters: dict[str, Tensor] = {}
         for index in self._groups.keys() - self._known.keys():
-            self._record_full(flats[index])
+            self._record_full(index)
         for index, known in self._known.items():
             flat, part = flats[index], self._part(index)
             if self.updates.exact:
@@ -211,5 +211,6 @@ class UpdatedWeights(WeightUpdates):
         each = flat.numel() // self.updates.group_size
         return _FlatParameter(name, start, parameter.numel(), shards_in(start, parameter.numel(), each))
 
-    def _record_full(self, flat: Tensor) -> None:
-        self.updates.record_full(flat.numel(), flat.element_size())
+    def _record_full(self, index: int) -> None:
+        flat = self._flat[index]
+        self.updates.record_full(f"group {index}", flat.numel(), flat.element_size())

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.config import DCTConfig
@@ -91,6 +92,7 @@ def resolve_settings(
     steps: int | None = None,
     step_ahead_unavailable: str = "",
     optimizer_unknown_hint: str = "",
+    exact_unavailable: str | None = None,
 ) -> tuple[DCTConfig, str]:
     """Return the configuration with the feedback that suits the optimizer, and a line for rank 0 to log.
 
@@ -105,6 +107,7 @@ def resolve_settings(
         steps: Optimizer steps of the run, None if not known.
         step_ahead_unavailable: Why this host cannot have step-ahead; empty if it can.
         optimizer_unknown_hint: What to do so that the optimizer is told.
+        exact_unavailable: See :func:`.policy.resolve`; what comes of it is logged.
     """
     if not config.enabled or ranks == 1:
         return config, ""
@@ -118,7 +121,10 @@ def resolve_settings(
         steps=steps,
         step_ahead_unavailable=step_ahead_unavailable,
         optimizer_unknown_hint=optimizer_unknown_hint,
+        exact_unavailable=exact_unavailable,
     )
+    if made.updates and dist.get_rank() == 0:
+        logger.warning("dct: %s", made.updates)
     return config.model_copy(update={"data_parallel": made.settings}), made.line
 
 

@@ -85,8 +85,12 @@ class DataParallelHook(Hook):
         for module, name in _SHARDING:
             self.session.when_imported(module, functools.partial(_refuse, self.session, name))
 
-    def resolve(self) -> None:
-        """Let the feedback follow the optimizers, which Megatron has made by now; once."""
+    def resolve(self, exact_unavailable: str | None = None) -> None:
+        """Let the settings follow the optimizers, which Megatron has made by now; once.
+
+        Args:
+            exact_unavailable: See :func:`.policy.resolve`.
+        """
         if self._is_resolved:
             return
         self._is_resolved = True
@@ -98,6 +102,7 @@ class DataParallelHook(Hook):
             steps=getattr(self.session.megatron_args, "train_iters", None),
             step_ahead_unavailable=next(self._step_ahead_unavailable(), ""),
             optimizer_unknown_hint="make the optimizer after the hooks were installed",
+            exact_unavailable=exact_unavailable,
         )
         self.config = self.session.config.data_parallel
         for problem in self._step_ahead_unavailable() if self.config.feedback.looks_ahead else ():

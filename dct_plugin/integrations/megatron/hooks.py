@@ -160,11 +160,12 @@ def _add_hooks(session: Session) -> None:
         hook = DataParallelHook(session)
         session.hooks.append(hook)
         session.active["data_parallel"] = f"sparsity {data.sparsity:g}"
-        if data.parameters is not None:
+        updates = data.parameters
+        if updates is not None or "parameters" not in data.model_fields_set:
             from .parameters import ParameterHook
 
-            updates = data.parameters
             session.hooks.append(ParameterHook(session, hook.resolve))
+        if updates is not None:
             session.active["parameters"] = (
                 updates if isinstance(updates, str) else f"sparsity {updates.sparsity:g}"
             )

@@ -30,6 +30,7 @@ from .buckets import NAME, groups_of, is_expert, start_in
 from .session import Hook, Session
 
 _OWNER = "_dct_owner"
+_ANOTHER_FORM = "its weights are not gathered as they are"
 
 
 @dataclass
@@ -73,10 +74,11 @@ class ParameterHook(Hook):
 
     Args:
         session: What the hooks share.
-        resolve: Completes the session's configuration, once there is an optimizer.
+        resolve: Completes the session's configuration, once there is an optimizer; is told why exact
+            updates cannot be had (empty: they can).
     """
 
-    def __init__(self, session: Session, resolve: Callable[[], None]) -> None:
+    def __init__(self, session: Session, resolve: Callable[[str], None]) -> None:
         from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -125,8 +127,11 @@ class ParameterHook(Hook):
 
     def _wrap_model(self, original: Function, ddp: Any, *arguments: Any, **keywords: Any) -> None:
         original(ddp, *arguments, **keywords)
-        if not ddp.ddp_config.use_distributed_optimizer and any(
-            group.data_parallel_group.size() > 1 for group in groups_of(ddp)
+        written = self.session.written.data_parallel.parameters is not None
+        if (
+            written
+            and not ddp.ddp_config.use_distributed_optimizer
+            and any(group.data_parallel_group.size() > 1 for group in groups_of(ddp))
         ):
             raise refuse(
                 "Megatron without the distributed optimizer",
@@ -180,8 +185,15 @@ class ParameterHook(Hook):
     # -- inside ---
 
     def _adopt(self, optimizer: Any, buckets: list[Any]) -> None:
-        for reason in _unsupported(optimizer, buckets):
-            raise refuse(f"Megatron's {reason}", "its weights are not gathered as they are")
+        written = self.session.written.data_parallel.parameters
+        reasons = [*_unsupported(optimizer, buckets, exact=written in (None, "exact"))]
+        if reasons and written is not None:
+            raise refuse(*reasons[0])
+        if (device := buckets[0].grad_data.device.type) != "cpu":
+            reasons.append(("exact updates", f"there are no kernels for {device}"))
+        self._resolve(": ".join(reasons[0]) if reasons and written is None else "")
+        if self.session.config.data_parallel.parameters is None or (reasons and written is None):
+            return
         pairs = [
             pair
             for models, shards in (
@@ -191,10 +203,6 @@ class ParameterHook(Hook):
             for model, shard in zip(models, shards, strict=True)
             for pair in zip(model, shard, strict=True)
         ]
-        self._resolve()
-        exact = self.session.config.data_parallel.parameters == "exact"
-        if exact and any(bucket.param_data.dtype == torch.float32 for bucket in buckets):
-            raise refuse("Megatron in fp32", "'exact' is for bf16 and fp16: nearly all fp32 weights change")
         ranks = optimizer.data_parallel_group
         updates = ParameterUpdates(
             self.session.config.data_parallel,
@@ -276,11 +284,12 @@ class ParameterHook(Hook):
 def _record_full(owner: _Owner, buckets: list[Any]) -> None:
     """Note that Megatron gathers these buckets in full."""
     for bucket in buckets:
-        owner.updates.record_full(bucket.param_data.numel(), bucket.param_data.element_size())
+        name, data = f"bucket {owner.numbers[id(bucket)]}", bucket.param_data
+        owner.updates.record_full(name, data.numel(), data.element_size())
 
 
-def _unsupported(optimizer: Any, buckets: list[Any]) -> Iterator[str]:
-    """Yield the settings under which weights are gathered in another form."""
+def _unsupported(optimizer: Any, buckets: list[Any], *, exact: bool) -> Iterator[tuple[str, str]]:
+    """Yield the settings under which weights are gathered in another form, and why updates cannot be."""
     config, ddp = optimizer.config, optimizer.ddp_config
     for holder, name in (
         (config, "use_precision_aware_optimizer"),
@@ -290,7 +299,9 @@ def _unsupported(optimizer: Any, buckets: list[Any]) -> Iterator[str]:
         (ddp, "use_megatron_fsdp"),
     ):
         if getattr(holder, name, False):
-            yield name
-    kinds = (torch.float32, torch.bfloat16, torch.float16)
-    if any(bucket.param_data is None or bucket.param_data.dtype not in kinds for bucket in buckets):
-        yield "fp8 parameters"
+            yield f"Megatron's {name}", _ANOTHER_FORM
+    kinds = {None if bucket.param_data is None else bucket.param_data.dtype for bucket in buckets}
+    if kinds - {torch.float32, torch.bfloat16, torch.float16}:
+        yield "Megatron's fp8 parameters", _ANOTHER_FORM
+    if exact and torch.float32 in kinds:
+        yield "Megatron in fp32", "'exact' is for bf16 and fp16: nearly all fp32 weights change"
