@@ -3,8 +3,8 @@
 Starts two local ranks that train a perceptron of more than ten million parameters with an ordinary DeepSpeed
 engine, for each ZeRO stage once without and once with a ``dct`` section (the only difference), and reads what
 the loopback interface carried in steady state: both directions, packet headers and everything else included.
-ZeRO-1 and 2 also send updated parameters, thresholded with ``--parameters`` (0 leaves that gather dense), and in
-bf16 exactly, in a row of its own; ZeRO-3 gathers parameters for every pass, dense (``--stages 3``).
+ZeRO-1 and 2 also send updated parameters, thresholded with ``--parameters`` (0 leaves that gather dense), and
+in bf16 exactly, in a row of its own; ZeRO-3 gathers parameters for every pass, dense (``--stages 3``).
 
     python benchmarks/wire.py
 
@@ -12,7 +12,10 @@ With ``--nodes`` every node is a network namespace (Linux, root), and bytes betw
 counted apart; ZeRO-3 also runs with a copy of the weights in each node (hpZ), which ``dct`` updates.
 
     python benchmarks/wire.py --stages 3 --nodes 2 --ranks 4 --bf16
-    python benchmarks/wire.py --stages 1 --nodes 2 --bf16 --lr 2e-3 --sparsity 0 --value-dtype fp32  # weights alone
+
+The bytes of weights alone, in exact updates of a training in large steps:
+
+    python benchmarks/wire.py --stages 1 --nodes 2 --bf16 --lr 2e-3 --sparsity 0 --value-dtype fp32
 """
 
 from __future__ import annotations

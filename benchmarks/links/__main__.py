@@ -60,7 +60,7 @@ class _Options:
         ),
     ] = None
     parameters: Annotated[
-        float, typer.Option(min=0.01, help="Millions of parameters in the model of ddp, deepspeed and fsdp.")
+        float, typer.Option(min=0.01, help="Millions of parameters in the model of all but dlrm.")
     ] = 10.65
     batch_size: Annotated[
         list[int] | None,

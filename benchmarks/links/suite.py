@@ -108,6 +108,14 @@ WORKLOADS: dict[str, Entry] = {
         _sized,
         "dense fp32",
     ),
+    "fine-tuning": Entry(
+        "DeepSpeed, fine-tuning",
+        "benchmarks.links.zero:FineTuning",
+        ("deepspeed",),
+        lambda plan: [f"ZeRO-{stage}" for stage in plan.stages if stage in (1, 2)],
+        _sized,
+        "dense",
+    ),
     "fsdp": Entry(
         "torch FSDP2",
         "benchmarks.links.fsdp:Replicas",

@@ -60,13 +60,13 @@ class Zero:
                     "hpZ": {"zero_optimization": zero},
                     "DCT 0.99, updates 0.97, hpZ": {"zero_optimization": zero, "dct": updates},
                 }
-        for name, section in chosen.items():
-            engine = self._engine(stage, section)
-            attached = engine.__dict__.get("dct")
-            metrics = [] if attached is None else [attached.metrics]
-            warmup = 3 if attached is None else 10
-            methods.append(Method(name, partial(self._step, engine), metrics, warmup=warmup))
-        return methods
+        return methods + [self._method(stage, name, section) for name, section in chosen.items()]
+
+    def _method(self, stage: int, name: str, section: Mapping[str, Any]) -> Method:
+        engine = self._engine(stage, section)
+        attached = engine.__dict__.get("dct")
+        metrics = [] if attached is None else [attached.metrics]
+        return Method(name, partial(self._step, engine), metrics, warmup=3 if attached is None else 10)
 
     def close(self) -> None:
         for engine in self._engines:
@@ -92,3 +92,36 @@ class Zero:
         x, y = self._data
         engine.backward(nn.functional.mse_loss(engine(x), y))
         engine.step()
+
+
+#: Sections of fine-tuning, see ``docs/methods.md#exact-updates``.
+FINE_TUNING: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "exact": {"sparsity": 0, "value_dtype": "fp32", "parameters": "exact"},
+    "exact, gradients in int8": {"sparsity": 0, "value_dtype": "int8", "parameters": "exact"},
+    "DCT 0.99, exact": {"sparsity": 0.99, "feedback": "local"},
+    "DCT 0.99, updates 0.97": {"sparsity": 0.99, "feedback": "local", "parameters": {}},
+}
+
+
+class FineTuning(Zero):
+    """Fine-tuning at 1e-5 in bf16 with AdamW: variants are ``ZeRO-1`` and ``ZeRO-2``.
+
+    DeepSpeed's own quantised gathers (qwZ) are not beside it: they need ZeRO-3 and kernels for CUDA.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        x, y = self._data
+        self._data = x.bfloat16(), y.bfloat16()
+
+    def open(self, variant: str) -> list[Method]:
+        job = {
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
+        }
+        stage = int(variant.removeprefix("ZeRO-"))
+        return [
+            self._method(stage, name, {**job, **({"dct": {"data_parallel": section}} if section else {})})
+            for name, section in FINE_TUNING.items()
+        ]

@@ -1,10 +1,10 @@
 """Measure the bytes of exact updates of weights under ZeRO-1: pretraining, then fine-tuning on other text.
 
-Two ranks train the GPT of ``adam.py`` in bf16 with fp32 masters, at 2e-3 with warm-up and cosine, on the
-text. Then they fine-tune it on the Python sources of the standard library, at constant learning rates: with
-DeepSpeed's own gathers, with exact updates, and with exact updates and compressed gradients. Bytes are those
-of the weights of a rank, headers and announcements included; *all* is everything that rank 0 sends. Losses
-with dense gradients are compared bit by bit.
+Two ranks (or ``--ranks``) train the GPT of ``adam.py`` in bf16 with fp32 masters, at 2e-3 with warm-up and
+cosine, on the text. Then they fine-tune it on the Python sources of the standard library, at constant
+learning rates: with DeepSpeed's own gathers, with exact updates, and with exact updates and compressed
+gradients. Bytes are those of the weights of a rank, headers, announcements and whole gathers included; *all*
+is everything that rank 0 sends. Losses with dense gradients are compared bit by bit.
 
     python benchmarks/studies/exact_updates.py --text wikitext2_valid.txt.gz
 """
@@ -75,7 +75,8 @@ def train(
         rate *= max(0.05, 0.5 * (1 + math.cos(math.pi * step / steps))) if cosine else 1.0
         for group in engine.optimizer.param_groups:
             group["lr"] = rate
-        starts = torch.randint(len(seen) - SEQUENCE - 1, (2, 8), generator=generator)[rank]
+        count = (dist.get_world_size(), 8)
+        starts = torch.randint(len(seen) - SEQUENCE - 1, count, generator=generator)[rank]
         where = starts[:, None] + offsets
         loss = functional.cross_entropy(
             engine(seen[where]).float().view(-1, SYMBOLS), seen[where + 1].view(-1)
@@ -85,8 +86,9 @@ def train(
         losses.append(loss.item())
         if section is not None:
             total = engine.dct.metrics.summary()
-            part = total.classes["parameter_exact"]
-            sent.append((part.sent_bytes, part.dense_bytes, total.sent_bytes, total.dense_bytes))
+            gathers = [total.classes[c] for c in ("parameter_exact", "parameter_full") if c in total.classes]
+            crossed = sum(each.sent_bytes for each in gathers), sum(each.dense_bytes for each in gathers)
+            sent.append((*crossed, total.sent_bytes, total.dense_bytes))
     result = {"losses": losses, "sent": sent, "before": before, "after": held_out_loss(engine, held)}
     result["weights"] = {name: tensor.clone().float() for name, tensor in engine.module.state_dict().items()}
     engine.destroy()
@@ -123,7 +125,8 @@ def worker(args: argparse.Namespace) -> None:
     rows = [figures("pretraining, 2e-3, exact", trained, None)]
     for lr in args.lr:
         dense: list[float] = []
-        for setting, section in SETTINGS.items():
+        for setting in args.settings:
+            section = SETTINGS[setting]
             result = train(trained["weights"], section, lr, other, args.steps)
             dense = dense or result["losses"]
             same = None if setting == "gathers" else result["losses"] == dense
@@ -145,12 +148,20 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="plain or gzip")
     parser.add_argument("--pretraining", type=int, default=1200, help="steps")
     parser.add_argument("--steps", type=int, default=400, help="of fine-tuning")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-5, 1e-6])
     args = parser.parse_args()
     if "RANK" in os.environ:
         worker(args)
         return
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={args.ranks}",
+    ]
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ}
     subprocess.run([*launcher, *sys.argv], env=environment, check=True)
 

@@ -59,7 +59,8 @@ class VerifyConfig(Section):
     section_path = "dct.data_parallel.verify"
 
     every: int = Field(default=1000, ge=1)
-    """Optimizer steps from one comparison to the next. Optimizer states are not compared.
+    """Optimizer steps from one comparison to the next. DeepSpeed and Megatron compare before saves, too.
+    Optimizer states are not compared.
 
     100 to 1000. A comparison costs one pass over the parameters and a small all-reduce.
     """

@@ -60,7 +60,7 @@ class WholeGathers:
     def end_update(self, step: int) -> None:
         """Decide by the messages of this step."""
         for name, (sent, whole) in self._bytes.items():
-            count = min(2 * self._due[name][1] or 1, _MOST_STEPS)
+            count = min(2 * self._due.get(name, (-1, 0))[1] or 1, _MOST_STEPS)
             self._due[name] = (step + count, count) if sent > _WORTH * whole else (-1, 0)
         self._bytes.clear()
 

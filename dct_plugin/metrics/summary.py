@@ -161,6 +161,10 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
         parts.append(f"{100 * largest[1]:.0f} % of it {_CLASS_NAMES.get(largest[0], largest[0])}")
     if total.density is not None and total.density_target is not None:
         parts.append(f"density {total.density:#.3g} (target {total.density_target:#.3g})")
+    if "parameter_exact" in total.classes:
+        parts.append(
+            f"{_percent(total.classes['parameter_exact'].density or 0.0)} of the weights change in a step"
+        )
     if total.intra_node:
         parts.append(f"{_bytes(total.intra_node)} inside its node")
     select, encode, exchange, decode, waited = (

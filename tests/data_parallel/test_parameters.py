@@ -267,6 +267,8 @@ def walk_exactly(rank: int, world_size: int, dtype: torch.dtype, nodes: int, sca
         updates.end_step()
         same.append(torch.equal(working.view(torch.int16), gathered.view(torch.int16)))
         assert updates.pending_of("all") is None
+    updates.load_state_dict(updates.state_dict())
+    assert updates.full("all", dtype)  # the first gather after a state was loaded is whole
     part, total = metrics.summary().classes["parameter_exact"], metrics.summary()
     found = {"same": same, "full": full, "density": part.density}
     return {**found, "sent": total.sent_bytes, "dense": total.dense_bytes}

@@ -52,6 +52,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ]
     name = "zero1-bf16"
     verified = {"data_parallel": {**EXACT["data_parallel"], "verify": {"every": 1}}}
+    at_save = {"data_parallel": {**EXACT["data_parallel"], "verify": {"every": 10_000}}}
     experts = {**config(1, "bf16", optimizer="Adam"), "dct": AHEAD}
     fp32 = {**config(1, optimizer="AdamW"), "dct": EXACT}
     plan += [
@@ -61,7 +62,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
         {"id": "experts", "model": "experts", "config": experts, "steps": 6},
         {"id": "fp32", "config": fp32, "steps": 1, "expect_error": True},
         {"id": "stage3", "config": {**config(3, "bf16"), "dct": EXACT}, "steps": 1, "expect_error": True},
-        # Last: after it the ranks' weights differ.
+        # Last: after them the ranks' weights differ.
+        run(
+            "saved",
+            name,
+            at_save,
+            save=str(folder / "saved"),
+            save_after=12,
+            ranks={"1": {"overwrite": [7]}},
+            expect_error=True,
+        ),
         run("verified", name, verified, ranks={"1": {"overwrite": [7]}}, expect_error=True),
     ]
     return launch(2, plan, folder / "two", DCT_TEST_FP16_ON_CPU="1")
@@ -112,9 +122,14 @@ def test_expert_groups_stay_deepspeeds(two: Results) -> None:
 def test_what_cannot_be_exact_is_refused(two: Results) -> None:
     for rank in two:
         assert "dct.data_parallel.parameters: DeepSpeed in fp32" in rank["fp32"]["error"]
-        assert 'dct.data_parallel.parameters = "exact" under ZeRO stage 3' in rank["stage3"]["error"]
+        assert (
+            'dct.data_parallel.parameters = "exact" under ZeRO stage 3: modules gather'
+            in rank["stage3"]["error"]
+        )
 
 
 def test_weights_that_one_rank_overwrote_are_found(two: Results) -> None:
     for rank in two:
-        assert "head.weight" in rank["verified/zero1-bf16"]["error"]
+        for kind in ("verified", "saved"):
+            assert "head.weight" in rank[f"{kind}/zero1-bf16"]["error"], kind
+        assert "after step 12" in rank["saved/zero1-bf16"]["error"]

@@ -44,6 +44,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no nodes": ({"nodes": "auto"}, {}, "nodes = 'auto' makes no nodes of the 4 ranks, and a copy is kept"),
     "larger nodes": ({"nodes": 4}, {}, "a copy in each 2 consecutive ranks, but the nodes are [0, 1, 2, 3]"),
     "one copy": ({}, {"zero_hpz_partition_size": 4}, "all 4 ranks have one copy between them"),
+    "fp32 exactly": ({"parameters": "exact"}, {}, "nearly all fp32 weights change in a step"),
     "no copies": ({}, {"zero_hpz_partition_size": 1}, "no rank keeps a copy"),
 }
 
@@ -68,6 +69,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
             run("gathered", name, 4, EXACT),
             run("full", name, 4, EXACT | {"parameters": {"sparsity": 0, "value_dtype": "fp32"}}),
             run("all", name, 4, EXACT | ALL),
+            *([run("exactly", name, 4, EXACT | {"parameters": "exact"})] if name != "fp32" else []),
             run("updated", name, 8, SPARSE | UPDATES, save=save, save_after=3),
             run("rest", name, 8, SPARSE | UPDATES, load=save, seed=2),
         ]
@@ -102,6 +104,15 @@ def test_copies_that_get_every_update_are_the_weights(four: Results, name: str) 
                 assert updated[what] == gathered[what], what
         assert updated["losses"] == pytest.approx(gathered["losses"], rel=tolerance(name))
     assert four[0][f"all/{name}"]["classes"]["parameter"]["sent"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "fp32"])
+def test_exact_updates_of_copies_are_gathers(four: Results, name: str) -> None:
+    for rank in four:
+        gathered, exact = rank[f"gathered/{name}"], rank[f"exactly/{name}"]
+        for what in ("losses", "norms", "scales", "skipped", "hash"):
+            assert exact[what] == gathered[what], what
+    assert four[0][f"exactly/{name}"]["classes"]["parameter_exact"]["sent"] > 0
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -172,6 +172,22 @@ def test_without_the_distributed_optimizer_it_is_refused() -> None:
         assert "dct.data_parallel.parameters: Megatron without the distributed" in text
 
 
+def test_exact_updates_are_the_default_of_thresholded_gradients() -> None:
+    dense = {"data_parallel": {"sparsity": 0.9, "min_numel": 100, "feedback": "local", "parameters": None}}
+    default = {"data_parallel": {k: v for k, v in dense["data_parallel"].items() if k != "parameters"}}
+    base = replace(BASE, bf16=True, steps=4)
+    gathered, exact, fp32 = run(
+        2, *(base.with_dct(each) for each in (dense, default)), replace(BASE, steps=2).with_dct(default)
+    )
+    for theirs, ours in zip(gathered, exact, strict=True):
+        assert (ours.losses, ours.parameters) == (theirs.losses, theirs.parameters)
+        assert "parameter_exact" in ours.classes
+        assert "parameter_exact" not in theirs.classes
+    assert any("updated weights cross where their bits changed" in line for line in exact[0].log)
+    assert any("are gathered whole: Megatron in fp32" in line for line in fp32[0].log)
+    assert "parameter_exact" not in fp32[0].classes
+
+
 def test_exact_updates_are_megatrons_gathers() -> None:
     """Bitwise, also with gathers that the forward pass asks for, and in fewer bytes at a small step."""
     exact = {"data_parallel": {**section(0.0, 0.0, "fp32")["data_parallel"], "parameters": "exact"}}

@@ -92,6 +92,8 @@ class CheckpointFiles(EnginePart):
         mark = folder / checkpoint.UNFINISHED
         if self._path.reducer.group_rank == 0 and folder.is_dir() and any(folder.iterdir()):
             mark.touch()
+        for replicas in self._steps.replicas:
+            replicas.check(self._steps.step, saves=True)
         # Before DeepSpeed's own files: once "latest" is written, the checkpoint is complete.
         if self._gather is not None:
             self._gather.gather()

@@ -1,4 +1,4 @@
-"""ZeRO-3 with hpZ: the copy of the weights in each node stays, and gets thresholded updates.
+"""ZeRO-3 with hpZ: the copy of the weights in each node stays, and gets thresholded or exact updates.
 
 With ``zero_hpz_partition_size`` DeepSpeed keeps each parameter a second time, divided over the ranks of a
 node (the secondary tensor), gathers it there in the backward pass, and drops it after every step: the next
@@ -34,7 +34,7 @@ from ..host.gathered_slice import GatheredSlice
 from ..host.patching import Function, Patches, given
 from .engine import EngineContext, EnginePart
 from .path import GradientPath
-from .weight_updates import WeightUpdates, updates_of
+from .weight_updates import WeightUpdates, swap, updates_of
 
 _KEY = "zero_optimization.zero_hpz_partition_size"
 #: The attribute of parameters that ``GatheredParameters`` has gathered; of DeepSpeed 0.19.8.
@@ -205,7 +205,9 @@ class NodeCopies(WeightUpdates):
     @property
     def _full(self) -> bool:
         """True if nothing is thresholded in this step."""
-        return not self.slices or self.updates.full("", self.slices[0].parameter.ds_tensor.dtype)
+        if not self.slices or self.updates.exact:
+            return not self.slices
+        return self.updates.full("", self.slices[0].parameter.ds_tensor.dtype)
 
     # -- which weights passes gather ---
 
@@ -298,6 +300,8 @@ class NodeCopies(WeightUpdates):
             if shard is not None:
                 whole = torch.cat([received[position][index] for position in senders])
                 self._masters[each.name] = whole[: shard.stop - shard.start]
+                if self.updates.exact:  # weights become new here, and are compared with those before
+                    swap(each.weights[shard.start : shard.stop], self._masters[each.name])
 
 
 class DisplacedCopies(EnginePart):

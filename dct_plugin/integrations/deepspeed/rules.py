@@ -200,13 +200,9 @@ def _against_updates(job: Job) -> Iterator[str]:
 def _under_zero3(job: Job, settings: DataParallelConfig) -> Iterator[tuple[str, str]]:
     """Yield the keys that ask for what ZeRO-3 cannot give, with the reasons."""
     copies = job.ranks_per_copy > 1
-    if settings.parameters == "exact":
-        yield (
-            "parameters",
-            "copies of the weights in nodes take thresholded updates alone: take ZeRO stage 1 or 2, give an "
-            "object with their settings, or leave parameters out",
-        )
-    elif settings.parameters is not None and not copies:
+    if settings.parameters == "exact" and job.precision == "fp32":
+        yield "parameters", "nearly all fp32 weights change in a step: it is for bf16 and fp16"
+    if settings.parameters is not None and not copies:
         yield (
             "parameters",
             "modules gather their parameters from all ranks when they need them, and no rank keeps a copy "

@@ -47,8 +47,9 @@ class ReplicaChecksums:
         self._weights, self._group = weights, group
 
     @own_traffic(recorded=False)
-    def check(self, step: int) -> None:
-        """Compare the parameters after optimizer step ``step`` where that is due; then it is a collective.
+    def check(self, step: int, *, saves: bool = False) -> None:
+        """Compare the parameters after optimizer step ``step`` where that is due, and before they are saved;
+        then it is a collective.
 
         With the action ``"stop"`` ranks that differ stop all, with ``"resync"`` every rank takes over the
         parameters of the group's first rank, and a warning says which were others. States of the optimizer
@@ -57,7 +58,7 @@ class ReplicaChecksums:
         Raises:
             DesyncError: On every rank: names the step, the parameters and the ranks.
         """
-        if not self.every or step % self.every:
+        if not self.every or (step % self.every and not saves):
             return
         named = list(self._weights())
         if not named or dist.get_world_size(self._group) == 1:

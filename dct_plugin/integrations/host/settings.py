@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.config import DCTConfig
@@ -94,9 +93,10 @@ def resolve_settings(
     optimizer_unknown_hint: str = "",
     exact_unavailable: str | None = None,
 ) -> tuple[DCTConfig, str]:
-    """Return the configuration with the feedback that suits the optimizer, and a line for rank 0 to log.
+    """Return the configuration with the feedback that suits the optimizer, and lines for rank 0 to log.
 
-    The line says what the feedback became, or that the settings are known to lose; it may be empty.
+    They say what the feedback became, or that the settings are known to lose, and how updated weights are
+    gathered; they may be empty.
 
     Args:
         config: The section as it was written.
@@ -107,7 +107,7 @@ def resolve_settings(
         steps: Optimizer steps of the run, None if not known.
         step_ahead_unavailable: Why this host cannot have step-ahead; empty if it can.
         optimizer_unknown_hint: What to do so that the optimizer is told.
-        exact_unavailable: See :func:`.policy.resolve`; what comes of it is logged.
+        exact_unavailable: See :func:`.policy.resolve`.
     """
     if not config.enabled or ranks == 1:
         return config, ""
@@ -123,9 +123,8 @@ def resolve_settings(
         optimizer_unknown_hint=optimizer_unknown_hint,
         exact_unavailable=exact_unavailable,
     )
-    if made.updates and dist.get_rank() == 0:
-        logger.warning("dct: %s", made.updates)
-    return config.model_copy(update={"data_parallel": made.settings}), made.line
+    lines = "\n".join(filter(None, (made.line, made.updates)))
+    return config.model_copy(update={"data_parallel": made.settings}), lines
 
 
 def steps_of(scheduler: Any) -> int | None:

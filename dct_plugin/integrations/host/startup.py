@@ -104,8 +104,8 @@ def log_active(what: str, config: DCTConfig, note: str, settings: DataParallelCo
     """Log what is active; ``note`` is about its feedback, ``settings`` are those of the reducer."""
     summary = settings.summary if settings.enabled else "dense gradients"
     logger.warning("dct: active on %s, %s, config %s", what, summary, config.fingerprint())
-    if note:
-        logger.warning("dct: %s", note)
+    for line in note.splitlines():
+        logger.warning("dct: %s", line)
 
 
 def _warn_of_restarts() -> None:

@@ -95,7 +95,7 @@ class DataParallelHook(Hook):
             return
         self._is_resolved = True
         self._dense.count_embeddings()
-        self.session.config, line = resolve_settings(
+        self.session.config, lines = resolve_settings(
             self.session.config,
             self._optimizers.least_known,
             ranks=max((ranks_of(group).size() for group in self.models.groups()), default=1),
@@ -110,7 +110,7 @@ class DataParallelHook(Hook):
                 f"dct.data_parallel.feedback = 'step_ahead': {problem}; leave feedback out, or set it to "
                 "'local'"
             )
-        if line and dist.get_rank() == 0:
+        for line in lines.splitlines() if dist.get_rank() == 0 else ():
             logger.warning("dct: %s", line)
 
     def _step_ahead_unavailable(self) -> Iterator[str]:
@@ -171,20 +171,23 @@ class DataParallelHook(Hook):
     def close(self) -> None:
         self.reductions.close()
 
-    def _verify(self, step: int) -> None:
+    def before_save(self) -> None:
+        self._verify(self.session.step, saves=True)
+
+    def _verify(self, step: int, *, saves: bool = False) -> None:
         """Compare the parameters of ranks that hold the same ones, when that is due; a collective."""
-        if step == self._verified:
+        if step == self._verified and not saves:
             return
         self._verified = step
         verify = self.config.verify
-        if verify is None or step % verify.every:
+        if verify is None or (step % verify.every and not saves):
             return
         for model in self.models:
             finish_gathers(model)
         for ranks in dict.fromkeys(map(ranks_of, self.models.groups())):
             if ranks.size() > 1:
                 weights = functools.partial(replicated, self.models, ranks)
-                ReplicaChecksums(self.config, weights, ranks).check(step)
+                ReplicaChecksums(self.config, weights, ranks).check(step, saves=saves)
 
     # -- wrappers -------------------------------------------------------------------------------------------
 
