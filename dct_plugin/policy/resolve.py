@@ -159,8 +159,12 @@ def resolve(
             where no weights are gathered after a step.
     """
     made = _feedback(written, training, steps, step_ahead_unavailable, optimizer_unknown_hint)
-    thresholds = written.enabled and (made.settings.sparsity or written.quality is not None)
-    if exact_unavailable is None or "parameters" in written.model_fields_set or not thresholds:
+    fewer = made.settings.sparsity or written.quality is not None or bits_of(made.settings) < 16
+    if (
+        exact_unavailable is None
+        or "parameters" in written.model_fields_set
+        or not (written.enabled and fewer)
+    ):
         return made
     if exact_unavailable:
         return made._replace(updates=f"updated weights are gathered whole: {exact_unavailable}")

@@ -85,7 +85,8 @@ def test_changed_weights_alone_cross_by_default() -> None:
         ({"parameters": None}, None),
         ({"parameters": False}, None),
         ({"parameters": {}}, {}),
-        ({"sparsity": 0, "value_dtype": "int8"}, None),
+        ({"sparsity": 0, "value_dtype": "int8"}, "exact"),
+        ({"sparsity": 0}, None),
         ({"enabled": False}, None),
     ):
         settings = DCTConfig.parse({"data_parallel": written}).data_parallel
