@@ -4,7 +4,9 @@ Two ranks (or ``--ranks``) train the GPT of ``adam.py`` in bf16 with fp32 master
 cosine, on the text. Then they fine-tune it on the Python sources of the standard library, at constant
 learning rates: with DeepSpeed's own gathers, with exact updates, and with exact updates and compressed
 gradients. Bytes are those of the weights of a rank, headers, announcements and whole gathers included; *all*
-is everything that rank 0 sends. Losses with dense gradients are compared bit by bit.
+is everything that rank 0 sends. Losses with dense gradients are compared bit by bit with those of the first
+setting. More than two ranks add gradients up in another order than DeepSpeed: there the second one comes
+first.
 
     python benchmarks/studies/exact_updates.py --text wikitext2_valid.txt.gz
 """
@@ -27,6 +29,7 @@ from torch.nn import functional
 EXACT = {"sparsity": 0, "value_dtype": "fp32", "parameters": "exact"}
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "gathers": None,
+    "gathers, gradients by the plugin": {"sparsity": 0, "value_dtype": "fp32", "parameters": None},
     "exact": EXACT,
     "exact, gradients in int8": {"sparsity": 0, "value_dtype": "int8", "parameters": "exact"},
     "exact, gradients in int4": {"sparsity": 0, "value_dtype": "int4", "parameters": "exact"},
@@ -88,7 +91,8 @@ def train(
             total = engine.dct.metrics.summary()
             gathers = [total.classes[c] for c in ("parameter_exact", "parameter_full") if c in total.classes]
             crossed = sum(each.sent_bytes for each in gathers), sum(each.dense_bytes for each in gathers)
-            sent.append((*crossed, total.sent_bytes, total.dense_bytes))
+            if gathers:
+                sent.append((*crossed, total.sent_bytes, total.dense_bytes))
     result = {"losses": losses, "sent": sent, "before": before, "after": held_out_loss(engine, held)}
     result["weights"] = {name: tensor.clone().float() for name, tensor in engine.module.state_dict().items()}
     engine.destroy()
@@ -129,7 +133,7 @@ def worker(args: argparse.Namespace) -> None:
             section = SETTINGS[setting]
             result = train(trained["weights"], section, lr, other, args.steps)
             dense = dense or result["losses"]
-            same = None if setting == "gathers" else result["losses"] == dense
+            same = None if setting == args.settings[0] else result["losses"] == dense
             rows.append(figures(f"{lr:g}, {setting}", result, same))
             if dist.get_rank() == 0:
                 print(rows[-1], flush=True)
