@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..transport.node_transport import copy_all
 from .node_ranks import NodeRanks, Part, common
 from .plan import Shard
 
@@ -87,9 +88,7 @@ class UpdatesBetweenNodes:
             "unsent", outgoing, incoming, [(name, working) for name, working, _ in entries]
         )
         arrived[node.position] = outgoing[node.position]
-        for rank in ranks:
-            for view, received in zip(incoming[rank], arrived[rank], strict=True):
-                view.copy_(received)
+        copy_all(incoming, arrived)
 
     def _held(self, shards: Sequence[Shard]) -> list[list[Part]]:
         """Return the bounds of the shards by their owners' positions."""

@@ -113,6 +113,7 @@ class ReductionPlan:
     sums_everywhere: bool = True
     """True if every rank gets the whole sums; otherwise each owner gets its part."""
     fingerprint: int = field(init=False)
+    _owned: dict[int, list[tuple[PlannedTensor, Shard]]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         tensors = tuple([(each.name, each.tensor.numel(), tuple(each.shards)) for each in self.tensors])
@@ -151,7 +152,11 @@ class ReductionPlan:
 
     def owned_by(self, rank: int) -> list[tuple[PlannedTensor, Shard]]:
         """Return the shards of ``rank``, in the order in which their payloads stand in a message."""
-        return [(each, shard) for each in self.tensors for shard in each.shards if shard.owner == rank]
+        if not self._owned:
+            for each in self.tensors:
+                for shard in each.shards:
+                    self._owned.setdefault(shard.owner, []).append((each, shard))
+        return self._owned.get(rank, [])
 
     def parts_held(self, tensor: PlannedTensor, rank: int) -> list[tuple[int, int]]:
         """Return the bounds of the parts of a tensor whose sum ``rank`` gets."""
