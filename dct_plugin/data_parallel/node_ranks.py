@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,17 +43,20 @@ class NodeRanks:
         self.exchange = Exchange(nodes.group, device, nodes.inside)
         self.size, self.position = self.exchange.world_size, self.exchange.rank
         self._on_host = device.type == "cpu"
+        self._transport: NodeTransport | None = None
         self.sizes: dict[str, int] = {}
         """Entries of the tensors that were asked about."""
         self._min_numel, self._metrics = min_numel, metrics
         if metrics is not None:
             metrics.has_nodes = True
 
-    @cached_property
+    @property
     def transport(self) -> NodeTransport:
         """The way of tensors between the ranks; the first use is a collective."""
-        memory = open_shared_memory(self.exchange) if self._on_host else None
-        return NodeCollectives(self.exchange) if memory is None else memory
+        if self._transport is None:
+            memory = open_shared_memory(self.exchange) if self._on_host else None
+            self._transport = memory or NodeCollectives(self.exchange)
+        return self._transport
 
     def is_divided(self, numel: int) -> bool:
         """Return whether every rank has a part of a tensor of so many entries."""
