@@ -12,6 +12,10 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+from support import megatron_cpu
+from support.engine_jobs import forget_megatron
+from support.megatron_gpt import Job
+from support.megatron_gpt import train as train_gpt
 from support.processes import run
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
@@ -22,9 +26,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
+from dct_plugin.integrations.host.patching import Patches
 
 pytestmark = pytest.mark.slow
 
+COMPILE = torch.compile
 #: The backend that needs no compiler for C.
 BACKEND = "aot_eager"
 STEPS, START = 6, 2
@@ -330,6 +336,20 @@ def trained(net: nn.Module, compiled: Any, rank: int) -> None:
     AcceleratorState._reset_state(True)
 
 
+# -- Megatron ---
+
+
+@order("Megatron", "`install`, operations that Megatron's `jit_fuser` compiles")
+def fused(net: nn.Module, compiled: Any, rank: int) -> Tensor:
+    """Megatron decorates them when it is imported."""
+    forget_megatron()
+    megatron_cpu.install()
+    with Patches() as patches:
+        patches.replace(torch, "compile", lambda function: compiled(function))
+        outcome = train_gpt(Job(fused=True, distributed_optimizer=True, steps=STEPS, dct=SECTION))
+    return torch.tensor(list(bytes.fromhex(outcome.parameters)))
+
+
 # -- all ---
 
 
@@ -338,7 +358,7 @@ def _compile(model: Any, in_place: bool = False, **options: Any) -> Any:
         return True
     if in_place:
         return model.compile(backend=BACKEND)
-    return torch.compile(model, backend=BACKEND, **options)
+    return COMPILE(model, backend=BACKEND, **options)
 
 
 def _leave(model: Any, in_place: bool = False, **options: Any) -> Any:
@@ -372,12 +392,12 @@ def _trainings(rank: int, world_size: int, host: str) -> list[str]:
 
 
 def _end(training: Training, compiled: Callable[..., Any], rank: int) -> Tensor:
-    """Return the weights at the end of a training."""
+    """Return the weights at the end of a training, or their fingerprint."""
     torch._dynamo.reset()
     counters.clear()
     net = Net()
-    training(net, compiled, rank)
-    return _weights(net)
+    found = training(net, compiled, rank)
+    return found if isinstance(found, Tensor) else _weights(net)
 
 
 @pytest.mark.parametrize("host", ORDERS)

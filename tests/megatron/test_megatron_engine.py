@@ -166,9 +166,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
 
     def gathered() -> None:
         gather = engine._Gather(collectives, None)
-        engines._during(
-            gather, lambda: layernorm_linear.gather_along_first_dim(None, None, quantizer="scales")
-        )
+        engines._during(gather, lambda: layernorm_linear.gather_along_first_dim(None, None, False, "scales"))
 
     def old() -> None:
         utils._te_version, te.__version__ = None, "2.4.0"

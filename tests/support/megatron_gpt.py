@@ -64,6 +64,8 @@ class Job:
     """Before this step the frozen parameters are unfrozen, but the model is not wrapped anew."""
     engine: bool = False
     """Take the linears of Transformer Engine, as Megatron does on GPUs, with Megatron's own attention."""
+    fused: bool = False
+    """Fuse the operations that Megatron's ``jit_fuser`` compiles."""
     positional: bool = False
     """Give the functions of parallel linears their arguments by position."""
     outside: str = ""
@@ -182,7 +184,7 @@ def train(
             sequence_parallel=job.sequence_parallel, use_cpu_initialization=True,
             pipeline_dtype=dtype, params_dtype=dtype, bf16=job.bf16, fp16=job.fp16,
             hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False,
-            bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
+            bias_dropout_fusion=job.fused, bias_activation_fusion=job.fused, masked_softmax_fusion=False,
             persist_layer_norm=False, overlap_p2p_comm=job.overlap_p2p, batch_p2p_comm=not job.overlap_p2p,
             # gloo reads a message after isend() returns, so with overlap Megatron must not free it.
             deallocate_pipeline_outputs=not job.overlap_p2p, **recompute,

@@ -20,7 +20,7 @@ from dct_plugin.errors import DCTError, VersionError
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 
 from ..host import versions
-from ..host.patching import Function, Patches
+from ..host.patching import Function, Patches, given
 from ..host.versions import Target, VersionRange
 
 SUPPORTED = VersionRange("2.5.0", "3.0.0")
@@ -148,7 +148,8 @@ class EngineLinears:
     def _gathered(self, original: Function, inp: Tensor, *arguments: Any, **keywords: Any) -> Any:
         if self._gather is None:
             return original(inp, *arguments, **keywords)
-        if (quantizer := keywords.get("quantizer")) is not None:
+        quantizer = given(original, "quantizer", (inp, *arguments), keywords)
+        if quantizer is not None:
             raise _quantized(type(quantizer).__name__)
         return self._gather.forward(inp), None
 
