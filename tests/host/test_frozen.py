@@ -139,6 +139,7 @@ HOSTS: dict[str, tuple[Training, bool]] = {
     "ZeRO-0": (engine_of(0), True),
     "ZeRO-1": (engine_of(1), False),
     "ZeRO-2": (engine_of(2), False),
+    "ZeRO-3": (engine_of(3), False),
 }
 """Trainings by host, and whether unfrozen parameters are picked up."""
 
@@ -151,7 +152,8 @@ def _trained(training: Training, adapter: str, section: Any, rank: int, anew: bo
     net = adapted(adapter)
     state = training(net, section, rank, anew)
     logging.getLogger("dct_plugin").removeHandler(handler)
-    local = [getattr(p.data, "to_local", lambda p=p: p.data)() for p in net.parameters()]
+    parts = [getattr(p, "ds_tensor", p).data for p in net.parameters()]  # ZeRO-3's
+    local = [getattr(part, "to_local", lambda part=part: part)() for part in parts]
     found = None if state is None else state.metrics.summary().classes["gradient"]
     return Trained(
         torch.cat([each.reshape(-1) for each in local]),
@@ -162,9 +164,12 @@ def _trained(training: Training, adapter: str, section: Any, rank: int, anew: bo
 
 def _trainings(rank: int, world_size: int, host: str, adapter: str) -> dict[str, Trained]:
     training, picks_up = HOSTS[host]
-    cases = {"plain": (None, True), "exact": (EXACT, True), "sparse": (SPARSE, True)}
+    sparse = SPARSE
+    if host == "ZeRO-3":  # no rank has whole weights that could be displaced
+        sparse = {"data_parallel": {**SPARSE["data_parallel"], "feedback": "local"}}
+    cases = {"plain": (None, True), "exact": (EXACT, True), "sparse": (sparse, True)}
     if not picks_up:
-        cases |= {"in place": (SPARSE, False)}
+        cases |= {"in place": (sparse, False)}
     found = {}
     for name, (section, anew) in cases.items():
         dist.barrier()
@@ -179,7 +184,7 @@ def test_adapters_are_trained_and_unfrozen_layers_follow(host: str, adapter: str
         pytest.skip("peft is not installed")
     first, second = run(2, _trainings, host, adapter)
     assert torch.equal(first["exact"].weights, first["plain"].weights)
-    assert torch.equal(first["sparse"].weights, second["sparse"].weights)
+    assert torch.equal(first["sparse"].weights, second["sparse"].weights) or host == "ZeRO-3"
     assert 0 < first["sparse"].sent < first["exact"].sent / 2
     assert not first["exact"].lines + first["sparse"].lines
     if not HOSTS[host][1]:
