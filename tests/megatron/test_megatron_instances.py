@@ -72,9 +72,12 @@ def test_instances_are_summed_densely_and_thresholded_between(tmp_path: Path) ->
     sent = [sum(each.classes["gradient"]["sent_bytes"] for each in some) for some in (same, sparse)]
     assert sent[0] / 4 > 8 * sent[1] / 10
     assert updated[0].classes["parameter"]["dense_bytes"] > 5 * updated[0].classes["parameter"]["sent_bytes"]
-    resumed, flat = run(
+    other = str(tmp_path / "flat")
+    resumed, flat, _, split = run(
         job.with_dct(ahead, steps=6, load=(folder, 4)),
         job.with_dct(ahead, steps=6, load=(folder, 4), instances=1, load_optimizer=False),
+        job.with_dct(ahead, save=(other, 4), instances=1),
+        job.with_dct(ahead, steps=6, load=(other, 4), load_optimizer=False),
     )
     assert [each.parameters for each in resumed] == [each.parameters for each in whole]
-    assert len({each.parameters for each in flat}) == 1
+    assert len({each.parameters for each in flat}) == len({each.parameters for each in split}) == 1
