@@ -171,7 +171,7 @@ def resolve(
     return made._replace(
         settings=changed(made.settings, parameters="exact"),
         updates="updated weights cross where their bits changed, bitwise a gather (parameters 'exact'; null "
-        f"leaves it out): {EXACT_UPDATES.what} fewer bytes (docs/{EXACT_UPDATES.source})",
+        f"leaves it out): {EXACT_UPDATES.what} (docs/{EXACT_UPDATES.source})",
     )
 
 

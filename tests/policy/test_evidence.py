@@ -17,6 +17,7 @@ from dct_plugin.integrations.deepspeed.file_check import check
 from dct_plugin.policy import resolve
 from dct_plugin.policy.evidence import (
     BY_COMPRESSORS,
+    EXACT_UPDATES,
     KNOWN_LOSSES,
     LINKS,
     RECOMMENDATIONS,
@@ -77,6 +78,9 @@ def test_a_row_is_valid_and_not_known_to_lose(row: Recommendation) -> None:
 
 def test_changed_weights_alone_cross_by_default() -> None:
     """Where gradients are thresholded and nothing was written: with a line that says so, or why not."""
+    figures = re.findall(r"[\d.]+x", EXACT_UPDATES.what)
+    assert figures
+    assert all(figure in section_of(*EXACT_UPDATES.source.split("#")) for figure in figures)
     training = Training(("AdamW",), stage=1, ranks=2)
     for written, parameters in (
         ({}, "exact"),
