@@ -8,8 +8,8 @@ interface counters saw, in each direction; else bytes are not reported.
     python benchmarks/studies/megatron_quality.py --text input.txt --steps 1000 --output table.md
 
 ``--instances`` runs four ranks in two instances of the distributed optimizer instead, dense and with the
-default settings, told the number of steps. Bytes are then those of the gradients between instances, in the
-whole run.
+default settings, told the number of steps. Bytes are then those of the gradients between instances, after
+the dense steps.
 
 ``--results`` keeps every run at once: the command can be stopped and given again, or with more seeds.
 """
@@ -350,7 +350,8 @@ def table(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
         "",
         "Bytes: interface counters of a link between the ranks (-: none could be made, which needs root), "
         "all protocol headers included, warm-up steps excluded. Forward is what rank 0 sends, backward what "
-        "it receives; with DP the two directions of the exchange.",
+        "it receives; with DP the two directions of the exchange. With instances: payloads of gradients "
+        "between them, after the dense steps.",
     ]
     return "\n".join(lines) + "\n"
 
