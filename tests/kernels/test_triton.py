@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from support import ROOT
 from support.host_reads import HostReads
 from support.kernel_cases import GRAD_DTYPES, Case, agree, cases, same_bits
+from support.production_form import alike, compressed, gradients
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -229,6 +231,21 @@ def test_room_for_positions_is_that_of_the_values_and_a_message_with_more_is_dam
         wrong, _ = TRITON.sum_slots(slot, [(0, 1024)], [out], 1.0, bits=bits)
         assert (wrong.tolist(), opened.positions.numel()) == ([expected], positions)
         assert bool(out[0].any()) == (not expected)
+
+
+def test_production_forms_have_the_bits_of_the_reference() -> None:
+    for seed in range(2):
+        found, expected = (compressed(each, gradients(seed, "cpu")) for each in (TRITON, REFERENCE))
+        assert alike(found, expected)
+
+
+def test_two_threads_get_their_own_tables() -> None:
+    def uploads(own: int) -> bool:
+        where = torch.device("cpu")
+        return all(upload([[own, turn]], where).tolist() == [[own, turn]] for turn in range(3000))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(uploads, range(2)))
 
 
 @pytest.mark.parametrize("clear", [False, True])
