@@ -308,8 +308,7 @@ def train(rank: int, run: Run, model: torch.nn.Module, task: Task) -> dict[str, 
     figures: dict[str, Any] = {}
     if worker.ahead is not None:
         worker.ahead.detach()
-        coefficients = [worker.ahead.coefficients.of(name) for name in worker.named]
-        figures["coefficient"] = sum(coefficients) / len(coefficients)
+        figures["agreement"] = worker.ahead.coefficients.agreement()
     if worker.updates is not None:
         figures["loss_of_working_weights"] = task.score(worker.model) if rank == 0 else 0
         worker.gather_weights()

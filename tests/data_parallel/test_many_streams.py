@@ -95,3 +95,26 @@ def test_an_error_of_one_rank_ends_all(studies: None) -> None:
     with pytest.raises(ValueError, match="no data"):
         one_process.run(3, fails)
     assert one_process.run(3, one_process.gather) == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_ranks_with_different_data_are_told(
+    differ: bool, studies: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    import one_process
+    from many_streams import Rank
+
+    def train(rank: int) -> float:
+        section = {"feedback": "step_ahead", "sparsity": 0.9, "min_numel": 100, "warmup_steps": 0}
+        torch.manual_seed(0)
+        worker = Rank(torch.nn.Linear(32, 32, bias=False), section)
+        generator, drift = torch.Generator().manual_seed(rank), -0.5 if differ and rank else 0.5
+        for _ in range(60):  # gradients are noise and a drift, which has the same sign on all ranks or not
+            gradient = torch.randn(32, 32, generator=generator) + drift
+            worker.step(lambda model, g=gradient: (model(torch.eye(32)) * g).sum(), 0.01)
+        worker.ahead.detach()
+        return worker.ahead.coefficients.agreement()
+
+    agreement = one_process.run(2, train)[0]
+    lines = [line for line in caplog.messages if "their data are of different kinds" in line]
+    assert len(lines) == differ, (agreement, lines)

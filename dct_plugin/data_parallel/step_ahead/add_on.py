@@ -22,6 +22,7 @@ number of ranks), so their ratio has no unit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,11 +42,16 @@ from ..plan import PlannedTensor, ReductionPlan, Shard
 from ..step_units import StepUnit
 from ..stream_group import Sparsity
 from .displaced_weights import DisplacedWeights
-from .residual_coefficients import ResidualCoefficients
+from .residual_coefficients import INTERVAL, ResidualCoefficients
 from .second_moments import Moments, SecondMoments
 from .tensor_densities import TensorDensities
 from .training_passes import TrainingPasses
 
+logger = logging.getLogger("dct_plugin")
+
+#: Agreement of the ranks' residuals below which their data are of different kinds. Two ranks with two texts
+#: had 0.6 (docs/quality.md#data-that-differ-between-ranks).
+LEAST_AGREEMENT = 0.8
 #: The greatest factor by which an owner multiplies what it holds back (see :class:`StepAhead`). With the
 #: number of ranks as the factor the mean of the displacements is exact. But a larger displacement disturbs
 #: the owner's own gradient in second order, in proportion to the factor. At eight ranks 8 lost a third less
@@ -390,6 +396,7 @@ class StepAheadAddOn(AddOn):
         self._ahead: StepAhead | None = None
         self._loaded: dict[str, Any] | None = None
         self.densities = TensorDensities()
+        self._warned = False
         # With few ranks all tensors have one density, and steps are in the unit of a rank's own gradients:
         # all results were measured so. At two ranks, steps in the unit of the mean gradient lost 0.006 nats.
         self._has_many_ranks = context.group.world_size > BY_COMPRESSORS[0].most
@@ -491,7 +498,23 @@ class StepAheadAddOn(AddOn):
     def end_step(self, *, skipped: bool) -> None:
         if self._ahead is not None:
             self._ahead.end_step(skipped=skipped)
+            self._warn_of_different_data(self._ahead.coefficients)
             self.densities.end_step(self._group.step, skipped=skipped)
+
+    def _warn_of_different_data(self, coefficients: ResidualCoefficients) -> None:
+        """Say once, after the start, that the ranks' residuals cancel out."""
+        start = self._config.dense_steps + self._config.ramp_steps
+        group = self._group
+        if self._warned or group.rank or group.step <= start or group.step % INTERVAL:
+            return
+        if (agreement := coefficients.agreement()) < LEAST_AGREEMENT:
+            self._warned = True
+            logger.warning(
+                "dct: the ranks' residuals cancel out (agreement %.2f; 1 is chance): their data are of "
+                "different kinds, and thresholds lose more than with shuffled data. Shuffle them over the "
+                "ranks, or lower the sparsity (docs/quality.md#data-that-differ-between-ranks)",
+                agreement,
+            )
 
     def rescale(self, factor: float) -> None:
         if self._ahead is not None:

@@ -66,6 +66,13 @@ class ResidualCoefficients:
         own, mixed = self._residuals.get(name, (0.0, 0.0))
         return min(max(mixed / own, 0.0), 1.0) if own > 0.0 else 0.5 + 0.5 / self._world_size
 
+    def agreement(self) -> float:
+        """Return how much the ranks' residuals have in common, the mean over the tensors: the number of ranks
+        if they are equal, 1 if they are independent (not measured, too), less if they cancel out.
+        """
+        ratios = [mixed / own for own, mixed in self._residuals.values() if own > 0.0]
+        return self._world_size * sum(ratios) / len(ratios) if ratios else 1.0
+
     def gradient_ratio(self, name: str) -> float:
         """Return the size of the ranks' mean gradient relative to the own one: from ``1 / sqrt(ranks)`` if
         gradients are noise alone, to 1 if they are equal.
