@@ -224,7 +224,7 @@ class Digits:
     Groups are normalised in place of batches: the statistics of a batch depend on the number of ranks.
     """
 
-    steps, clip, lr = 660, math.inf, 0.05
+    steps, clip, lr = 1320, math.inf, 0.02
 
     def __init__(self) -> None:
         from sklearn.datasets import load_digits
