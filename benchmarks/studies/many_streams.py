@@ -389,7 +389,7 @@ def main() -> None:
     parser.add_argument("--pretrained", type=Path, help="text on which the GPT is trained before")
     parser.add_argument("--lr", type=float, default=LR, help="highest learning rate of the GPT")
     parser.add_argument("--sources", type=int, default=1, help="ranges of rows of the DLRM")
-    parser.add_argument("--by", choices=["day", "patient"], default="day", help="order of these ranges")
+    parser.add_argument("--by", choices=["row", "age"], default="row", help="order of these ranges")
     parser.add_argument("--compressors", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--per-node", type=int, default=1, help="ranks of a compressor")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=["0.99"])

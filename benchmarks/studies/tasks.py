@@ -147,15 +147,14 @@ class Recommender:
 
     Args:
         sources: Number of ranges of rows that are the sources of different ranks.
-        by: "day" for ranges of the file, which is in the order of admission; "patient" for ranges of rows
-            sorted by the patient's age.
+        by: "row" for ranges of the file; "age" for ranges of the rows sorted by the patient's age.
     """
 
     preset: ClassVar = PRESETS["diabetes"]
     lr: ClassVar = LEARNING_RATES[OPTIMIZER.lower()]
     clip = math.inf
 
-    def __init__(self, sources: int = 1, by: str = "day") -> None:
+    def __init__(self, sources: int = 1, by: str = "row") -> None:
         self._clicks, self._sources, self._by = load(), sources, by
         self.steps = self.preset.epochs * (self._clicks.num_train // self.preset.batch_size)
 
@@ -169,7 +168,7 @@ class Recommender:
     def _ranges(self) -> list[Tensor]:
         """Return the rows of each source."""
         rows = torch.arange(self._clicks.num_train)
-        if self._by == "patient":
+        if self._by == "age":
             age = torch.from_numpy(self._clicks.train[1])[:, self._clicks.categorical_names.index("age")]
             rows = age.argsort(stable=True)
         return list(rows.chunk(self._sources))
