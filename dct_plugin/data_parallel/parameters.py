@@ -26,6 +26,7 @@ from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
 from ..compression.stream import add_payload, encode_all
 from ..config import DataParallelConfig, KernelConfig, NoFeedback, ParametersConfig
+from ..kernels import get_backend
 from ..kernels.checks import split_message
 from ..metrics import Record
 from ..transport.slots import Slots
@@ -69,7 +70,8 @@ class ParameterUpdates(StreamGroup):
         self.config = (
             config.parameters if isinstance(config.parameters, ParametersConfig) else ParametersConfig()
         )
-        if self.exact and torch.device(options.get("device", "cpu")).type != "cpu":
+        kernels, device = options.get("kernels") or KernelConfig(), options.get("device", "cpu")
+        if self.exact and not get_backend(device, kernels.backend).lengths_on_host:
             logger.info("dct: exact updates of weights run in plain torch on this device")
             options["kernels"] = KernelConfig(backend="reference")
         settings = config.model_copy(
