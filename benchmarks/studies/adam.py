@@ -132,13 +132,26 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
 
 def text_of(path: Path, other: str | None = None) -> tuple[Any, Any]:
     """Training and held-out part of a text, or of another one in its symbols, int64."""
-    import torch
+    text = read_text(path)
+    return parts_of(text if other is None else other, text)
 
+
+def read_text(path: Path) -> str:
+    """A text, plain or gzip; of a folder its Python and C++ files, in the order of their names."""
+    if path.is_dir():
+        files = sorted(each for each in path.rglob("*") if each.suffix in (".py", ".h"))
+        return "".join(each.read_text(encoding="utf-8", errors="replace") for each in files)
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
-        text = file.read()
-    numbers = {symbol: i for i, (symbol, _) in enumerate(Counter(text).most_common(SYMBOLS))}
-    data = torch.tensor([numbers.get(symbol, 0) for symbol in (text if other is None else other)])
+        return str(file.read())
+
+
+def parts_of(text: str, symbols: str) -> tuple[Any, Any]:
+    """Training and held-out part of a text in the most common symbols of another one, int64."""
+    import torch
+
+    numbers = {symbol: i for i, (symbol, _) in enumerate(Counter(symbols).most_common(SYMBOLS))}
+    data = torch.tensor([numbers.get(symbol, 0) for symbol in text])
     cut = int(0.9 * len(data))
     return data[:cut], data[cut:]
 

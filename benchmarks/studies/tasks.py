@@ -1,4 +1,4 @@
-"""What the study of many compressors trains: a GPT, a recommender and a classifier of pictures.
+"""The study of many compressors trains these: a GPT, a recommender and a classifier of pictures.
 
 A task draws the batch of all ranks together, so that runs of a seed with any number of ranks see the same
 data. Where data differ between ranks, each *source* (a text, a range of rows) has an equal part of every
@@ -8,16 +8,14 @@ batch, and a rank sees one source: with two sources and eight ranks the first fo
 from __future__ import annotations
 
 import functools
-import gzip
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
-from adam import SYMBOLS, held_out_loss, model_of
+from adam import SYMBOLS, held_out_loss, model_of, parts_of, read_text
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -67,16 +65,6 @@ class Task(Protocol):
         """Return the figure of quality."""
 
 
-def read_text(path: Path) -> str:
-    """Return a text, plain or gzip; of a folder its Python and C++ files, in the order of their names."""
-    if path.is_dir():
-        files = sorted(each for each in path.rglob("*") if each.suffix in (".py", ".h"))
-        return "".join(each.read_text(encoding="utf-8", errors="replace") for each in files)
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        return str(file.read())
-
-
 class Gpt:
     """A GPT on the characters of texts, with AdamW. Its score is the held-out loss, the mean of the texts'.
 
@@ -100,13 +88,8 @@ class Gpt:
         symbols: Path | None = None,
     ) -> None:
         read = [read_text(path)[:1_200_000] for path in texts]
-        common = Counter("".join(read) if symbols is None else read_text(symbols)).most_common(SYMBOLS)
-        numbers = {symbol: i for i, (symbol, _) in enumerate(common)}
-        self._parts = []
-        for text in read:
-            data = torch.tensor([numbers.get(symbol, 0) for symbol in text])
-            cut = int(0.9 * len(data))
-            self._parts.append((data[:cut], data[cut:]))
+        known = "".join(read) if symbols is None else read_text(symbols)
+        self._parts = [parts_of(text, known) for text in read]
         self._width, self._lr, self._pretrained = width, lr, pretrained
 
     def model(self, seed: int) -> nn.Module:

@@ -160,7 +160,6 @@ def checksum(checked: bytes, body: Tensor) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=8192)  # asked for every tensor in every step
-@functools.lru_cache(maxsize=4096)
 def payload_bound(numel: int, capacity: int | None, value_dtype: int, encoding: int | None = None) -> int:
     """Return the largest size in bytes of a payload of ``numel`` entries that keeps at most ``capacity``
     (None: all).

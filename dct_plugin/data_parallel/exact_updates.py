@@ -36,7 +36,7 @@ class WholeGathers:
     def __init__(self) -> None:
         self._bytes: dict[str, list[int]] = {}
         self._due: dict[str, tuple[int, int]] = {}
-        """By name: the last step of whole gathers, and their number."""
+        """Each name has the last step of its whole gathers, and their number."""
 
     def clear(self) -> None:
         """Forget all: weights were loaded."""

@@ -241,7 +241,7 @@ def signatures(root: Path) -> dict[str, str]:
 
 
 def test_signatures_of_known_versions() -> None:
-    """What the hook replaces is there in every version that it takes."""
+    """Every version that the hook takes has all functions that it replaces."""
     from dct_plugin.integrations.megatron import engine
 
     known = json.loads(SIGNATURES.read_text())

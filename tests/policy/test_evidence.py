@@ -77,7 +77,7 @@ def test_a_row_is_valid_and_not_known_to_lose(row: Recommendation) -> None:
 
 
 def test_changed_weights_alone_cross_by_default() -> None:
-    """Where gradients are thresholded and nothing was written: with a line that says so, or why not."""
+    """They do where gradients are thresholded and nothing was written; a line says so, or why they do not."""
     figures = re.findall(r"[\d.]+x", EXACT_UPDATES.what)
     assert figures
     assert all(figure in section_of(*EXACT_UPDATES.source.split("#")) for figure in figures)

@@ -503,9 +503,8 @@ class StepAheadAddOn(AddOn):
 
     def _warn_of_different_data(self, coefficients: ResidualCoefficients) -> None:
         """Say once, after the start, that the ranks' residuals cancel out."""
-        start = self._config.dense_steps + self._config.ramp_steps
         group = self._group
-        if self._warned or group.rank or group.step <= start or group.step % INTERVAL:
+        if self._warned or group.rank or group.step % INTERVAL or group.schedule.starting(group.step - 1):
             return
         if (agreement := coefficients.agreement()) < LEAST_AGREEMENT:
             self._warned = True

@@ -24,6 +24,7 @@ _SUPPORTED = (
     "over all ranks, or its pipeline engine with ZeRO stage 0 or 1, without offload; set dct.enabled to "
     "false to train without it"
 )
+_ALL_CHANGE = "nearly all fp32 weights change in a step"
 
 
 def require(job: Job, config: DCTConfig, *, rank: int) -> None:
@@ -78,7 +79,7 @@ def exact_unavailable(job: Job, device: str = "cpu") -> str | None:
     if not job.gathers_weights:
         return None
     if job.precision == "fp32":
-        return "nearly all fp32 weights change in a step"
+        return _ALL_CHANGE
     if job.tied_weights:
         return "stages of the pipeline have some in common"
     return "" if device == "cpu" else f"exact updates have no kernels for {device}"
@@ -201,7 +202,7 @@ def _under_zero3(job: Job, settings: DataParallelConfig) -> Iterator[tuple[str, 
     """Yield the keys that ask for what ZeRO-3 cannot give, with the reasons."""
     copies = job.ranks_per_copy > 1
     if settings.parameters == "exact" and job.precision == "fp32":
-        yield "parameters", "nearly all fp32 weights change in a step: it is for bf16 and fp16"
+        yield "parameters", f"{_ALL_CHANGE}: it is for bf16 and fp16"
     if settings.parameters is not None and not copies:
         yield (
             "parameters",

@@ -213,6 +213,7 @@ class Job:
         if precision == "bf16" and not (_on(content, "bf16") or _on(content, "bfloat16")):
             precision = "fp32"
         optimizer, backend = _object(content, "optimizer"), backend_name(content)
+        given = _object(optimizer, "params")
         places = _object(_object(content, SECTION), "model_parallel")
         pipeline = bool(_object(places, "pipeline")) or "pipeline" in content
         dtype = str(_object(content, "torch_autocast").get("dtype"))
@@ -223,9 +224,8 @@ class Job:
             stage=stage,
             precision=precision,
             optimizer=str(optimizer.get("type", "")),
-            momentum=_number(_object(optimizer, "params").get("momentum")),
-            lr=max(_number(_object(optimizer, "params").get("lr")), _number(schedule.get("warmup_max_lr")))
-            or math.inf,
+            momentum=_number(given.get("momentum")),
+            lr=max(_number(given.get("lr")), _number(schedule.get("warmup_max_lr"))) or math.inf,
             steps=int(_number(schedule.get("total_num_steps"))) or None,
             exchanges_momentum=backend == SECTION,
             own_backend=None if backend == SECTION else backend,

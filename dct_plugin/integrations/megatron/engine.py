@@ -71,8 +71,9 @@ class EngineLinears:
     """
 
     def __init__(self, patches: Patches, enter: Function, route: Route, *, gather: bool) -> None:
-        faults = versions.faults(TARGETS) if _version() in SUPPORTED else ""
-        if faults or _version() not in SUPPORTED:
+        if _version() not in SUPPORTED:
+            raise _unsupported()
+        if faults := versions.faults(TARGETS):
             raise _unsupported(faults)
         from megatron.core.extensions import transformer_engine as extension
         from transformer_engine.pytorch.module import layernorm_linear as fused

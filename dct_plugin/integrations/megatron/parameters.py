@@ -45,10 +45,10 @@ class _Owner:
     """Those of them that Megatron kept in the parameter buffer."""
     starts: dict[torch.nn.Parameter, int]
     """Offsets of parameters in their buckets."""
-    numbers: dict[int, int] = field(default_factory=dict)
-    """Numbers of its buckets, by identity."""
-    before: dict[int, Tensor] = field(default_factory=dict)
-    """This rank's part of each bucket before the step, by number of the bucket, for exact updates."""
+    names: dict[int, str] = field(default_factory=dict)
+    """Names of its buckets in exact updates, the same on all ranks, by identity."""
+    before: dict[str, Tensor] = field(default_factory=dict)
+    """This rank's part of each bucket before the step, by name of the bucket, for exact updates."""
     waiting: set[int] = field(default_factory=set)
     """Identities of the buckets whose update has not been sent yet."""
     whole: set[int] = field(default_factory=set)
@@ -156,7 +156,7 @@ class ParameterHook(Hook):
         whole = [
             bucket
             for bucket in buckets
-            if owner.updates.full(f"bucket {owner.numbers[id(bucket)]}", bucket.param_data.dtype)
+            if owner.updates.full(owner.names[id(bucket)], bucket.param_data.dtype)
         ]
         if len(whole) == len(buckets):
             self._copy_in_full(owner, optimizer)
@@ -191,8 +191,9 @@ class ParameterHook(Hook):
             raise refuse(*reasons[0])
         if (device := buckets[0].grad_data.device.type) != "cpu":
             reasons.append(("exact updates", f"there are no kernels for {device}"))
-        self._resolve(": ".join(reasons[0]) if reasons and written is None else "")
-        if self.session.config.data_parallel.parameters is None or (reasons and written is None):
+        unavailable = ": ".join(reasons[0]) if reasons and written is None else ""
+        self._resolve(unavailable)
+        if unavailable or self.session.config.data_parallel.parameters is None:
             return
         pairs = [
             pair
@@ -217,7 +218,7 @@ class ParameterHook(Hook):
             updates,
             masters=dict(pairs),
             starts={p: start_in(bucket.param_data, p) for bucket in buckets for p in bucket.params_list},
-            numbers={id(bucket): number for number, bucket in enumerate(buckets)},
+            names={id(bucket): f"bucket {number}" for number, bucket in enumerate(buckets)},
             fp32=[(model, shard) for model, shard in pairs if model.dtype == torch.float32],
         )
         for _, shard in owner.fp32:
@@ -249,7 +250,7 @@ class ParameterHook(Hook):
             if id(bucket) in owner.waiting:
                 flat = bucket.param_data.view(-1)
                 part = flat[rank * (flat.numel() // size) :][: flat.numel() // size]
-                owner.before[owner.numbers[id(bucket)]] = part.clone()
+                owner.before[owner.names[id(bucket)]] = part.clone()
         self._copy(optimizer)
 
     def _copy_in_full(self, owner: _Owner, optimizer: Any) -> None:
@@ -263,9 +264,9 @@ class ParameterHook(Hook):
         for bucket in buckets:
             each = bucket.param_data.numel() // owner.updates.group_size
             if owner.updates.exact:
-                number, flat = owner.numbers[id(bucket)], bucket.param_data.view(-1)
-                entries.append((f"bucket {number}", flat, shards_in(0, flat.numel(), each)))
-                before[f"bucket {number}"] = owner.before.pop(number)
+                name, flat = owner.names[id(bucket)], bucket.param_data.view(-1)
+                entries.append((name, flat, shards_in(0, flat.numel(), each)))
+                before[name] = owner.before.pop(name)
                 continue
             for parameter in bucket.params_list:
                 name, start, numel = getattr(parameter, NAME), owner.starts[parameter], parameter.numel()
@@ -284,8 +285,8 @@ class ParameterHook(Hook):
 def _record_full(owner: _Owner, buckets: list[Any]) -> None:
     """Note that Megatron gathers these buckets in full."""
     for bucket in buckets:
-        name, data = f"bucket {owner.numbers[id(bucket)]}", bucket.param_data
-        owner.updates.record_full(name, data.numel(), data.element_size())
+        data = bucket.param_data
+        owner.updates.record_full(owner.names[id(bucket)], data.numel(), data.element_size())
 
 
 def _unsupported(optimizer: Any, buckets: list[Any], *, exact: bool) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 
 class FP8GlobalStateManager:
-    """Whether linears run in fp8."""
+    """Says whether linears run in fp8."""
 
     enabled = False
 
