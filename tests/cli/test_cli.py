@@ -30,7 +30,6 @@ def dct(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
-        timeout=120,
     )
 
 
@@ -66,7 +65,7 @@ def test_start_is_light(arguments: list[str]) -> None:
         "heavy = {'torch', 'numpy', 'deepspeed', 'dct_plugin.data_parallel'} & sys.modules.keys()\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 

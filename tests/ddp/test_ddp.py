@@ -542,7 +542,6 @@ def test_names_are_public_and_the_run_ends_with_its_summary(tmp_path: Path) -> N
         env=dict(os.environ),
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "done\ndct: 2 steps, nothing sent (1 rank)\n"

@@ -69,7 +69,6 @@ def python(*code: str, path: Path | None = None, **environment: str) -> str:
         env=variables,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -315,7 +314,7 @@ def test_never_raises_at_import(package: Path) -> None:
 #: A training of two steps that prints what differs from a process without the plugin: functions of hosts that
 #: come from its files, its modules, keys in the store, hooks.
 TRAINING = """
-import atexit, json, logging, pathlib, sys, threading, types, warnings
+import atexit, functools, json, logging, pathlib, sys, threading, types, warnings
 import torch, deepspeed, deepspeed.runtime.pipe.engine, deepspeed.runtime.zero.stage3
 import torch.distributed as dist
 from torch.nn.modules import module as modules
@@ -323,12 +322,16 @@ from torch.optim import optimizer as optimizers
 
 ours = [pathlib.Path(name).resolve().as_posix() for name in OURS]
 
+@functools.cache  # A class of torch is looked through six times, and there are thousands.
+def resolved(file):
+    return pathlib.Path(file).resolve().as_posix()
+
 def functions():
     found = set()
     def look(path, value):
         value = getattr(value, "__func__", value) if isinstance(value, (classmethod, staticmethod)) else value
         if isinstance(value, types.FunctionType):
-            file = pathlib.Path(value.__code__.co_filename).resolve().as_posix()
+            file = resolved(value.__code__.co_filename)
             if any(file.startswith(folder) for folder in ours):
                 found.add(path)
     for name, host in list(sys.modules.items()):

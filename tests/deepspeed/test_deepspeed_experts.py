@@ -12,7 +12,7 @@ from support import CONFIGS
 from support.deepspeed_launch import Results, Run, config, launch
 
 pytest.importorskip("deepspeed")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 DENSE = {"data_parallel": {"sparsity": 0, "value_dtype": "fp32", "min_numel": 100}}
 READY = CONFIGS / "deepspeed_experts_dct.json"

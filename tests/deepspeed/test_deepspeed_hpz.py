@@ -12,7 +12,6 @@ partition_parameters = pytest.importorskip("deepspeed.runtime.zero.partition_par
 divide = inspect.getsource(partition_parameters)
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     pytest.mark.skipif("max(0, min(param.ds_numel" not in divide, reason="cannot divide small parameters"),
 ]
 

@@ -11,7 +11,7 @@ import pytest
 from support.deepspeed_launch import Results, Run, config, launch
 
 pytest.importorskip("deepspeed")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 FP16 = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 4, "hysteresis": 1}
 ACCUMULATE = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}

@@ -8,7 +8,7 @@ import pytest
 from support.deepspeed_launch import Results, Run, assert_resumed_bitwise, config, launch
 
 pytest.importorskip("deepspeed")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 EXACT = {"data_parallel": {"sparsity": 0, "value_dtype": "fp32", "min_numel": 100}}
 ACCUMULATE = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.1}

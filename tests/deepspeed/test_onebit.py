@@ -20,7 +20,7 @@ from support.processes import run
 from dct_plugin.config import DataParallelConfig
 
 pytest.importorskip("deepspeed")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 #: A folder with DeepSpeed 0.19.6 and nothing else, and the operator that it compiled.
 OLDER = Path(os.environ.get("DCT_ONEBIT_DEEPSPEED", ROOT / ".venv" / "onebit"))

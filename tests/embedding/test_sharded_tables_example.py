@@ -29,7 +29,6 @@ def test_the_example_trains_and_exports(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     loss = re.search(r"loss ([0-9.]+) on clicks that it has not seen", done.stdout)

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parent))
 from run import judge
 from suites import SUITES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 SAMPLE = {
     "torch": [

@@ -43,7 +43,6 @@ def start(*arguments: object, cwd: Path, **environment: str) -> subprocess.Compl
         env={**clean, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=240,
     )
 
 
@@ -496,7 +495,7 @@ def test_the_launcher_imports_nothing_heavy() -> None:
         "heavy = {'torch', 'numpy', 'megatron', 'pydantic'} & sys.modules.keys()\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_rank_is_found_with_every_launcher() -> None:

@@ -77,7 +77,6 @@ def executed(text: str, folder: Path, *arguments: str) -> list[list[str]]:
         ["bash", str(script), *arguments],
         env=environment,
         cwd=folder,
-        timeout=60,
         check=True,
         capture_output=True,
     )

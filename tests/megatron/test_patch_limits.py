@@ -84,7 +84,6 @@ def seconds(text: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", GROWING)
 def test_time_grows_as_the_script_does(name: str) -> None:
     text = GROWING[name]
@@ -113,7 +112,6 @@ NESTED: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", NESTED)
 def test_time_grows_with_depth_not_with_its_power(name: str) -> None:
     opening, closing = NESTED[name]

@@ -52,7 +52,7 @@ def test_command_compares_ready_configurations(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dct_plugin.cli", "dlrm", "--compare", *map(str, READY)]
     command += ["--max-rows", "9000", "--epochs", "1", "--report", str(report)]
     done = subprocess.run(
-        command, env=environment(COLUMNS="80"), capture_output=True, text=True, timeout=500, cwd=tmp_path
+        command, env=environment(COLUMNS="80"), capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(report.read_text())

@@ -32,9 +32,7 @@ with build_lock.builder_watched():
 assert OpBuilder.jit_load is own
 """
     variables = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("dct: ")]
     assert line.startswith("dct: still compiling a part of DeepSpeed, or waiting for a process that does")
@@ -52,7 +50,6 @@ def test_the_set_up_has_a_line_for_each_step_whatever_commands_print(tmp_path: P
         env={key: value for key, value in os.environ.items() if not key.startswith("MAKE")},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert re.fullmatch(r"  compile +\d+ s\n", done.stdout), done
     assert done.stderr == ""

@@ -76,7 +76,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=source,
         capture_output=True,
         text=True,
-        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     (made,) = folder.glob("*.whl")
@@ -127,9 +126,7 @@ class Clean(NamedTuple):
             "OMP_NUM_THREADS": "1",
         }
         program = [self.folder / "bin" / command[0], *command[1:]]
-        done = subprocess.run(
-            program, cwd=where, env=environment, capture_output=True, text=True, timeout=200
-        )
+        done = subprocess.run(program, cwd=where, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, (command, done.stdout, done.stderr[-3000:])
         return done
 
@@ -139,7 +136,7 @@ def clean(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Clean:
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, with_pip=False)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
-    subprocess.run([*pip, "install", "-q", "--no-index", "--no-deps", str(wheel)], check=True, timeout=200)
+    subprocess.run([*pip, "install", "-q", "--no-index", "--no-deps", str(wheel)], check=True)
     (site,) = folder.glob("lib/python*/site-packages")
     return Clean(folder, site)
 

@@ -63,7 +63,7 @@ def torchrun(world_size: int, *arguments: str) -> list[str]:
 
 
 def execute(
-    command: list[str], folder: Path, *, timeout: float = 500, **variables: str
+    command: list[str], folder: Path, *, timeout: float = 800, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; after the time limit it is stopped with everything it started."""
     process = subprocess.Popen(
@@ -124,7 +124,7 @@ def run_script(world_size: int, script: Path, folder: Path, *arguments: str, **v
     log = folder / "log"
     variables = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", **variables}
     try:
-        processes.run(world_size, _call_main, str(script), str(log), arguments, patience=500.0, **variables)
+        processes.run(world_size, _call_main, str(script), str(log), arguments, **variables)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{log.read_text()[-6000:] if log.exists() else ''}") from None
     return log.read_text()

@@ -31,9 +31,9 @@ from dct_plugin.links.team import free_port
 from support import preload
 
 #: A hung collective is a failed test, not a lost afternoon.
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=600)
 #: Seconds that a test's processes may take by default.
-PATIENCE = 240.0
+PATIENCE = 800.0
 
 _spawn = util.spawnv_passfds
 

@@ -19,7 +19,7 @@ from support.deepspeed_launch import environment
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic_ddp.py"
 #: Seconds in which a job reaches its next checkpoint, start included, and ends.
-PATIENCE = 180.0
+PATIENCE = 600.0
 _RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={host}"
 
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 RANKS, DIES = 32, 7
 #: Seconds for all of them on a busy machine of two cores.
-PATIENCE = 240.0
+PATIENCE = 800.0
 
 
 class CountedStore(dist.PrefixStore):
