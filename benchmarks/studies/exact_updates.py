@@ -6,7 +6,8 @@ learning rates: with DeepSpeed's own gathers, with exact updates, and with exact
 gradients. Bytes are those of the weights of a rank, headers, announcements and whole gathers included; *all*
 is everything that rank 0 sends. Losses with dense gradients are compared bit by bit with those of the first
 setting. More than two ranks add gradients up in another order than DeepSpeed: there the second one comes
-first.
+first. ``--backend deferred`` takes the tests' kernels, which leave lengths on their device: bytes are those
+of a GPU, with the index encodings that Triton's kernels write.
 
     python benchmarks/studies/exact_updates.py --text wikitext2_valid.txt.gz
 """
@@ -25,6 +26,14 @@ import torch
 from adam import SEQUENCE, SYMBOLS, held_out_loss, initialize, model_of, text_of
 from torch import Tensor
 from torch.nn import functional
+
+from dct_plugin.codecs.index import IndexEncoding
+from dct_plugin.kernels import register_backend
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.deferred_backend import DeferredBackend
+
+WRITTEN = (IndexEncoding.DENSE, IndexEncoding.BITMAP, IndexEncoding.GAPS8, IndexEncoding.BLOCK16)
 
 EXACT = {"sparsity": 0, "value_dtype": "fp32", "parameters": "exact"}
 SETTINGS: dict[str, dict[str, Any] | None] = {
@@ -52,6 +61,7 @@ def train(
     steps: int,
     *,
     cosine: bool = False,
+    backend: str = "auto",
 ) -> dict[str, Any]:
     """Train from some weights; losses, bytes and weights of this rank."""
     import torch.distributed as dist
@@ -65,7 +75,10 @@ def train(
         "steps_per_print": 10**9,
     }
     if section is not None:
-        config["dct"] = {"data_parallel": {**section, "total_steps": steps}}
+        config["dct"] = {
+            "data_parallel": {**section, "total_steps": steps},
+            "kernels": {"backend": backend},
+        }
     model = model_of(0)
     model.load_state_dict(weights)
     engine, rank = initialize(model, config), dist.get_rank()
@@ -123,15 +136,17 @@ def worker(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
+    register_backend("deferred", lambda: DeferredBackend(WRITTEN))
     (first, first_held), other = text_of(args.text), text_of(args.text, sources())
     start = {name: tensor.clone() for name, tensor in model_of(0).state_dict().items()}
-    trained = train(start, EXACT, 2e-3, (first, first_held), args.pretraining, cosine=True)
+    pretraining = {"cosine": True, "backend": args.backend}
+    trained = train(start, EXACT, 2e-3, (first, first_held), args.pretraining, **pretraining)
     rows = [figures("pretraining, 2e-3, exact", trained, None)]
     for lr in args.lr:
         dense: list[float] = []
         for setting in args.settings:
             section = SETTINGS[setting]
-            result = train(trained["weights"], section, lr, other, args.steps)
+            result = train(trained["weights"], section, lr, other, args.steps, backend=args.backend)
             dense = dense or result["losses"]
             same = None if setting == args.settings[0] else result["losses"] == dense
             rows.append(figures(f"{lr:g}, {setting}", result, same))
@@ -155,6 +170,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-5, 1e-6])
+    parser.add_argument("--backend", default="auto", help="kernels; deferred: those of the tests")
     args = parser.parse_args()
     if "RANK" in os.environ:
         worker(args)

@@ -43,6 +43,8 @@ from .quantised import pack, unpack
 MAGIC, VERSION = 0xDC7B, 1
 #: Bits that the first section of differences may have.
 FIRST_BITS = (2, 4, 8, 16)
+#: The bits of the largest fp16 number.
+_LARGEST = 0x7BFF
 _CHECKED = struct.Struct("<HBBBBHIIIIQ")
 _CHECKS = struct.Struct("<II")
 
@@ -70,7 +72,7 @@ def encode_changes(wanted: Tensor, held: Tensor) -> tuple[Tensor, int]:
     """
     new, old = wanted.view(torch.int16), held.view(torch.int16)
     numel, index = new.numel(), (new != old).nonzero().view(-1)
-    difference = (_ordinals(new[index]) - _ordinals(old[index])).to(torch.int16).to(torch.int32)
+    difference = (_ordinals(new[index]) - _ordinals(old[index])).to(torch.int32)
     code = difference - (difference > 0).to(torch.int32)
     bits, values = min(((b, _sections(code, b)) for b in FIRST_BITS), key=lambda each: each[1].numel())
     encoding, param, positions = encode_indices(index, numel)
@@ -101,6 +103,27 @@ def apply_changes(message: Tensor, outs: Sequence[Tensor]) -> None:
             out.view(torch.int16).copy_(weights)
         else:
             out.view(torch.int16)[index] = weights
+
+
+def steps_between(wanted: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :func:`add_steps` adds to ``held`` to get ``wanted`` (bf16 or fp16 [numel] both), fp16
+    [numel] each: the differences of ordinals that are 1 or -1, and as bits of numbers all others. Return
+    also, bool [], whether one is too large for a number, and cut.
+    """
+    difference = _ordinals(wanted.view(torch.int16)) - _ordinals(held.view(torch.int16))
+    single = difference.abs() == 1
+    others = difference.masked_fill(single, 0)
+    coded = others.clamp(-_LARGEST, _LARGEST)
+    bits = _ordinals(coded + (coded >> 15)).view(torch.float16)
+    return difference.masked_fill_(~single, 0).to(torch.float16), bits, (coded != others).any()
+
+
+def add_steps(weights: Tensor, single: Tensor, others: Tensor) -> None:
+    """Change weights in place by what :func:`steps_between` returned."""
+    place = _ordinals(others.view(torch.int16))
+    difference = place - (place >> 15) + single.to(torch.int16)
+    bits = weights.view(torch.int16)
+    bits.copy_(_ordinals(_ordinals(bits) + difference))
 
 
 def _records(message: Tensor, outs: Sequence[Tensor]) -> list[tuple[_Record, Tensor]]:
@@ -139,15 +162,14 @@ def _changed(record: _Record, old: Tensor) -> tuple[Tensor | None, Tensor]:
         return None, record.differences.clone().view(torch.int16)
     index = decode_indices(record.encoding, record.param, record.positions, record.nnz, record.numel)
     code = _codes(record)
-    difference = code + (code >= 0).to(torch.int32)
+    difference = (code + (code >= 0).to(torch.int32)).to(torch.int16)
     # The order of the floats turned into bits again: the same map.
-    return index, _ordinals((_ordinals(old[index]) + difference).to(torch.int16)).to(torch.int16)
+    return index, _ordinals(_ordinals(old[index]) + difference)
 
 
 def _ordinals(bits: Tensor) -> Tensor:
-    """Return the places of floats, given as int16, in their order, int32; and the bits of places."""
-    wide = bits.to(torch.int32)
-    return torch.where(wide < 0, wide ^ 0x7FFF, wide)
+    """Return the places of floats, given as int16, in their order, int16; and the bits of places."""
+    return bits ^ (bits >> 15 & 0x7FFF)
 
 
 def _sections(code: Tensor, bits: int) -> Tensor:

@@ -6,7 +6,8 @@ offset type field
 0      i64  bytes of the message. If there is less room, the slot holds its beginning. -1: the sender
             failed.
 8      i64  fingerprint of the operation
-16     i64  1 if the sender lacked a message that did not fit: this message then stands for nothing
+16     i64  1 if this message has no payloads to add: the sender lacked a message that did not fit, and this
+            one stands for nothing; or it is weights as they are
 24     i64  0
 32          the message
 ====== ==== ===========================================================================================
@@ -24,10 +25,12 @@ FAILED = -1
 ALIGNMENT = 256
 
 
-def slot_bytes(sizes: Sequence[int]) -> int:
+def slot_bytes(sizes: Sequence[int], most: int | None = None) -> int:
     """Return the bytes of a slot for the next message of a series whose last messages had ``sizes``.
 
-    The slot has an eighth more than the largest: thresholds that follow a sample hardly ever need more.
+    The slot has an eighth more than the largest: thresholds that follow a sample hardly ever need more. It
+    has no more than ``most``, rounded up.
     """
     room = max(sizes) * 9 // 8
+    room = room if most is None else min(room, most)
     return PREFIX + -(-room // ALIGNMENT) * ALIGNMENT

@@ -60,7 +60,7 @@ class Encoded:
     Attributes:
         stats: One entry per payload.
         numel: Entries of the tensor.
-        density: Share of them that was wanted; 1 for what is sent dense.
+        density: Share of them that was wanted; 1 for what is sent dense, 0 where none was.
         refreshes: Measurements of the threshold that this took.
     """
 
@@ -89,7 +89,7 @@ class Encoded:
             sent_bytes=round(sent_bytes),
             numel=self.numel,
             nnz=totals.nnz,
-            target_density=self.density,
+            target_density=self.density or totals.nnz / max(self.numel, 1),
             tau=totals.tau,
             refreshes=self.refreshes,
             select_ms=sum(part.select_ns for part in self.stats) / 1e6,

@@ -231,7 +231,7 @@ class DataParallelConfig(Section):
     """`"exact"` sends the bf16 or fp16 weights whose bits changed, and nothing is lost. An object has its
     updates thresholded. null leaves the gather of updated weights to the host. If it is not written, it is
     `"exact"` where gradients are thresholded or in 8 bits or fewer, and the host gathers bf16 or fp16 weights
-    on CPUs ([hosts](methods.md#exact-updates)).
+    ([hosts](methods.md#exact-updates)).
 
     An object if the network is the bottleneck, together with step-ahead
     ([its cost](quality.md#updated-weights-under-zero-1)). null to measure what exact updates cost.

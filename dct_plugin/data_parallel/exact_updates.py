@@ -2,20 +2,31 @@
 
 A 16-bit weight changes in a step only if its master moved far enough. All ranks hold bitwise what a gather of
 all weights would give them.
+
+Where the host knows the lengths of messages, a message has a record of changes for each part of the weights.
+Where lengths stay on a device, it has two payloads for each part: the changes by one step in the order of the
+floats, 2 bits each, and all others, 16 bits each (:mod:`dct_plugin.codecs.changes`). If that is not smaller
+than the weights, or a change has no code, the message is the weights as they are, without any header.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..codecs.changes import record_bound
+from ..codecs.changes import add_steps, record_bound, steps_between
 from ..codecs.message import MessageWriter
-from ..compression.stream import Encoded
+from ..codecs.stats import Stats
+from ..codecs.values import ValueDtype
+from ..compression.stream import Encoded, encode_all
 from ..transport.slots import Slots
 from .plan import ReductionPlan
-from .stream_group import StreamGroup, WrittenTensor
+from .plan_exchange import ExchangedChunk
+from .stream_group import WrittenTensor
 from .topology import Destination, OwnersToAll
 
 #: Class in the metrics.
@@ -23,8 +34,8 @@ EXACT_CLASS = "parameter_exact"
 #: Messages with a larger share of the bytes of their weights do not pay, and are left out for at most so
 #: many steps.
 _WORTH, _MOST_STEPS = 0.95, 64
-#: Most entries of a record: positions and differences stay in a cache.
-_RECORD = 1 << 20
+#: Most entries of a record: positions and differences stay in a cache. Most entries of two payloads.
+_RECORD, _PART = 1 << 20, 1 << 24
 
 
 class WholeGathers:
@@ -34,13 +45,11 @@ class WholeGathers:
     """
 
     def __init__(self) -> None:
-        self._bytes: dict[str, list[int]] = {}
         self._due: dict[str, tuple[int, int]] = {}
         """Each name has the last step of its whole gathers, and their number."""
 
     def clear(self) -> None:
         """Forget all: weights were loaded."""
-        self._bytes.clear()
         self._due.clear()
 
     def due(self, name: str, step: int) -> bool:
@@ -51,63 +60,108 @@ class WholeGathers:
         """Note that the host has gathered weights whole."""
         self._due.setdefault(name, (-1, 0))
 
-    def add_message(self, names: Iterable[str], sent: int, whole: int) -> None:
-        """Note the bytes of a message with changes of ``names``, and those of all its weights."""
-        for name in names:
-            found = self._bytes.setdefault(name, [0, 0])
-            found[:] = found[0] + sent, found[1] + whole
-
-    def end_update(self, step: int) -> None:
+    def end_update(self, step: int, chunks: Iterable[ExchangedChunk]) -> None:
         """Decide by the messages of this step."""
-        for name, (sent, whole) in self._bytes.items():
-            count = min(2 * self._due.get(name, (-1, 0))[1] or 1, _MOST_STEPS)
-            self._due[name] = (step + count, count) if sent > _WORTH * whole else (-1, 0)
-        self._bytes.clear()
+        for chunk in chunks:
+            sent = sum(chunk.sent[0].received.values())
+            whole = sum(each.tensor.nbytes for each in chunk.plan.tensors)
+            for name in [each.name for each in chunk.plan.tensors]:
+                count = min(2 * self._due.get(name, (-1, 0))[1] or 1, _MOST_STEPS)
+                self._due[name] = (step + count, count) if sent > _WORTH * whole else (-1, 0)
 
 
 class ChangesToAll(OwnersToAll):
     """Every owner compares its working weights with those before the step, and sends what differs."""
 
-    def __init__(self, group: StreamGroup, whole: WholeGathers) -> None:
-        super().__init__(group)
-        self.whole = whole
-
     def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
         group, writer, written = self.group, writers[0], []
-        copies = group.world_size - 1
+        copies, self.unreadable = group.world_size - 1, None
+        self._cut: list[Tensor] = []
         for each, shard in plan.owned_by(group.rank):
-            held, encoded = each.view(shard), Encoded(numel=shard.stop - shard.start)
-            before = self.masters(each.name)
-            for new, old in zip(held.split(_RECORD), before.split(_RECORD), strict=True):
-                stats = group.backend.encode_changes(new, old, writer.reserve(record_bound(old.numel())))
-                writer.advance(stats)
-                encoded.stats.append(stats)
-            # No density is aimed at: the metrics get the share that changed.
-            encoded.density = sum(stats.nnz for stats in encoded.stats) / max(encoded.numel, 1)
-            dense = copies * held.numel() * held.element_size()
-            sent = [copies] * len(encoded.stats)
-            written.append(WrittenTensor(None, EXACT_CLASS, encoded, None, dense, sent))
-        return written
+            held, encoded = each.view(shard), Encoded(numel=shard.stop - shard.start, density=0.0)
+            size = _RECORD if group.backend.lengths_on_host else _PART
+            for new, old in zip(held.split(size), self.masters(each.name).split(size), strict=True):
+                encoded.stats += self._changes(new, old, writer)
+            dense = copies * held.nbytes
+            written.append(WrittenTensor(None, EXACT_CLASS, encoded, None, dense, []))
+        if written and not group.backend.lengths_on_host:
+            self._replace_large(plan.views_of(group.rank), written, writer)
+        return [each._replace(copies=[copies] * len(each.encoded.stats)) for each in written]
+
+    def _changes(self, new: Tensor, old: Tensor, writer: MessageWriter) -> list[Stats]:
+        """Append the changes of a part of the weights to the message."""
+        backend = self.group.backend
+        if not backend.lengths_on_host:
+            single, others, cut = steps_between(new, old)
+            self._cut.append(cut)
+            coded = ((single, ValueDtype.INT2), (others, ValueDtype.FP16))
+            return [encode_all(backend, each, writer, code, zeros=False).stats[0] for each, code in coded]
+        stats = backend.encode_changes(new, old, writer.reserve(record_bound(old.numel())))
+        writer.advance(stats)
+        return [stats]
+
+    def _replace_large(
+        self, weights: Sequence[Tensor], written: Sequence[WrittenTensor], writer: MessageWriter
+    ) -> None:
+        """Put the weights into the message in place of payloads that are not smaller, or lack a change; the
+        host is not asked.
+        """
+        figures = [stats.device_counts for each in written for stats in each.encoded.stats]
+        large = torch.stack(figures)[:, 0].sum() >= sum(each.nbytes for each in weights)
+        self.unreadable = replaced = (large | torch.stack(self._cut).any()).to(torch.int64)
+        for counts in figures:
+            counts[0].mul_(1 - replaced)
+        for held, each in zip(weights, written, strict=True):
+            writer.reserve(held.nbytes).copy_(held.view(torch.uint8))
+            stats = Stats.on_device(pad(replaced.view(1) * held.nbytes, (0, 3)))
+            writer.advance(stats)
+            each.encoded.stats.append(stats)
+
+    def largest_messages(self, plan: ReductionPlan) -> list[int]:
+        return [sum(map(_most_bytes, plan.views_of(owner))) for owner in range(self.group.world_size)]
 
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
-        return [_ChangedWeights(self, plan, owner) for owner in range(self.group.world_size)]
+        ranks = range(self.group.world_size)
+        return [_ChangedWeights(self.group, [owner], plan.views_of(owner)) for owner in ranks]
+
+
+def _most_bytes(weights: Tensor) -> int:
+    """Return the bytes that a message can have for these weights."""
+    return sum(record_bound(part.numel()) for part in weights.split(_RECORD))
 
 
 class _ChangedWeights(Destination):
     """An owner's working weights, which its message changes."""
 
-    def __init__(self, phase: ChangesToAll, plan: ReductionPlan, owner: int) -> None:
-        super().__init__(phase.group, [owner], plan.views_of(owner))
-        self._whole, self._names = phase.whole, [each.name for each in plan.tensors]
-
     def add_messages(self, messages: Sequence[Tensor]) -> None:
-        size = sum(each.numel() * each.element_size() for each in self.tensors)
-        self._whole.add_message(self._names, messages[0].numel(), size)
-        if self.senders[0] == self.group.rank:  # they are new already
+        group, (message,) = self.group, messages
+        if self.senders[0] == group.rank:  # they are new already
             return
-        parts = [part for tensor in self.tensors for part in tensor.split(_RECORD)]
-        with self.group.naming_sender(self.senders[0]):
-            self.group.backend.apply_changes(messages[0], parts)
+        with group.naming_sender(self.senders[0]):
+            if group.backend.lengths_on_host:
+                parts = [part for tensor in self.tensors for part in tensor.split(_RECORD)]
+                group.backend.apply_changes(message, parts)
+            elif message.numel() == sum(each.nbytes for each in self.tensors):
+                weights = message.split([each.nbytes for each in self.tensors])
+                for tensor, own in zip(self.tensors, weights, strict=True):
+                    tensor.view(torch.uint8).copy_(own)
+            else:
+                with self._steps() as outs:
+                    group.backend.sum_messages([message], outs)
 
     def add_slots(self, slots: Slots) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("records of changed weights travel with their lengths")
+        group, bounds = self.group, slots.bounds[self.senders[0]]
+        if self.senders[0] == group.rank:
+            nothing = slots.received.new_zeros(1, dtype=torch.int32)
+            return nothing, nothing.to(torch.int64)
+        with self._steps() as outs:
+            return group.backend.sum_slots(slots.received, [bounds], [outs], 1.0, spare=True)
+
+    @contextmanager
+    def _steps(self) -> Iterator[list[Tensor]]:
+        """Give zeros for the payloads of a message; add the steps that are in them then to the weights."""
+        parts = [part for tensor in self.tensors for part in tensor.split(_PART)]
+        steps = [each.new_zeros((2, each.numel()), dtype=torch.float16) for each in parts]
+        yield [each for both in steps for each in both]
+        for part, both in zip(parts, steps, strict=True):
+            add_steps(part, *both)

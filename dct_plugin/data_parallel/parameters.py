@@ -15,7 +15,6 @@ rounding would swallow, and an entry that is sent arrives exactly where the host
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,7 @@ from torch import Tensor
 from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
 from ..compression.stream import add_payload, encode_all
-from ..config import DataParallelConfig, KernelConfig, NoFeedback, ParametersConfig
-from ..kernels import get_backend
+from ..config import DataParallelConfig, NoFeedback, ParametersConfig
 from ..kernels.checks import split_message
 from ..metrics import Record
 from ..transport.slots import Slots
@@ -40,9 +38,6 @@ from .topology import Destination, OwnersToAll
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-logger = logging.getLogger("dct_plugin")
 
 
 class ParameterUpdates(StreamGroup):
@@ -70,10 +65,6 @@ class ParameterUpdates(StreamGroup):
         self.config = (
             config.parameters if isinstance(config.parameters, ParametersConfig) else ParametersConfig()
         )
-        kernels, device = options.get("kernels") or KernelConfig(), options.get("device", "cpu")
-        if self.exact and not get_backend(device, kernels.backend).lengths_on_host:
-            logger.info("dct: exact updates of weights run in plain torch on this device")
-            options["kernels"] = KernelConfig(backend="reference")
         settings = config.model_copy(
             update={
                 "sparsity": 0.0 if self.exact else self.config.sparsity,
@@ -92,7 +83,7 @@ class ParameterUpdates(StreamGroup):
         self._cls = EXACT_CLASS if self.exact else "parameter"
         self._exchanges = PendingExchanges(self, self._cls)
         self._whole = WholeGathers()
-        self._phase: OwnersToAll = ChangesToAll(self, self._whole) if self.exact else _MastersToAll(self)
+        self._phase: OwnersToAll = ChangesToAll(self) if self.exact else _MastersToAll(self)
 
     def full(self, name: str, dtype: torch.dtype) -> bool:
         """Return whether in this step the host is to gather weights of ``dtype`` by itself, in full.
@@ -156,7 +147,7 @@ class ParameterUpdates(StreamGroup):
             self._exchanges.complete(exchange)
         self._exchanges.finish()
         if between is None:  # the ranks of a node do not know each other's messages
-            self._whole.end_update(self.step)
+            self._whole.end_update(self.step, exchange.chunks)
         else:
             between.gather(entries, self._phase.pending_of)
 

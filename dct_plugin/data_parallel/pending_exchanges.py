@@ -114,7 +114,13 @@ class PendingExchanges:
         """Remember messages that were exchanged with their lengths: the next ones travel in slots."""
         known = []
         for sent in chunk.sent:
-            each = AgreedCapacities(self._group.exchange, chunk.plan.fingerprint, shared=sent.phase.to_all)
+            plan, phase = chunk.plan, sent.phase
+            each = AgreedCapacities(
+                self._group.exchange,
+                plan.fingerprint,
+                phase.largest_messages(plan),
+                shared=phase.to_all,
+            )
             each.remember(
                 {rank: message.numel() for rank, message in enumerate(sent.messages)}, sent.received
             )
@@ -162,6 +168,7 @@ class PendingExchanges:
                 if affected & set(destination.senders):
                     destination.add_again([messages[sender] for sender in destination.senders])
         for capacities, result in zip(known, results, strict=True):
+            result.sent.received = result.received_bytes
             capacities.remember(result.sent_bytes, result.received_bytes)
             self._group.account(result.sent.written, whole)
         self._group.give_back(chunk.writers)
@@ -183,7 +190,7 @@ class PendingExchanges:
             lambda receiver: writers[receiver].message,
             result.received_bytes,
         )
-        if not result.truncated_from:
+        if not result.truncated_from | result.invalid_from:
             return []
         arrived[rank] = writers[rank].message
         return [

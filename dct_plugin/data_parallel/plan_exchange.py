@@ -34,7 +34,7 @@ class SentPhase:
         writers: One for each receiver; the same one where all ranks get the same message.
         written: The tensors in the messages of this rank.
         messages: The messages by receiver, if the host knows their lengths.
-        received: Bytes of the messages by sender, if their lengths come from a device.
+        received: Bytes of the messages by sender, as soon as the host knows them.
         slots: Those of messages whose lengths are on a device; else None.
         errors: int64 [ranks]: what kernels found wrong with the message of each sender in a slot.
     """
@@ -165,7 +165,8 @@ class PlanExchange:
             sent.slots = slots = capacities.slots(group.device)
             receivers = [group.rank] if phase.to_all else range(group.world_size)
             pairs = [(writer, slots.slot_to(r)) for writer, r in zip(writers, receivers, strict=True)]
-            group.backend.write_slots(pairs, plan.fingerprint, chunk.lacks)
+            lacks = chunk.lacks if phase.unreadable is None else phase.unreadable
+            group.backend.write_slots(pairs, plan.fingerprint, lacks)
             self._unsent.popleft()
             with self._whole.timed("exchange"):
                 slots.send(self._exchange)
@@ -179,8 +180,7 @@ class PlanExchange:
         bounds = sent.phase.largest_messages(chunk.plan)
         with self._whole.timed("exchange"):
             received = self._exchange.collect(sent.messages[self._group.rank], bounds=bounds)
-        if not self._group.backend.lengths_on_host:  # for the capacities of the next ones
-            sent.received = {rank: message.numel() for rank, message in enumerate(received)}
+        sent.received = {rank: message.numel() for rank, message in enumerate(received)}
         return received
 
     def _add(self, chunk: ExchangedChunk, messages: Sequence[Tensor]) -> None:

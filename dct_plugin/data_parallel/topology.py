@@ -83,6 +83,8 @@ class Phase(ABC):
     Attributes:
         to_all: Every rank sends one message to all ranks; else it sends one to each owner of a part.
         from_owners: A message holds the sender's shards; else it holds those of the receiver, or all.
+        unreadable: int64 []: 1 if the message that was written last has no payloads, and is to be added by
+            :meth:`Destination.add_again` alone; None where it has.
     """
 
     to_all: ClassVar[bool]
@@ -90,6 +92,7 @@ class Phase(ABC):
 
     def __init__(self, group: StreamGroup) -> None:
         self.group = group
+        self.unreadable: Tensor | None = None
 
     @abstractmethod
     def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:

@@ -236,7 +236,7 @@ class Backend(ABC):
         Args:
             slots: The writer of each message, and its slot: uint8, which begins at a multiple of 8 bytes.
             fingerprint: The fingerprint of the operation.
-            lacks: int64 [], for the slots' word about a message that did not fit; 0 when None.
+            lacks: int64 [], for the slots' word about messages without payloads to add; 0 when None.
         """
         raise NotImplementedError(f"{self.name} kernels write no slots")
 
@@ -263,6 +263,7 @@ class Backend(ABC):
 
         Returns:
             int32 [slots]: what is wrong with a message (:data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`; 0:
-            nothing), of which payloads are not added then; int64 [slots]: 1 where the message is missing.
+            nothing), of which payloads are not added then; int64 [slots]: 1 where the message is missing, or
+            has no payloads to add.
         """
         raise NotImplementedError(f"{self.name} kernels read no slots")

@@ -114,11 +114,13 @@ class AgreedCapacities:
     Args:
         exchange: The transport.
         fingerprint: Description of the operation, the same on every rank.
+        bounds: Most bytes that the message of each rank can have.
         shared: Every rank gets the same message.
     """
 
-    def __init__(self, exchange: Exchange, fingerprint: int, *, shared: bool) -> None:
+    def __init__(self, exchange: Exchange, fingerprint: int, bounds: Sequence[int], *, shared: bool) -> None:
         self.exchange, self.fingerprint, self.shared = exchange, fingerprint, shared
+        self._bounds = bounds
         ranks = range(exchange.world_size)
         self._sent, self._received = ([deque[int](maxlen=_REMEMBERED) for _ in ranks] for _ in range(2))
 
@@ -126,7 +128,7 @@ class AgreedCapacities:
         """Return empty slots for messages to and from all ranks."""
         rank = self.exchange.rank
         leaving = [0 if self.shared or r == rank else slot_bytes(each) for r, each in enumerate(self._sent)]
-        arriving = [slot_bytes(each) for each in self._received]
+        arriving = list(map(slot_bytes, self._received, self._bounds))
         return Slots(rank, leaving, arriving, device, shared=self.shared)
 
     def fail(self, device: torch.device) -> None:

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 from support import processes
+from support.deferred_backend import DeferredBackend, OnDevice
 from torch import nn
 
-from dct_plugin.config import DataParallelConfig, MetricsConfig, ParametersConfig
+from dct_plugin.config import DataParallelConfig, KernelConfig, MetricsConfig, ParametersConfig
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import Shard, shards_in
 from dct_plugin.data_parallel.step_ahead.add_on import MAX_OWNER_FACTOR, StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import StepUnit
 from dct_plugin.errors import ConfigError, PayloadError
 from dct_plugin.integrations.host.startup import nodes_of
+from dct_plugin.kernels import register_backend
 from dct_plugin.metrics import Metrics
 
 #: Name, and entries; the ranks' boundaries cut the second one.
@@ -240,21 +242,29 @@ def test_options() -> None:
 STEPS = 12
 
 
-def walk_exactly(rank: int, world_size: int, dtype: torch.dtype, nodes: int, scale: float) -> dict[str, Any]:
+def walk_exactly(
+    rank: int, world_size: int, dtype: torch.dtype, nodes: int, scale: float, backend: str = "auto"
+) -> dict[str, Any]:
     """Masters that drift; what weights made of it by exact updates, and by gathers."""
     config = DataParallelConfig.of({"min_numel": 1000, "parameters": "exact", "nodes": nodes})
     metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
-    updates = ParameterUpdates(config, nodes_of(config, None), metrics=metrics)
+    register_backend("deferred", DeferredBackend)
+    updates = ParameterUpdates(
+        config, nodes_of(config, None), metrics=metrics, kernels=KernelConfig(backend=backend)
+    )
     generator = torch.Generator().manual_seed(5)
     gathered = (torch.randn(TOTAL, generator=generator) * 0.02).to(dtype)
     working, each = gathered.clone(), TOTAL // world_size
     master = working[rank * each :][:each].float()
-    same, full = [], []
+    same, full, reads = [], [], []
     for step in range(STEPS):
+        before_reads = OnDevice.reads
         master += scale * torch.randn(TOTAL, generator=generator)[rank * each :][:each]
         if step == 3:
             master[:3] = torch.tensor([-0.0, float("nan"), float("inf")])
             working[5], gathered[5] = 0.5, 0.5  # a script writes a weight, on all ranks
+        if step in (5, 6):  # a change that no difference of 16 bits is for
+            master[3] = -1.5 if step == 5 else 1.5
         gathered = _gathered(master.to(dtype), world_size)
         before = working[rank * each :][:each].clone()
         working[rank * each :][:each] = master.to(dtype)
@@ -265,12 +275,13 @@ def walk_exactly(rank: int, world_size: int, dtype: torch.dtype, nodes: int, sca
         else:
             updates.update([("all", working, shards_in(0, TOTAL, each))], {"all": before}.__getitem__)
         updates.end_step()
+        reads.append(OnDevice.reads - before_reads)
         same.append(torch.equal(working.view(torch.int16), gathered.view(torch.int16)))
         assert updates.pending_of("all") is None
     updates.load_state_dict(updates.state_dict())
     assert updates.full("all", dtype)  # the first gather after a state was loaded is whole
     part, total = metrics.summary().classes["parameter_exact"], metrics.summary()
-    found = {"same": same, "full": full, "density": part.density, "ratio": part.ratio}
+    found = {"same": same, "full": full, "density": part.density, "ratio": part.ratio, "reads": reads}
     return {**found, "sent": total.sent_bytes, "dense": total.dense_bytes}
 
 
@@ -299,6 +310,31 @@ def test_exact_updates_are_gathers_bitwise_in_fewer_bytes(world_size: int) -> No
         assert found["bf16 1e-06 1"]["ratio"] > 20
         assert found["bf16 1e-06 1"]["density"] < 0.05
         assert found["bf16 0.0001 1"]["ratio"] > 3
+
+
+def exact_cases_on_a_device(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    cases = [("bf16", 1e-6, 1), ("fp16", 1e-6, 1), ("bf16", 1e-4, 1), ("bf16", 10.0, 1)]
+    if world_size == 4:
+        cases = [("bf16", 1e-6, 1), ("bf16", 1e-6, 2), ("bf16", 10.0, 2)]
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return {
+        f"{kind} {scale:g} {nodes}": walk_exactly(rank, world_size, dtypes[kind], nodes, scale, "deferred")
+        for kind, scale, nodes in cases
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_exact_updates_whose_figures_stay_on_a_device(world_size: int) -> None:
+    for found in processes.run(world_size, exact_cases_on_a_device):
+        for case, walked in found.items():
+            assert all(walked["same"]), case
+            assert walked["sent"] < 1.001 * walked["dense"] + STEPS * (world_size - 1) * 300, case
+            # One look at an update, also at those of which a message did not fit, or was whole.
+            assert walked["reads"] == [0 if full else 1 for full in walked["full"]], case
+        assert found["bf16 1e-06 1"]["density"] < 0.05
+        # Weights that turned round in step 6 crossed as they are.
+        assert found["bf16 1e-06 1"]["full"] == [step in (0, 7) for step in range(STEPS)]
 
 
 def damaged_update(rank: int, world_size: int) -> str:

@@ -210,6 +210,35 @@ def test_updates_of_weights_look_once(dtype: torch.dtype) -> None:
         assert [launches for _, _, launches in more] == [launches for _, _, launches in found]
 
 
+def _update_exactly(rank: int, world_size: int, name: str) -> tuple[Any, list[list[str]]]:
+    """Updates that grow beyond their slots in step 2; in step 3 one weight changes by more than a number can
+    say.
+    """
+    config, backend = settings(name, parameters="exact")
+    updates, looks, half = ParameterUpdates(config, kernels=backend), [], 700
+    generator = torch.Generator().manual_seed(5)
+    working = torch.randn(2 * half, generator=generator).bfloat16()
+    own = working[rank * half :][:half]
+    for step, scale in enumerate((1e-3, 1e-3, 3e-2, 1e-3)):
+        before = own.clone()
+        own += scale * torch.randn(2 * half, generator=generator)[rank * half :][:half].bfloat16()
+        own[:3] = torch.tensor([-1.5 if step == 3 else 1.5, -0.0, float("nan")])
+        entries = [("weights", working, shards_in(0, 2 * half, half))]
+        with HostReads() as reads:
+            updates.update(entries, {"weights": before}.__getitem__)
+        updates.end_step()
+        looks.append([read for read in reads.places if not read.endswith((":tolist", ":numpy"))])
+    return working.view(torch.int16).clone(), looks
+
+
+def test_exact_updates_look_once() -> None:
+    expected, found = (run(2, _update_exactly, name) for name in ("plain", "interpreted"))
+    for (mine, looks), (other, _) in zip(found, expected, strict=True):
+        assert torch.equal(mine, other)
+        assert torch.equal(mine, found[0][0])
+        assert looks[1:] == [ONE_LOOK] * 3
+
+
 def _launched(rank: int, world_size: int) -> list[int]:
     """Kernels that a step launches with a bucket of two tensors, and with one of five."""
     launched = []

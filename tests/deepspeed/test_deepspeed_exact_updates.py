@@ -31,6 +31,7 @@ AHEAD = {
     }
 }  # fmt: skip
 DEFAULT = {"data_parallel": {k: v for k, v in AHEAD["data_parallel"].items() if k != "parameters"}}
+ON_DEVICE = {**EXACT, "kernels": {"backend": "deferred"}}
 GATHERED = {"data_parallel": {**AHEAD["data_parallel"], "parameters": None}}
 
 
@@ -50,6 +51,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
             run("exact", name, EXACT, overwrite=[7], save=save, save_after=12),
             run("rest", name, EXACT, load=save, seed=2),
         ]
+    plan += [run("device", name, ON_DEVICE, overwrite=[7]) for name in ("zero1-bf16", "zero2-fp16")]
     name = "zero1-bf16"
     verified = {"data_parallel": {**EXACT["data_parallel"], "verify": {"every": 1}}}
     at_save = {"data_parallel": {**EXACT["data_parallel"], "verify": {"every": 10_000}}}
@@ -92,6 +94,19 @@ def test_training_is_deepspeeds_bitwise(two: Results, name: str) -> None:
         assert part["sent"] < part["dense"]
         assert exact["classes"]["parameter_full"]["sent"] > 0  # the first gather, and one after loading
     assert two[0][f"exact/{name}"]["hash"] == two[1][f"exact/{name}"]["hash"]
+
+
+@pytest.mark.parametrize("name", ["zero1-bf16", "zero2-fp16"])
+def test_training_is_deepspeeds_where_figures_stay_on_a_device(two: Results, name: str) -> None:
+    """The test backend leaves them there as a GPU's does."""
+    for rank in two:
+        plain, device = rank[f"plain/{name}"], rank[f"device/{name}"]
+        for what in ("losses", "hash", "after", "skipped"):
+            assert device[what] == plain[what], what
+        part = device["classes"]["parameter_exact"]
+        assert part["density"] == pytest.approx(
+            rank[f"exact/{name}"]["classes"]["parameter_exact"]["density"], rel=0.5
+        )
 
 
 def test_step_ahead_is_that_of_gathered_weights(two: Results) -> None:

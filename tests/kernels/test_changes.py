@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dct_plugin.codecs.changes import FIRST_BITS, record_bound
+from dct_plugin.codecs.changes import FIRST_BITS, add_steps, record_bound, steps_between
+from dct_plugin.codecs.message import MessageWriter
+from dct_plugin.codecs.values import ValueDtype
+from dct_plugin.compression.stream import encode_all
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels.backend import Backend
 from dct_plugin.kernels.cpu import CpuBackend
@@ -137,3 +140,42 @@ def test_wrong_records_with_right_checksums_are_refused(kernels: Backend) -> Non
         assert not room[:64].any()
         assert not room[-64:].any()
     assert refused > 30
+
+
+#: Digests of both payloads of a part whose figures stay on a device.
+GOLDEN_STEPS = {
+    "none": "aa2e5d0b9107da9c",
+    "few": "3e213866bdcb2801",
+    "small": "84ae6778466162d6",
+    "medium": "8a93f836def8dd51",
+}
+
+
+@pytest.mark.parametrize("case", GOLDEN_STEPS)
+def test_golden_bytes_of_steps(case: str) -> None:
+    held, wanted = (bits.view(torch.bfloat16) for bits in pair(case))
+    single, others, cut = steps_between(wanted, held)
+    assert not cut
+    digests = []
+    for kernels in BACKENDS:
+        writer, found = MessageWriter(torch.device("cpu")), torch.zeros(2, NUMEL, dtype=torch.float16)
+        for steps, code in ((single, ValueDtype.INT2), (others, ValueDtype.FP16)):
+            encode_all(kernels, steps, writer, code, zeros=False)
+        kernels.sum_messages([writer.message], list(found))
+        weights = held.clone()
+        add_steps(weights, *found)
+        assert torch.equal(weights.view(torch.int16), wanted.view(torch.int16))
+        digests.append(hashlib.sha256(writer.message.numpy().tobytes()).hexdigest()[:16])
+    assert digests == [GOLDEN_STEPS[case]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_steps_lead_from_any_weight_to_any_other_or_say_that_they_do_not(dtype: torch.dtype) -> None:
+    held = torch.arange(-(2**15), 2**15).to(torch.int16)
+    for distance in (0, 1, 2, 3, 127, 31_743, 31_744, 32_768, 40_000, 65_535):
+        wanted = held.roll(distance)
+        *steps, cut = steps_between(wanted.view(dtype), held.view(dtype))
+        assert all(torch.isfinite(each).all() for each in steps)
+        found = held.clone()
+        add_steps(found.view(dtype), *steps)
+        assert torch.equal(found, wanted) != bool(cut)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import deferred_backend
 import onebit_mean
 import torch
 import torch.distributed as dist
@@ -29,7 +30,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dct_plugin.integrations.host import startup
+from dct_plugin.kernels import register_backend
 from dct_plugin.metrics import HOST
+
+register_backend("deferred", deferred_backend.DeferredBackend)
 
 
 class Net(nn.Module):

@@ -70,7 +70,7 @@ def step_ahead_unavailable(job: Job, config: DCTConfig) -> str:
     return ""
 
 
-def exact_unavailable(job: Job, device: str = "cpu") -> str | None:
+def exact_unavailable(job: Job) -> str | None:
     """Return why changed weights alone cannot cross in a job by default; empty if they can, None where no
     weights are gathered after a step.
     """
@@ -80,9 +80,7 @@ def exact_unavailable(job: Job, device: str = "cpu") -> str | None:
         return None
     if job.precision == "fp32":
         return _ALL_CHANGE
-    if job.tied_weights:
-        return "stages of the pipeline have some in common"
-    return "" if device == "cpu" else f"exact updates have no kernels for {device}"
+    return "stages of the pipeline have some in common" if job.tied_weights else ""
 
 
 def advice(job: Job) -> Iterator[str]:

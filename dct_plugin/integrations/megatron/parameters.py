@@ -189,8 +189,6 @@ class ParameterHook(Hook):
         reasons = [*_unsupported(optimizer, buckets, exact=written in (None, "exact"))]
         if reasons and written is not None:
             raise refuse(*reasons[0])
-        if (device := buckets[0].grad_data.device.type) != "cpu":
-            reasons.append(("exact updates", f"there are no kernels for {device}"))
         unavailable = ": ".join(reasons[0]) if reasons and written is None else ""
         self._resolve(unavailable)
         if unavailable or self.session.config.data_parallel.parameters is None:

@@ -152,7 +152,8 @@ def open_messages(
     absent = at * 0
     if SLOTS:
         size = tl.load(words + at // 8)
-        absent = ((size < 0) | (at + PREFIX + size > end)).to(tl.int64)
+        stands_for_nothing = tl.load(words + at // 8 + 2) != 0
+        absent = ((size < 0) | (at + PREFIX + size > end) | stands_for_nothing).to(tl.int64)
         at += PREFIX
         end = tl.where(absent != 0, at, at + size)
         tl.store(missing + message, absent)
