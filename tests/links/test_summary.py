@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.forked import forked_interpreters
 
 from dct_plugin.config import MetricsConfig
 from dct_plugin.host_traffic import HostTraffic
@@ -41,7 +42,8 @@ def test_the_summary_is_what_crosses(host: str, ranks: int, options: dict[str, i
     if host in ("deepspeed", "dlrm", "megatron"):
         pytest.importorskip({"dlrm": "deepspeed"}.get(host, host))
     try:
-        rows = _benchmark().measure(host, ranks, 3, tmp_path, **options)
+        with forked_interpreters():
+            rows = _benchmark().measure(host, ranks, 3, tmp_path, **options)
     except LinksError as error:
         pytest.skip(str(error))
     assert rows
