@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from rich.console import Console
+from support.forked import forked_interpreters, forked_ranks
 from typer.testing import CliRunner
 
 from dct_plugin import cli
@@ -293,16 +294,17 @@ def test_moving_average() -> None:
 
 
 def start_demo(*arguments: str, folder: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "COLUMNS": "120"}
-    environment.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
-    return subprocess.Popen(
-        [sys.executable, "-m", "dct_plugin.cli", "demo", *arguments],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    with forked_ranks():
+        environment = {**os.environ, "COLUMNS": "120"}
+        environment.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
+        return subprocess.Popen(
+            [sys.executable, "-m", "dct_plugin.cli", "demo", *arguments],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
 
 def descendants_named(text: str, process: psutil.Process) -> list[psutil.Process]:
@@ -393,7 +395,8 @@ def test_demo_on_criteo_lines_with_zero_2_and_other_settings(
     (tmp_path / "ds.json").write_text(json.dumps(settings))
     arguments = ["--data", "train.txt", "--config", "ds.json", "--zero-stage", "2", "--sparsity", "0.9"]
     arguments += ["--link", "none", "--json", "demo.json"]
-    result = CliRunner().invoke(cli.app, ["demo", *arguments])
+    with forked_interpreters():
+        result = CliRunner().invoke(cli.app, ["demo", *arguments])
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "demo.json").read_text())
     assert figures["dct"]["steps"] == 960 // 64
@@ -409,7 +412,7 @@ def test_the_output_of_a_rank_that_fails_is_shown(tmp_path: Path) -> None:
     shown = (
         r"(?s)rank \d of the test run failed with exit code 1; .* No such file or directory: 'absent.json'"
     )
-    with pytest.raises(RunFailed, match=shown):
+    with pytest.raises(RunFailed, match=shown), forked_interpreters():
         Runner("test", 2, ["absent.json"], tmp_path).run(lambda event: None)
 
 

@@ -1,8 +1,8 @@
 """Stands in for the interpreter: programs start as forks of a process that has imported their packages.
 
-``sys.executable`` becomes a small program. It asks for a fork with its arguments, environment, working folder,
-files and network namespace, passes signals on, and ends as the fork ends. The fork dies with it. Tests of what
-happens while packages are imported need interpreters of their own.
+``sys.executable`` becomes a small program. It asks for a fork with its arguments, environment, working
+folder, files and network namespace, passes signals on, and ends as the fork ends. The fork dies with it.
+Tests of what happens while packages are imported need interpreters of their own.
 """
 
 from __future__ import annotations
@@ -74,6 +74,17 @@ def forked_interpreters() -> Iterator[None]:
         if not torch.cuda.is_available():
             patch.setenv(_VARIABLE, _stand_in())
             patch.setattr(sys, "executable", _stand_in())
+        yield
+
+
+@contextlib.contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Meanwhile, torchrun's ranks are forks; torchrun and whoever starts it are not, so that ranks are seen
+    and killed as its children.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setenv("PYTHON_EXEC", _stand_in())
         yield
 
 
@@ -188,7 +199,7 @@ def _take_files(client: socket.socket, received: dict[int, int]) -> None:
         os.dup2(file, number)
         os.close(file)
     client.__init__(fileno=kept)  # type: ignore[misc]
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     for logger in (logging.getLogger(name) for name in list(logging.root.manager.loggerDict)):
         for handler in logger.handlers:

@@ -16,6 +16,7 @@ import psutil
 
 from dct_plugin.links.team import free_port
 from support.deepspeed_launch import environment
+from support.forked import forked_ranks
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic_ddp.py"
 #: Seconds in which a job reaches its next checkpoint, start included, and ends.
@@ -44,8 +45,8 @@ class Job:
         """Start a node with so many ranks; the first node keeps the job's key-value store."""
         command = [*self._command, f"--nproc-per-node={ranks}", "--rdzv-conf"]
         command += [_RENDEZVOUS.format(host=int(not self.nodes)), *self._script]
-        variables = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-        with open(self.log, "ab") as log:
+        with open(self.log, "ab") as log, forked_ranks():
+            variables = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
             self.nodes.append(psutil.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
 
     def latest(self) -> int:
