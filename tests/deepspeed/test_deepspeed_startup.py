@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.deepspeed_launch import WORKER, Results, Run, config, execute, launch, torchrun
+from support.forked import forked_interpreters
 
 from dct_plugin.links.team import free_port
 
@@ -127,7 +128,8 @@ def results(folder: Path) -> list[Run]:
 
 def test_the_whole_job_stops(tmp_path: Path) -> None:
     arguments = job(tmp_path, dct=section(), ranks={"1": {"config": config(0, dct=section(sparsity=0.5))}})
-    done = execute(torchrun(2, str(WORKER), *arguments), tmp_path)
+    with forked_interpreters():
+        done = execute(torchrun(2, str(WORKER), *arguments), tmp_path)
     assert done.returncode != 0
     assert "dct.data_parallel.sparsity differs: 0.9 on rank 0; 0.5 on rank 1" in done.stderr
     assert "DesyncError: rank 0" in done.stderr

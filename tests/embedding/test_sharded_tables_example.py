@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import ROOT
 from support.deepspeed_launch import torchrun
+from support.forked import forked_interpreters
 
 SCRIPT = ROOT / "examples" / "sharded_tables.py"
 
@@ -23,13 +24,14 @@ def test_the_page_shows_the_example() -> None:
 @pytest.mark.slow
 def test_the_example_trains_and_exports(tmp_path: Path) -> None:
     file = tmp_path / "recommender.pt"
-    done = subprocess.run(
-        torchrun(2, str(SCRIPT), "--steps", "150", "--export", str(file)),
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    with forked_interpreters():
+        done = subprocess.run(
+            torchrun(2, str(SCRIPT), "--steps", "150", "--export", str(file)),
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     loss = re.search(r"loss ([0-9.]+) on clicks that it has not seen", done.stdout)
     assert loss is not None

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support import CONFIGS, ROOT
+from support.forked import forked_interpreters
 from typer.testing import CliRunner
 
 from benchmarks.links import suite
@@ -194,8 +195,10 @@ def namespaces() -> None:
 def test_the_suite_on_one_link(namespaces: None, tmp_path: Path) -> None:
     out = tmp_path / "links"
     arguments = ["--workload", "ddp", "--ranks", "2", "--rate", "100mbit", "--parameters", "0.5"]
-    command = [sys.executable, "-m", "benchmarks.links", *arguments, "--minutes", "0.2", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    arguments += ["--minutes", "0.2", "--out", str(out)]
+    with forked_interpreters():
+        command = [sys.executable, "-m", "benchmarks.links", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (out / "links.png").exists()
     assert "<svg" in (out / "links.html").read_text()
@@ -222,6 +225,7 @@ def test_a_rank_that_fails_is_named_and_ends_all(tmp_path: Path, monkeypatch: py
     workload = "support.failing_workload:FailsOnOne"
     with (
         pytest.raises(TeamError, match=r"(?s)rank 1 ended with exit code 1.*nothing to be done"),
+        forked_interpreters(),
         Team(workload, 2, None, options={}, folder=tmp_path, name="failing") as team,
     ):
         team.open("")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from support import processes
+from support.forked import forked_interpreters
 
 from dct_plugin.config import DCTConfig, ParametersConfig, options
 from dct_plugin.config.methods import ThresholdMethod
@@ -251,10 +252,11 @@ def test_under_real_launchers(command: list[str], local_rank: str | None, tmp_pa
     report_to_file = "import os, sys; print(sys.argv[1:], file=open(os.environ['RANK'], 'w'))"
     write(tmp_path / "x.py", report_to_file)
     environment = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port())}
-    result = start(
-        "-m", *command, "dct_plugin.megatron", PIPELINE, "x.py", "-m", "1",
-        cwd=tmp_path, **environment,
-    )  # fmt: skip
+    with forked_interpreters():
+        result = start(
+            "-m", *command, "dct_plugin.megatron", PIPELINE, "x.py", "-m", "1",
+            cwd=tmp_path, **environment,
+        )  # fmt: skip
     assert result.returncode == 0, result.stderr
     for rank in range(2):
         expected = [*([local_rank.format(rank)] if local_rank else []), "-m", "1"]
@@ -455,7 +457,9 @@ def test_hooks_are_in_place_and_visible_in_the_arguments(job: Path) -> None:
 @needs_megatron
 @pytest.mark.slow
 def test_ranks_with_different_configurations_stop_at_start(job: Path) -> None:
-    for code, out, err in two_ranks(job, "a.json", "b.json"):
+    with forked_interpreters():
+        results = two_ranks(job, "a.json", "b.json")
+    for code, out, err in results:
         assert code == 1, out
         assert "dct.model_parallel.pipeline.forward differs: {" in err
         assert '"sparsity": 0.9} on rank 0; {' in err

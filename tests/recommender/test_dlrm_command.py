@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from support import CONFIGS, SUPPORT
 from support.deepspeed_launch import environment, run_script
+from support.forked import forked_interpreters
 
 from dct_plugin.errors import ConfigError
 from dct_plugin.recommender.commands.dlrm import configuration, configurations
@@ -49,11 +50,12 @@ def test_hybrid_training_is_training_on_one_rank(tmp_path: Path) -> None:
 def test_command_compares_ready_configurations(tmp_path: Path) -> None:
     """All of them in one launch: three in JSON and a plot, and what the screen shows at 80 columns."""
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "dct_plugin.cli", "dlrm", "--compare", *map(str, READY)]
-    command += ["--max-rows", "9000", "--epochs", "1", "--report", str(report)]
-    done = subprocess.run(
-        command, env=environment(COLUMNS="80"), capture_output=True, text=True, cwd=tmp_path
-    )
+    arguments = ["--compare", *map(str, READY), "--max-rows", "9000", "--epochs", "1"]
+    with forked_interpreters():
+        command = [sys.executable, "-m", "dct_plugin.cli", "dlrm", *arguments, "--report", str(report)]
+        done = subprocess.run(
+            command, env=environment(COLUMNS="80"), capture_output=True, text=True, cwd=tmp_path
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(report.read_text())
     found = figures["outcomes"]

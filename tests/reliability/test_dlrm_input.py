@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.deepspeed_launch import environment
+from support.forked import forked_interpreters
 from typer.testing import CliRunner
 
 from dct_plugin.cli import app
@@ -83,8 +84,10 @@ def line(label: int = 0) -> str:
 def test_faults_that_the_ranks_find_are_one_line(tmp_path: Path) -> None:
     path = tmp_path / "train.txt"
     path.write_text("\n".join([*(line(i % 2) for i in range(1100)), "broken", *[line()] * 50]) + "\n")
-    command = [sys.executable, "-m", "dct_plugin.cli", "dlrm", "--data", str(path), "--out", str(tmp_path)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    with forked_interpreters():
+        command = [sys.executable, "-m", "dct_plugin.cli", "dlrm", "--data", str(path)]
+        command += ["--out", str(tmp_path)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {path}: line 1101: expected 40 tab-separated fields")
     assert done.stderr.count("\n") == 1
