@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.config import DataParallelConfig
-from dct_plugin.integrations.host import nonfinite
-from dct_plugin.integrations.host.nonfinite import PoisonedSteps, collective_device
+from dct_plugin.integrations.host.steps import PoisonedSteps, collective_device
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,8 @@ def test_a_rank_without_gradients_asks_on_the_same_device(
     monkeypatch.setattr(dist, "get_backend_config", lambda: "meta:nccl")
     monkeypatch.setattr(torch, "get_device_module", lambda kind: torch.cuda)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(nonfinite, "to_host", lambda figures: torch.tensor([2] + [0] * (figures.numel() - 1)))
+    to_host = "dct_plugin.integrations.host.steps.to_host"
+    monkeypatch.setattr(to_host, lambda figures: torch.tensor([2] + [0] * (figures.numel() - 1)))
     steps = PoisonedSteps(DataParallelConfig(nonfinite_action="skip"), lambda: gradients, agree=True)
     assert not steps.found(0)
     assert asked == ["meta"]

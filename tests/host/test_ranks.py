@@ -14,8 +14,8 @@ from support.state_files import save_state
 
 from dct_plugin import checkpoint
 from dct_plugin.config import DCTConfig, MetricsConfig
-from dct_plugin.integrations.host import rank_files, startup
-from dct_plugin.integrations.host.reducer_files import ReducerFiles
+from dct_plugin.integrations.host import startup
+from dct_plugin.integrations.host.checkpoint import ReducerFiles, load_together, save_together
 from dct_plugin.integrations.host.reporting import Reporting
 from dct_plugin.integrations.host.steps import StepHooks
 from dct_plugin.metrics import Metrics
@@ -101,7 +101,7 @@ def _cannot_write(rank: int, world_size: int, folder: str, how: str) -> None:
         return {"world_size": world_size}
 
     name = "a file/state.pt" if how == "folder" and rank == 1 else f"{rank}.pt"
-    rank_files.save(Path(folder) / name, content)
+    save_together(Path(folder) / name, content)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def _unexpected(rank: int, world_size: int) -> None:
             raise PermissionError("not yours")
         return checkpoint.Loaded({}, "", "")
 
-    rank_files.load(read, "checkpoint")
+    load_together(read, "checkpoint")
 
 
 def test_whatever_reading_raises_reaches_all() -> None:

@@ -17,7 +17,7 @@ from support.state_files import save_state
 from dct_plugin import checkpoint
 from dct_plugin.compression.stream import Compressor
 from dct_plugin.errors import DCTError
-from dct_plugin.integrations.host.reducer_files import ReducerFiles
+from dct_plugin.integrations.host.checkpoint import ReducerFiles
 
 SIZES = {"a": 1000, "b.weight": 400}
 

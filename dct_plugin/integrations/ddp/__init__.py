@@ -1,10 +1,8 @@
 """torch ``DistributedDataParallel``: a communication hook that reduces gradients by compressed messages.
 
-:mod:`.state` has the hook and its state. :mod:`.averaged_residuals` stores residuals with
-``torch.distributed.checkpoint``.
+:mod:`.state` has the hook, its state, and residuals for ``torch.distributed.checkpoint``.
 """
 
-from .averaged_residuals import AveragedResiduals
-from .state import DCTState, dct_hook
+from .state import AveragedResiduals, DCTState, dct_hook
 
 __all__ = ["AveragedResiduals", "DCTState", "dct_hook"]

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin import checkpoint
+from dct_plugin.compression.stream import fresh_state
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
@@ -28,17 +29,14 @@ from dct_plugin.metrics import Metrics
 from dct_plugin.transport.nodes import Nodes, layout_of
 
 from ..host import attachments, lost_peers, startup
-from ..host.frozen import FrozenParameters
-from ..host.nonfinite import PoisonedSteps
+from ..host.checkpoint import FRESH, ReducerFiles, mean_residuals
 from ..host.overlap import Overlap, overlap_of
-from ..host.reducer_files import FRESH, ReducerFiles
 from ..host.replica_checksums import ReplicaChecksums
 from ..host.reporting import Reporting
 from ..host.settings import check_parameters, optimizers_of, resolve_settings
 from ..host.startup import nodes_of
-from ..host.steps import OptimizerSteps, StepHooks
+from ..host.steps import FrozenParameters, OptimizerSteps, PoisonedSteps, StepHooks
 from .backward import BucketReductions
-from .fallback import DenseAverages
 from .parameters import ParameterNames, as_real
 
 logger = logging.getLogger("dct_plugin")
@@ -357,7 +355,7 @@ class DCTState:
             self.steps.step = self._reducer.step
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write one file per rank; a collective, see :class:`.host.reducer_files.ReducerFiles`."""
+        """Write one file per rank; a collective, see :class:`.host.checkpoint.ReducerFiles`."""
         self._files().save(folder, lambda: self.state_dict()["reducer"])
 
     def save_alone(self, folder: str | os.PathLike[str]) -> None:
@@ -384,8 +382,9 @@ class DCTState:
         self._files().save_alone(folder, self.state_dict()["reducer"], self._topic)
 
     def load(self, folder: str | os.PathLike[str]) -> bool:
-        """Restore :meth:`save`, also of another number of ranks; see :func:`.host.rank_files.load`. Return
-        False, with residuals of zero, if a rank has no file; the log says why.
+        """Restore :meth:`save`, also of another number of ranks; see
+        :func:`.host.checkpoint.load_together`. Return False, with residuals of zero, if a rank has no file;
+        the log says why.
         """
         state = self._files(layout_of(self._nodes())).load(folder)
         self.load_state_dict({"reducer": state})
@@ -449,3 +448,63 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
 
 # DDP checks the annotations of a hook as objects, not as the strings they are in this file.
 dct_hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})
+
+
+class DenseAverages:
+    """DDP's own averages; the first ones contain the residuals.
+
+    Args:
+        residuals: This rank's residuals by parameter, 1-D, to be averaged with its gradients; may be empty.
+        names: The names of the parameters.
+        group: The group that DDP averages over.
+    """
+
+    def __init__(
+        self, residuals: Mapping[str, Tensor], names: ParameterNames, group: dist.ProcessGroup | None
+    ) -> None:
+        self._residuals, self._names, self._group = dict(residuals), names, group
+
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if self._residuals and not bucket.buffer().is_sparse:
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                residual = self._residuals.pop(self._names.name_of(parameter), None)
+                if residual is not None:
+                    gradient.view(-1).add_(residual.to(gradient))
+        return default_hooks.allreduce_hook(self._group, bucket)  # type: ignore[arg-type]
+
+
+class AveragedResiduals:
+    """The mean of the ranks' residuals, which any number of ranks can load.
+
+    ``dcp.save({"model": ..., "dct": AveragedResiduals(state)}, checkpoint_id=folder)``, and ``dcp.load`` in
+    the same way. Both methods are collectives. Thresholds are measured anew after loading. A run that must
+    continue bitwise, each rank with its own residuals, uses :meth:`.state.DCTState.save`.
+
+    Args:
+        state: The state; it knows the parameters' names.
+
+    Raises:
+        ConfigError: The state does not know the names.
+    """
+
+    def __init__(self, state: DCTState) -> None:
+        sizes = state.parameters.sizes
+        if sizes is None:
+            raise ConfigError(
+                "AveragedResiduals(state) needs DCTState(..., named_parameters=model.named_parameters())"
+            )
+        self._state = state
+        small = state.config.data_parallel.min_numel
+        self._sizes = {name: numel for name, numel in sizes.items() if numel >= small}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals by parameter, fp32 [numel], with the step and the loss scale."""
+        own = self._state.state_dict()["reducer"]
+        residuals = mean_residuals(own, self._sizes, self._state.process_group)
+        return {"step": own["step"], "loss_scale": own["loss_scale"], "residuals": residuals}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        streams = {name: fresh_state(residual) for name, residual in saved["residuals"].items()}
+        state = {"step": saved["step"], "loss_scale": saved["loss_scale"], "streams": streams}
+        self._state.load_state_dict({"reducer": state})

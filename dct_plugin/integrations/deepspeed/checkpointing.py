@@ -19,8 +19,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from dct_plugin import checkpoint
 from dct_plugin.transport import lost_ranks
 
+from ..host.checkpoint import FRESH, ReducerFiles
 from ..host.patching import Function, Patches
-from ..host.reducer_files import FRESH, ReducerFiles
 from .engine import EngineContext, EnginePart, is_pipeline
 from .path import ActivationPath, GradientPath
 from .weight_updates import WeightUpdates

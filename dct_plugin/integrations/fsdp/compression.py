@@ -26,15 +26,16 @@ from dct_plugin.transport import lost_ranks
 
 from ..host import attachments, lost_peers, startup
 from ..host.measured_job import SECTION, VARIABLE
-from ..host.nonfinite import PoisonedSteps
 from ..host.replica_checksums import ReplicaChecksums
 from ..host.reporting import Reporting
 from ..host.settings import check_parameters, optimizers_of, resolve_settings
-from ..host.steps import OptimizerSteps, StepHooks
+from ..host.steps import OptimizerSteps, PoisonedSteps, StepHooks
 from . import saved_residuals
 from .parameter_groups import (
+    GatheredShard,
     ReductionSeam,
     ShardedParameter,
+    check_displaceable,
     check_torch,
     has_replicas,
     parameter_groups,
@@ -42,7 +43,6 @@ from .parameter_groups import (
     unsharded_parameters,
 )
 from .replica_group import ReplicaGroup
-from .sharded_weights import GatheredShard, check_displaceable
 
 #: The seam in torch, once in a process.
 _seam = lru_cache(maxsize=None)(lambda: ReductionSeam(ReplicaGroup))

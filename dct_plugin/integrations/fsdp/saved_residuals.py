@@ -28,7 +28,7 @@ from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import ConfigError
 from dct_plugin.transport import lost_ranks
 
-from ..host.mean_residuals import mean_residuals
+from ..host.checkpoint import mean_residuals
 from .parameter_groups import ShardedParameter
 from .replica_group import ReplicaGroup
 

@@ -28,9 +28,8 @@ from dct_plugin.checkpoint import Loaded
 from dct_plugin.errors import DCTError, VersionError
 from dct_plugin.transport.nodes import layout_of
 
-from ..host import rank_files
+from ..host.checkpoint import NoState, load_together, report_spread, save_together
 from ..host.patching import Function
-from ..host.rank_files import NoState
 from .buckets import nodes_in
 from .session import Hook, Session
 
@@ -106,7 +105,7 @@ def save(session: Session, folder: str | os.PathLike[str]) -> None:
             "state": session.state_dict(),
         }
 
-    rank_files.save(own.file(folder), content)
+    save_together(own.file(folder), content)
 
 
 def load(session: Session, folder: str | os.PathLike[str]) -> bool:
@@ -120,11 +119,11 @@ def load(session: Session, folder: str | os.PathLike[str]) -> bool:
     """
     own, sizes = RankCoordinates.of_this_rank(), session.sizes()
     nodes = _node_layout(session)
-    found = rank_files.load(lambda: _read(own, Path(folder), sizes, nodes), folder)
+    found = load_together(lambda: _read(own, Path(folder), sizes, nodes), folder)
     session.load_state_dict(None if found is None else found.state)
     if found is not None and dist.get_rank() == 0:
         print(f"dct: residuals and thresholds of step {session.step} loaded from {folder}", flush=True)
-        rank_files.report_spread(folder, found, own.replicas)
+        report_spread(folder, found, own.replicas)
     return found is not None
 
 

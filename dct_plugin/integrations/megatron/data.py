@@ -27,12 +27,10 @@ from dct_plugin.config import DataParallelConfig
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.host_traffic import count_group, counted_by
 
-from ..host.frozen import FrozenParameters
-from ..host.nonfinite import PoisonedSteps
 from ..host.patching import Function, given
 from ..host.replica_checksums import ReplicaChecksums
 from ..host.settings import resolve_settings
-from . import step_ahead
+from ..host.steps import FrozenParameters, PoisonedSteps
 from .buckets import (
     NAME,
     Models,
@@ -43,7 +41,7 @@ from .buckets import (
     is_expert,
     ranks_of,
 )
-from .reductions import Reductions
+from .reductions import Optimizers, Reductions, step_ahead_unavailable
 from .session import Hook, Session, is_first_of_stage
 
 logger = logging.getLogger("dct_plugin")
@@ -61,7 +59,7 @@ class DataParallelHook(Hook):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.config = session.config.data_parallel
-        self._optimizers = step_ahead.Optimizers(session.patches)
+        self._optimizers = Optimizers(session.patches)
         self._is_resolved = False
         self.models = Models()
         self._dense = _DenseGroups(session, self.models)
@@ -115,7 +113,7 @@ class DataParallelHook(Hook):
 
     def _step_ahead_unavailable(self) -> Iterator[str]:
         for model in self.models:
-            yield from step_ahead.unavailable(model)
+            yield from step_ahead_unavailable(model)
             per_token = getattr(model.config, "calculate_per_token_loss", False)
             if per_token and not all("betas" in group for group in self._optimizers.param_groups):
                 yield "with calculate_per_token_loss the unit of gradients is known after the step only"

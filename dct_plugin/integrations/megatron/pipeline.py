@@ -25,8 +25,7 @@ from dct_plugin.model_parallel.fixed import number_of
 
 from ..host.activation_streams import PipelineMetrics
 from ..host.patching import Function, given
-from .session import Session
-from .streams import ActivationHook
+from .session import ActivationHook, Session
 
 _CHUNK = "_dct_chunk"
 _PREFIX = "pipeline boundary "

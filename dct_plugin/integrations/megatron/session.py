@@ -17,10 +17,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dct_plugin.config import DCTConfig
+from dct_plugin.config import ActivationConfig, DCTConfig
 from dct_plugin.data_parallel import Shard
 from dct_plugin.metrics import Event, Metrics
+from dct_plugin.model_parallel import ActivationStream
 
+from ..host.activation_streams import ActivationStreams
 from ..host.patching import Patches, when_imported
 from ..host.reporting import Reporting
 
@@ -259,3 +261,38 @@ _MONITORS = {"_GLOBAL_TENSORBOARD_WRITER": _write_scalars, "_GLOBAL_WANDB_WRITER
 def _megatron_global(name: str) -> Any:
     """Return a global variable of Megatron-LM; None without Megatron-LM, or before it has set it."""
     return getattr(sys.modules.get("megatron.training.global_vars"), name, None)
+
+
+class ActivationHook(Hook):
+    """A hook whose state is streams by name.
+
+    Args:
+        session: What the hooks share.
+        config: Of this hook.
+        prefix: Of its streams' names: the states of all hooks lie in one dictionary.
+    """
+
+    def __init__(self, session: Session, config: ActivationConfig, prefix: str) -> None:
+        self.session = session
+        self._settings = config
+        self._streams = ActivationStreams(prefix, session.config.kernels, self.seed)
+
+    def stream(self, name: str, config: ActivationConfig | None = None) -> ActivationStream:
+        """Return the stream of a name with the prefix; ``config`` is for its first use (None: the hook's)."""
+        return self._streams.stream(name, self._settings if config is None else config)
+
+    def seed(self) -> int:
+        """Return what seeds the streams beside their names."""
+        return dist.get_rank()
+
+    def begin(self, training: bool) -> None:
+        self._streams.begin(training)
+
+    def end_step(self) -> None:
+        self._streams.end_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"streams": self._streams.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        self._streams.load_state_dict({} if state is None else state["streams"], step=self.session.step)

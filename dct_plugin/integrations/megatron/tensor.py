@@ -31,8 +31,7 @@ from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 
 from ..host.patching import Function
 from .engine import EngineLinears, is_engine_linear
-from .session import Session
-from .streams import ActivationHook
+from .session import ActivationHook, Session
 
 _SITE = "_dct_site"
 _PREFIX = "layer "

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..host import bodies, versions
+from ..host import versions
 from ..host.versions import Target, VersionRange, parse, unsupported
 from .options import launcher_rank
 
@@ -91,7 +91,7 @@ def require_supported(core: Any, hooks: Sequence[str] | None = None) -> None:
     if not launcher_rank():
         for hook, module in (("data_parallel", "param_and_grad_buffer"), ("pipeline", "p2p_communication")):
             if hooks is None or hook in hooks:
-                bodies.warn_of_unknown("megatron-core", module)
+                versions.warn_of_unknown_bodies("megatron-core", module)
 
 
 def _advice(version: str, folder: str) -> str:

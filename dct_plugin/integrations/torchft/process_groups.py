@@ -29,9 +29,8 @@ from dct_plugin.host_traffic import counted_by
 from dct_plugin.metrics import Metrics
 
 from ..host.settings import resolve_settings
-from .averaged_weights import NO_AVERAGE, AveragedWeights
 from .quorum import QuorumPeers, Statement
-from .residuals import Counts, ReplicaResiduals
+from .residuals import NO_AVERAGE, AveragedWeights, Counts, ReplicaResiduals
 
 logger = logging.getLogger("dct_plugin")
 

@@ -10,15 +10,19 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dct_plugin import checkpoint
 from dct_plugin.checkpoint import Loaded
 from dct_plugin.errors import DCTError
+from dct_plugin.host_traffic import own_traffic
 from dct_plugin.transport import lost_ranks
 
 logger = logging.getLogger("dct_plugin")
@@ -31,7 +35,9 @@ class NoState(Exception):
     """A checkpoint holds nothing for this rank; the text says why."""
 
 
-def save(path: Path, content: Callable[[str], State], *, group: dist.ProcessGroup | None = None) -> str:
+def save_together(
+    path: Path, content: Callable[[str], State], *, group: dist.ProcessGroup | None = None
+) -> str:
     """Write this rank's file, complete or not at all; a collective.
 
     Args:
@@ -68,7 +74,7 @@ def identity_of(topic: str) -> str:
     return found.decode()
 
 
-def load(
+def load_together(
     read: Callable[[], Loaded],
     source: Folder,
     *,
@@ -161,3 +167,140 @@ def _raise_together(what: str, problems: dict[int, str | None], remedy: str = ""
     if faults:
         more = [f"  and {len(faults) - 5} more"] if len(faults) > 5 else []
         raise DCTError("\n".join([what, *faults[:5], *more, *([remedy] if remedy else [])]))
+
+
+#: The state of a reducer that has not reduced anything.
+FRESH: State = {"step": 0, "loss_scale": 1.0, "streams": {}}
+
+
+@dataclass(frozen=True)
+class ReducerFiles:
+    """The files of the ranks over which a reducer reduces.
+
+    Attributes:
+        group: The ranks; None for all.
+        parts: The job has several such groups, for parts of the model, each with a folder of its own; all
+            ranks of the job save and load together.
+        unit: Factor that the host had multiplied into the gradients, see
+            :func:`dct_plugin.checkpoint.content_of`.
+        configuration: Fingerprint of the ``dct`` section.
+        sizes: Entries of the model's parameters by the names of their streams; None if they are not known.
+        layout: See :func:`dct_plugin.checkpoint.load`.
+    """
+
+    group: dist.ProcessGroup | None = None
+    parts: bool = False
+    unit: float = 1.0
+    configuration: str = ""
+    sizes: Mapping[str, int] | None = None
+    layout: Sequence[Sequence[int]] = ()
+
+    def save(self, folder: Folder, state: Callable[[], State]) -> str:
+        """Write every rank's state; a collective.
+
+        Args:
+            folder: Of the checkpoint.
+            state: Gives ``GradientReducer.state_dict()``.
+
+        Returns:
+            The identity of the save, to be kept in the host's own state.
+
+        Raises:
+            DCTError: On every rank, if one cannot write; names the ranks and the files.
+        """
+        file = checkpoint.file_of(folder, dist.get_rank(self.group))
+        return save_together(file, lambda identity: self._content(state(), identity), group=self._writers)
+
+    def save_alone(self, folder: Folder, state: State, topic: str) -> None:
+        """Write this rank's state without waiting for another rank.
+
+        Ranks that save the same step of the same job give their files one identity, which :meth:`load`
+        compares.
+
+        Args:
+            folder: Of the checkpoint.
+            state: ``GradientReducer.state_dict()``.
+            topic: Name of the job, the same on all ranks and used once in the life of the store.
+        """
+        identity = identity_of(f"{topic}/{state['step']}")
+        file = checkpoint.file_of(folder, dist.get_rank(self.group))
+        checkpoint.write(file, self._content(state, identity))
+
+    def load(self, folder: Folder, *, expected: str | None = None) -> State | None:
+        """Read what :meth:`save` wrote; a collective, with results and errors of :func:`load_together`.
+
+        Args:
+            folder: Of the checkpoint.
+            expected: What :meth:`save` returned, from the host's own state.
+        """
+        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+        def read() -> Loaded:
+            found = checkpoint.load(
+                folder,
+                rank=rank,
+                world_size=world_size,
+                unit=self.unit,
+                sizes=self.sizes,
+                layout=self.layout,
+            )
+            if found is None:
+                some = any(Path(folder).glob("dct_rank_*.pt"))
+                raise NoState(
+                    "dct_rank_*.pt files are missing"
+                    if some
+                    else "the checkpoint holds no dct_rank_*.pt files"
+                )
+            return found
+
+        found = load_together(read, folder, group=self._writers, expected=expected)
+        if found is None:
+            return None
+        if rank == 0:
+            report_spread(folder, found, world_size)
+        state, strange = checkpoint.known_to(self.sizes, found.state)
+        if strange and rank == 0:
+            logger.warning(
+                "dct: %s: residuals of %d parameters that the model does not have are left: %s",
+                folder,
+                len(strange),
+                ", ".join(strange[:5]),
+            )
+        return state
+
+    @property
+    def _writers(self) -> dist.ProcessGroup | None:
+        return None if self.parts else self.group
+
+    def _content(self, state: State, identity: str) -> State:
+        return checkpoint.content_of(
+            state,
+            rank=dist.get_rank(self.group),
+            world_size=dist.get_world_size(self.group),
+            unit=self.unit,
+            identity=identity,
+            configuration=self.configuration,
+        )
+
+
+@own_traffic(recorded=False)
+def mean_residuals(
+    state: dict[str, Any], sizes: Mapping[str, int], group: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
+    """Return the mean of the ranks' residuals by parameter, fp32 [numel], on CPU; a collective.
+
+    Args:
+        state: This rank's state of the reducer.
+        sizes: The entries of the parameters by name, in the same order on all ranks.
+        group: The ranks.
+    """
+    content = checkpoint.content_of(state, rank=0, world_size=1, unit=1.0)
+    streams = checkpoint.reshard([content])["streams"]
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    means = {}
+    for name, numel in sizes.items():
+        total = (streams[name]["residual"] if name in streams else torch.zeros(numel)).to(device)
+        with lost_ranks.reported("average of residuals", group):
+            dist.all_reduce(total, group=group)
+        means[name] = total.div_(dist.get_world_size(group)).cpu()
+    return means
