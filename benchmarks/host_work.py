@@ -33,7 +33,7 @@ from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.kernels import register_backend
 from dct_plugin.kernels.triton import backend, batch, messages, step_ahead
 from dct_plugin.transport.base import Announced, Header, Transport
-from dct_plugin.transport.peers import Peers
+from dct_plugin.transport.transports import Peers
 
 #: The bucket of the table: 16.8 million entries in 8 tensors.
 TENSORS, ENTRIES = 8, 1 << 21

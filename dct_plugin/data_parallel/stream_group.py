@@ -27,7 +27,7 @@ from ..policy.rules import for_compressors
 from ..transport import Exchange
 from ..transport.agreement import ranks_in_words
 from ..transport.nodes import Nodes, layout_of
-from ..transport.peers import GroupPeers, Peers
+from ..transport.transports import GroupPeers, Peers
 from .node_ranks import Entries, NodeRanks
 
 logger = logging.getLogger("dct_plugin")

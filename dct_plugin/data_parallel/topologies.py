@@ -1,15 +1,212 @@
-"""The choice of the topologies of one reducer."""
+"""The topologies: who sends what to whom, and the choice of one.
+
+- Direct: every rank sends all of its gradient to all ranks, and every rank sums.
+- Scatter: every rank sends the parts of its gradient to their owners, who keep the sums.
+- Two-phase: owners sum the parts of the gradient, threshold the sums, and send those to all. Source: Gupta et
+  al., KDD 2021, section 3: a parameter server, sharded over the ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
+import torch
+from torch import Tensor
+
+from ..codecs.message import MessageWriter
+from ..codecs.values import ValueDtype
+from ..compression.stream import Encoded, as_flat, encode_all
+from ..host_traffic import bytes_sent
 from ..policy.rules import exchange_by_rule
-from .direct import Direct
-from .scatter import Scatter
-from .stream_group import StreamGroup
-from .topology import Topology
-from .two_phase import TwoPhase
+from ..transport.slots import Slots
+from .plan import PlannedTensor, ReductionPlan, Shard, shards_of
+from .stream_group import StreamGroup, WrittenTensor
+from .topology import Destination, Phase, Sum, Topology
+
+
+class GradientPhase(Phase):
+    """Every rank sends its thresholded gradients, and leaves zeros in their place."""
+
+    def dense_bytes(self, nbytes: float) -> float:
+        """Return the bytes that the host would send for ``nbytes`` of gradients, where these messages go."""
+        group = self.group
+        return bytes_sent("all_reduce", nbytes, group.world_size, gloo=group.device.type == "cpu")
+
+    def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
+        with self.group.backend.batched():
+            return [self._write(tensor, writers) for tensor in plan.tensors]
+
+    def _write(self, tensor: PlannedTensor, writers: Sequence[MessageWriter]) -> WrittenTensor:
+        group, stream = self.group, None
+        grad, sparsity = as_flat(tensor.tensor), group.sparsity(tensor.name)
+        parts = [(shard.start, shard.stop, writers[shard.owner]) for shard in tensor.shards]
+        if tensor.small:
+            stats = [
+                encode_all(group.backend, grad[start:stop], writer, clear=True).stats[0]
+                for start, stop, writer in parts
+            ]
+            encoded = Encoded(stats, grad.numel())
+        else:
+            stream = group.stream(tensor.name)
+            encoded = stream.encode(grad, parts, sparsity.density, clear=True)
+        if grad.data_ptr() != tensor.tensor.data_ptr():
+            tensor.tensor.zero_()
+        others = group.world_size - 1
+        return WrittenTensor(
+            tensor.name,
+            "gradient_small" if tensor.small else "gradient",
+            encoded,
+            stream,
+            self.dense_bytes(tensor.tensor.nbytes),
+            [others if self.to_all else int(shard.owner != group.rank) for shard in tensor.shards],
+            "" if tensor.small else sparsity.label,
+        )
+
+
+class Direct(Topology):
+    """Every rank sends one message to all: fewest bytes for two ranks, and one exchange instead of two."""
+
+    name = "direct"
+
+    def __init__(self, group: StreamGroup) -> None:
+        self.phases = [_MessagesToAll(group)]
+
+    def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
+        return [Shard(0, 0, numel)]
+
+
+class _MessagesToAll(GradientPhase):
+    to_all = True
+
+    def destinations(self, plan: ReductionPlan) -> list[Destination]:
+        tensors = [each.tensor for each in plan.tensors]
+        return [Sum(self.group, range(self.group.world_size), tensors, plan.scale)]
+
+
+class Scatter(Topology):
+    """The owner of a part keeps its sum, as under ZeRO-1 and 2; the host says who owns what."""
+
+    name = "reduce_scatter"
+    sums_everywhere = False
+
+    def __init__(self, group: StreamGroup) -> None:
+        self.phases = [_MessagesToOwners(group)]
+
+    def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
+        raise ValueError(f"{name}: the host says which parts its ranks own")
+
+
+class _MessagesToOwners(GradientPhase):
+    """Every rank sends one message to each owner, who keeps the sums in place of its gradient."""
+
+    to_all = False
+
+    def dense_bytes(self, nbytes: float) -> float:
+        group = self.group
+        return bytes_sent(group.host_collective, nbytes, group.world_size, gloo=group.device.type == "cpu")
+
+    def destinations(self, plan: ReductionPlan) -> list[Destination]:
+        tensors = plan.views_of(self.group.rank)
+        return [Sum(self.group, range(self.group.world_size), tensors, plan.scale)]
+
+
+class TwoPhase(Topology):
+    """Every rank sends parts to their owners, and owners send the thresholded sums to all ranks.
+
+    Bytes per rank do not grow with the number of ranks. What an owner does not send back stays in a residual
+    of its own.
+    """
+
+    name = "two_phase"
+
+    def __init__(self, group: StreamGroup) -> None:
+        self._group = group
+        self.phases = [_MessagesToSummingOwners(group), _Answers(group)]
+
+    def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
+        return shards_of(name, numel, self._group.world_size, whole=small)
+
+    def owner_residuals(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:
+        for shard in self.shards(name, numel, small=self._group.is_small(name, numel)):
+            yield shard, _stream_of(name, shard)
+
+
+class _MessagesToSummingOwners(GradientPhase):
+    """The first phase: sums go into scratch memory."""
+
+    to_all = False
+
+    def dense_bytes(self, nbytes: float) -> float:
+        return super().dense_bytes(nbytes) / 2  # the answers are the other half
+
+    def destinations(self, plan: ReductionPlan) -> list[Destination]:
+        sums = _sums(self.group, plan)
+        return [Sum(self.group, range(self.group.world_size), sums, 1.0)]
+
+
+class _Answers(Phase):
+    """The second phase: every owner sends its sums, thresholded once more, to all ranks."""
+
+    to_all = True
+    from_owners = True
+
+    def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
+        owned = plan.owned_by(self.group.rank)
+        with self.group.backend.batched():
+            return [
+                self._write(tensor, shard, total, writers[0])
+                for (tensor, shard), total in zip(owned, _sums(self.group, plan), strict=True)
+            ]
+
+    def _write(
+        self, tensor: PlannedTensor, shard: Shard, total: Tensor, writer: MessageWriter
+    ) -> WrittenTensor:
+        """Write a sum, and leave zeros in ``total``."""
+        density = min(1.0, self.group.sparsity(tensor.name).density * self.group.settings.server_density)
+        stream = None
+        if tensor.small:
+            # A sum of bf16 is rounded to bf16 on arrival. One of fp16 may not be an fp16 before it is scaled.
+            bf16 = tensor.tensor.dtype == torch.bfloat16
+            values = ValueDtype.BF16 if bf16 else ValueDtype.FP32
+            encoded = encode_all(self.group.backend, total, writer, values, clear=True)
+        else:
+            stream = self.group.stream(_stream_of(tensor.name, shard))
+            encoded = stream.encode(total, [(0, total.numel(), writer)], density, clear=True)
+        receivers = self.group.world_size - 1
+        return WrittenTensor(
+            None,
+            "gradient_small" if tensor.small else "gradient_answer",
+            encoded,
+            stream,
+            receivers * total.numel() * tensor.tensor.element_size(),
+            [receivers],
+        )
+
+    def destinations(self, plan: ReductionPlan) -> list[Destination]:
+        return [
+            Sum(self.group, [owner], plan.views_of(owner), plan.scale)
+            for owner in range(self.group.world_size)
+        ]
+
+    def add_slots(self, plan: ReductionPlan, slots: Slots) -> tuple[Tensor, Tensor]:
+        outs = [plan.views_of(owner) for owner in range(self.group.world_size)]
+        bits = self.group.value_bits
+        return self.group.backend.sum_slots(slots.received, slots.bounds, outs, plan.scale, bits=bits)
+
+
+def _stream_of(name: str, shard: Shard) -> str:
+    """Return the name of an owner's stream, which saved states have."""
+    return f"{name}[{shard.start}:{shard.stop}]"
+
+
+def _sums(group: StreamGroup, plan: ReductionPlan) -> list[Tensor]:
+    """Return memory for the sums of this rank's shards, fp32; whoever uses it leaves zeros in it."""
+    owned = plan.owned_by(group.rank)
+    bounds = list(itertools.accumulate((shard.stop - shard.start for _, shard in owned), initial=0))
+    memory = group.scratch.zeros("sums", bounds[-1], group.device)
+    return [memory[start:stop] for start, stop in itertools.pairwise(bounds)]
+
 
 #: Topologies of sums that all ranks get, by their names in the configuration.
 ALL_REDUCE: dict[str, Callable[[StreamGroup], Topology]] = {"direct": Direct, "two_phase": TwoPhase}

@@ -11,8 +11,7 @@ from typing import Any
 from ..config import ActivationConfig, KernelConfig
 from ..config.methods import NoMethod
 from .compressors import ActivationCompressor, Site, create
-from .compressors.compressor import GROUP_SIZE
-from .compressors.gradients import GradientMessages
+from .compressors.compressor import GROUP_SIZE, GradientMessages
 from .compressors.threshold import Answers, Thresholded
 
 logger = logging.getLogger("dct_plugin")

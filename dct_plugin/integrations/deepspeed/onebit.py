@@ -25,7 +25,7 @@ from torch import Tensor
 from dct_plugin.compression.stream import Compressor
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import Shard, shards_in
-from dct_plugin.data_parallel.two_phase import TwoPhase
+from dct_plugin.data_parallel.topologies import TwoPhase
 from dct_plugin.errors import ConfigError, VersionError
 
 from ..host.patching import Function, Patches, when_imported

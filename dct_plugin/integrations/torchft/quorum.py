@@ -16,9 +16,9 @@ from torch import Tensor
 from dct_plugin.errors import ConfigError, DCTError, DesyncError
 from dct_plugin.transport.agreement import differences, ranks_in_words
 from dct_plugin.transport.base import Transport
-from dct_plugin.transport.peers import Peers
 from dct_plugin.transport.tcp import Connections, TcpTransport
 from dct_plugin.transport.tcp_connect import VARIABLE, Meeting, addresses_here
+from dct_plugin.transport.transports import Peers
 
 _HINT = "it has died since, or its process group is not one of dct_plugin.torchft"
 

@@ -14,8 +14,7 @@ from ...codecs.values import VALUE_GROUP, ValueDtype, value_nbytes
 from ...compression.stream import Encoded, add_at, as_flat, encode_at, values_nbytes, wire_dtype
 from ...config.methods import ThresholdMethod
 from ...kernels import SMALLEST_TAU, Tau
-from .compressor import NUMBER_NBYTES, Site, Written
-from .gradients import GradientMessages
+from .compressor import NUMBER_NBYTES, GradientMessages, Site, Written
 from .payloads import Whole, without_padding
 
 #: Room of a message of fixed size, as a multiple of the target density: that is what crosses. Entries that do
