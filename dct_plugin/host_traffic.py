@@ -12,15 +12,12 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from .metrics import HOST, PLUGIN, Metrics, Record
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: Bytes on the wire of one message of gloo besides its contents: three headers of its own, and the headers of
 #: packets and acknowledgements. Measured with interface counters, for 2 and 4 ranks.
@@ -181,7 +178,7 @@ class HostTraffic:
                 setattr(owner, name, original)
                 del _wrapped[owner, name]
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> HostTraffic:
         self.start()
         return self
 

@@ -14,10 +14,18 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from .._version import __version__
-from ..command_options import Forward
 from ..console import print_error
 from ..errors import ConfigError, DCTError
 from . import config
+
+
+class Forward(typer.core.TyperCommand):
+    """Leaves every argument, also ``--`` and ``--help``, to another command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return args
+
 
 __all__ = ["COMMANDS", "LazyCommand", "app", "main"]
 

@@ -6,10 +6,17 @@ the tables of ``docs/configuration.md`` follow from the models' fields and the t
 
 from __future__ import annotations
 
-from .data_parallel import AccordionConfig, DataParallelConfig, ExpertSettings, ParametersConfig
+from .data_parallel import (
+    AccordionConfig,
+    AutoFeedback,
+    DataParallelConfig,
+    ExpertSettings,
+    LocalFeedback,
+    NoFeedback,
+    ParametersConfig,
+)
 from .dct import DCTConfig, KernelConfig, MetricsConfig
 from .embedding import EmbeddingChannelConfig
-from .feedback import AutoFeedback, LocalFeedback, NoFeedback
 from .model_parallel import ActivationConfig, PipelineConfig, TensorConfig
 from .options import OptionDoc, options
 from .section import Section

@@ -3,17 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from ..errors import ConfigError
 from ..schedules import SparsitySchedule
-from .feedback import AutoFeedback, Feedback
 from .section import OR_FALSE, Section, Variant, conflict, written_short
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+
+class FeedbackConfig(Variant):
+    """Base class of the kinds of feedback."""
+
+    section_path = "dct.data_parallel.feedback"
+
+    #: Whether each rank keeps what it did not send in a residual.
+    keeps_residual: ClassVar[bool] = True
+    #: Whether gradients are taken at weights that are displaced by the residual.
+    looks_ahead: ClassVar[bool] = False
+    #: Density of what owners send back, as a multiple of the density of what they receive.
+    server_density: ClassVar[float] = 1.0
+
+
+class AutoFeedback(FeedbackConfig):
+    """The feedback that suits the optimizer. Until the host knows the optimizer it is ``local``."""
+
+    kind: Literal["auto"] = "auto"
+
+
+class NoFeedback(FeedbackConfig):
+    """Entries that are not sent are dropped."""
+
+    keeps_residual = False
+
+    kind: Literal["none"] = "none"
+
+
+class LocalFeedback(FeedbackConfig):
+    """Entries that are not sent are added to the rank's next gradient."""
+
+    kind: Literal["local"] = "local"
+
+
+class StepAheadFeedback(FeedbackConfig):
+    """Local feedback; also, the next gradient is taken at weights that anticipate the residual."""
+
+    looks_ahead = True
+    server_density = 3.0
+
+    kind: Literal["step_ahead"] = "step_ahead"
+
+
+#: Any kind of feedback; its name alone stands for the kind with default settings.
+Feedback = Annotated[
+    AutoFeedback | LocalFeedback | StepAheadFeedback | NoFeedback,
+    Field(discriminator="kind"),
+    written_short("kind"),
+]
+
 
 GradientType = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2"]
 
@@ -258,7 +305,7 @@ class DataParallelConfig(Section):
         return values
 
     @model_validator(mode="after")
-    def _options_fit_together(self) -> Self:
+    def _options_fit_together(self) -> DataParallelConfig:
         for message in self._conflicts():
             raise conflict(message)
         return self

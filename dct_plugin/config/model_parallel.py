@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -19,9 +19,6 @@ from .methods import (
     ThresholdMethod,
 )
 from .section import Section, conflict
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class ActivationConfig(Section):
@@ -59,7 +56,7 @@ class ActivationConfig(Section):
     """
 
     @model_validator(mode="after")
-    def _answers_fit(self) -> Self:
+    def _answers_fit(self) -> ActivationConfig:
         if isinstance(self.backward, AnswerMethod) and not isinstance(self.forward, ThresholdMethod):
             raise conflict(
                 f"backward = 'answer' does not go with forward = '{self.forward.label()}', whose "
@@ -116,7 +113,7 @@ class PipelineConfig(ActivationConfig):
     """
 
     @model_validator(mode="after")
-    def _boundaries_are_sparse(self) -> Self:
+    def _boundaries_are_sparse(self) -> PipelineConfig:
         if self.boundary_sparsity and not isinstance(self.forward, ThresholdMethod):
             raise conflict(
                 f"boundary_sparsity needs a sparsity, and forward = '{self.forward.label()}' has none"

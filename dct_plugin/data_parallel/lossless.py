@@ -81,7 +81,7 @@ def all_reduce(group: StreamGroup, flat: Tensor, whole: Record) -> int:
 
     def collected() -> list[list[Tensor]]:
         posted, sent[:] = list(sent), []
-        with exchange.collecting(), whole.timed("exchange"):
+        with exchange.preparing(posts=0), whole.timed("exchange"):
             return [exchange.collect(messages[rank]) for messages in posted]
 
     with exchange.preparing(posts=len(chunks)):

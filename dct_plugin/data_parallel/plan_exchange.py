@@ -135,13 +135,13 @@ class PlanExchange:
     def finish(self) -> None:
         """Receive the messages and add them up, and answer them if there are two phases."""
         if len(self._phases) == 2:
-            with self._exchange.collecting():  # all: a rank that failed on the way does not answer any
+            with self._exchange.preparing(posts=0):  # all: a rank that failed on the way does not answer any
                 received = [self._receive(chunk) for chunk in self.chunks]
             with self._preparing(len(received)):
                 for chunk, messages in zip(self.chunks, received, strict=True):
                     self._add(chunk, messages)
                     self._send(self._phases[1], chunk, chunk.writers[-1:])
-        with self._exchange.collecting():
+        with self._exchange.preparing(posts=0):
             for chunk in self.chunks:
                 self._add(chunk, self._receive(chunk))
 

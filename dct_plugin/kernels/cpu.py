@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Sequence
 from ctypes import byref, c_float, c_int32, c_int64, c_uint64, c_void_p
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,6 +76,7 @@ class CpuBackend(Backend):
         threads: threads per call; None: as many as torch uses, at most one per 2**20 entries. Results do not
             depend on it.
     Attributes:
+        path: the library's file.
         isa: the instruction set it uses on this machine: ``portable``, ``avx2``, ``avx512`` or ``neon``.
     Raises:
         OSError: the library can be neither loaded nor built.
@@ -86,17 +86,12 @@ class CpuBackend(Backend):
 
     def __init__(self, threads: int | None = None) -> None:
         self._library = Library(_SIGNATURES)
-        self._call = self._library.call
+        self._call, self.path = self._library.call, self._library.path
         self.threads = threads
         self._local = threading.local()
 
     def __repr__(self) -> str:
         return f"CpuBackend(isa={self.isa!r}, path={str(self.path)!r})"
-
-    @property
-    def path(self) -> Path:
-        """The library's file."""
-        return self._library.path
 
     @property
     def isa(self) -> str:

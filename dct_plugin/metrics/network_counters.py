@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import psutil
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 def interface_bytes(names: Sequence[str] | None = None) -> dict[str, tuple[int, int]]:
@@ -42,11 +38,11 @@ class InterfaceCounter:
         self.per_interface: dict[str, tuple[int, int]] = {}
         self._begin = interface_bytes(names)
 
-    def start(self) -> Self:
+    def start(self) -> InterfaceCounter:
         self._begin = interface_bytes(self.names)
         return self
 
-    def stop(self) -> Self:
+    def stop(self) -> InterfaceCounter:
         begin = self._begin
         self.per_interface = {
             name: (rx - begin.get(name, (0, 0))[0], tx - begin.get(name, (0, 0))[1])
@@ -56,7 +52,7 @@ class InterfaceCounter:
         self.tx = sum(tx for _, tx in self.per_interface.values())
         return self
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> InterfaceCounter:
         return self.start()
 
     def __exit__(self, *_: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..config import AutoFeedback, DataParallelConfig, LocalFeedback
-from ..config.feedback import StepAheadFeedback
+from ..config.data_parallel import StepAheadFeedback
 from .evidence import EXACT_UPDATES, Training, known_losses, measured_with, size_of
 from .optimizers import OptimizerFamily
 from .rules import DENSITY_OPTIONS, changed, safe_sparsity

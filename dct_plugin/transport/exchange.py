@@ -248,26 +248,14 @@ class Exchange:
         waiting in the exchange already, are told of an error.
 
         Args:
-            posts: Number of exchanges that are prepared here; the block may have posted some when it fails.
+            posts: Number of exchanges that are prepared here; the block may have posted some when it fails. 0
+                where it collects what was posted: after an error the rest is received, and forgotten.
         """
         before = self._announced.posts
         try:
             yield
         except BaseException:
             self.abort(posts - (self._announced.posts - before))
-            raise
-
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Surround the work on what was posted.
-
-        After an error the remaining messages are received from the ranks that sent them, which may be well,
-        and forgotten.
-        """
-        try:
-            yield
-        except BaseException:
-            self.abort(posts=0)
             raise
 
     def abort(self, posts: int = 1) -> None:

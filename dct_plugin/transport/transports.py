@@ -1,8 +1,7 @@
-"""The choice of a transport for the messages of a group."""
+"""The ranks that exchange messages, and the choice of a transport for them."""
 
 from __future__ import annotations
 
-import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..console import log_once
 from ..errors import ConfigError
 from ..host_traffic import own_traffic
 from . import lost_ranks, tcp_connect
@@ -34,13 +34,8 @@ def message_device(group: dist.ProcessGroup | None, device: torch.device) -> tor
     backends = str(dist.get_backend_config(group)).split(",")
     if device.type == "cpu" or f"{device.type}:gloo" not in backends:
         return device
-    _warn_of_copies(device)
+    log_once(f"dct: gloo carries messages of {device} through the host; nccl would not")
     return torch.device("cpu")
-
-
-@functools.cache
-def _warn_of_copies(device: torch.device) -> None:
-    logger.warning("gloo carries messages of %s through the host; nccl would not", device)
 
 
 @own_traffic(recorded=False)

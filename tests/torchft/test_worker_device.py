@@ -23,7 +23,7 @@ os.environ.setdefault("RUST_LOG", "error")  # which torchft reads when it is imp
 THREADS = {
     "integrations/deepspeed/build_lock.py",
     "integrations/torchft/process_groups.py",
-    "transport/long_waits.py",
+    "integrations/host/lost_peers.py",
     "transport/lost_ranks.py",
     "transport/tcp_connect.py",
 }

@@ -15,14 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
 from dct_plugin import DesyncError
-from dct_plugin.transport import long_waits, lost_ranks
+from dct_plugin.integrations.host import lost_peers
+from dct_plugin.transport import lost_ranks
 
 pytestmark = pytest.mark.slow
 
 
 def _leaves_alone(rank: int, world_size: int, folder: str) -> tuple[list[str], str, int]:
     """Rank 1 leaves the training loop after two steps, and saves; the others train on."""
-    long_waits.PATIENCE, long_waits.INTERVAL = 0.5, 0.1
+    lost_peers.PATIENCE, lost_peers.INTERVAL = 0.5, 0.1
     group = dist.new_group(timeout=timedelta(seconds=4))
     ddp = DistributedDataParallel(nn.Linear(60, 40), process_group=group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -40,9 +41,8 @@ def _leaves_alone(rank: int, world_size: int, folder: str) -> tuple[list[str], s
         script()
     names = [thread.name for thread in threading.enumerate()]
     assert "dct long waits" in names
-    from dct_plugin.integrations.host import lost_peers
-
-    lost_peers._long_waits.stop()
+    assert lost_peers._excepthook.waits is not None
+    lost_peers._excepthook.waits.stop()
     left = sum(thread.name == "dct long waits" for thread in threading.enumerate())
     return [line for line in lines if "has waited" in line], str(ended.value), left
 

@@ -95,7 +95,7 @@ def several(rank: int, world_size: int, choice: str) -> tuple[str, int]:
                 if (rank, turn) == (1, 2):
                     raise MemoryError("no room")
                 exchange.post(messages, turn)
-        with exchange.collecting():
+        with exchange.preparing(posts=0):
             for messages in posted:
                 exchange.collect(messages[rank])
                 collected += 1

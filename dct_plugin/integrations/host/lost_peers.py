@@ -7,8 +7,13 @@ best: a script that ends with such an error gets one line more, in the plugin's 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import logging
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -17,23 +22,26 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from dct_plugin.transport import lost_ranks
-from dct_plugin.transport.long_waits import LongWaits
 
 logger = logging.getLogger("dct_plugin")
 
+#: Seconds of a wait after which it is reported, between two looks at it, and for the reports of other ranks.
+PATIENCE, INTERVAL, ANSWERS = 120.0, 5.0, 10.0
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 class _ExceptHook:
-    """``sys.excepthook`` while a job is watched.
+    """``sys.excepthook`` while a job is watched, with a thread that watches waits.
 
     Attributes:
         jobs: Functions that return the optimizer steps of a job so far, the latest job's last.
+        waits: The thread; None before the first job.
     """
 
     def __init__(self) -> None:
         self.jobs: list[Callable[[], int | None]] = []
+        self.waits: LongWaits | None = None
         self._previous: _Hook | None = None  # while this hook is not in the chain
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -47,18 +55,23 @@ class _ExceptHook:
         """Report the errors of one more job."""
         if self._previous is None:
             self._previous, sys.excepthook = sys.excepthook, self
+        if self.waits is None:
+            self.waits = LongWaits()
+            self.waits.start()
         self.jobs.append(steps)
 
     def remove(self, steps: Callable[[], int | None]) -> None:
         """Undo :meth:`add`; after the last job the hook from before is put back, unless one is in front."""
         if steps in self.jobs:
             self.jobs.remove(steps)
+        if not self.jobs and self.waits is not None:
+            self.waits.stop()
+            self.waits = None
         if not self.jobs and sys.excepthook is self and self._previous is not None:
             sys.excepthook, self._previous = self._previous, None
 
 
 _excepthook = _ExceptHook()
-_long_waits = LongWaits()
 Job = TypeVar("Job")
 
 
@@ -74,20 +87,14 @@ def watch(job: Job, step_of: Callable[[Job], int]) -> Callable[[], None]:
         A function to call when the job ends; the end of ``job``'s life calls it at the latest.
     """
     lost_ranks.register_process()
-    _long_waits.start()
-    reference = weakref.ref(job, lambda _: end())
+    reference = weakref.ref(job, lambda _: _excepthook.remove(steps))
 
     def steps() -> int | None:
         alive = reference()
         return None if alive is None else step_of(alive)
 
-    def end() -> None:
-        _excepthook.remove(steps)
-        if not _excepthook.jobs:
-            _long_waits.stop()
-
     _excepthook.add(steps)
-    return end
+    return functools.partial(_excepthook.remove, steps)
 
 
 def _collective(trace: TracebackType | None) -> tuple[str, dist.ProcessGroup | None]:
@@ -98,3 +105,66 @@ def _collective(trace: TracebackType | None) -> tuple[str, dist.ProcessGroup | N
         if frame.f_globals.get("__name__") == _COLLECTIVES and "group" in frame.f_locals:
             what, group = frame.f_code.co_name, frame.f_locals["group"]
     return what, group if isinstance(group, dist.ProcessGroup) else None
+
+
+class LongWaits(threading.Thread):
+    """Warns once of every call in which this rank waits for longer than :data:`PATIENCE`.
+
+    A rank that leaves the training loop alone makes other calls than the rest. Then all wait for the time
+    limit of the process group, which is half an hour. Each rank says in the key-value store in which call it
+    waits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="dct long waits", daemon=True)
+        self._ended = threading.Event()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the thread; takes at most a second. The end of the process calls it, too."""
+        atexit.unregister(self.stop)
+        self._ended.set()
+        self.join(1.0)
+
+    def run(self) -> None:
+        reported: lost_ranks.Wait | None = None
+        while not self._ended.wait(INTERVAL):
+            longest = min(list(lost_ranks.waits.values()), key=lambda wait: wait.began, default=None)
+            if longest is not None and time.monotonic() < longest.began + PATIENCE:
+                longest = None
+            if longest == reported:
+                continue
+            with contextlib.suppress(Exception):  # a store that is gone, or a process group that is destroyed
+                if longest is None:
+                    lost_ranks.default_store().delete_key(lost_ranks.key_of("waits", dist.get_rank()))
+                else:
+                    self._report(longest)
+            reported = longest
+
+    def _report(self, wait: lost_ranks.Wait) -> None:
+        """Say in the store what this rank waits for, and warn of what the others do."""
+        own = dist.get_rank()
+        lost_ranks.default_store().set(lost_ranks.key_of("waits", own), wait.call)
+        ranks = dist.get_process_group_ranks(wait.group if wait.group is not None else dist.group.WORLD)
+        calls: dict[int, str] = {}
+        until, count = time.monotonic() + ANSWERS, len(ranks) - 1
+        while len(calls) < count and time.monotonic() < until and not self._ended.wait(INTERVAL / 10):
+            for rank in set(ranks) - {own} - calls.keys():
+                if (call := lost_ranks.stated(lost_ranks.key_of("waits", rank))) is not None:
+                    calls[rank] = call
+        if wait not in lost_ranks.waits.values():
+            return
+        others = [
+            f"rank {rank} is in the {calls[rank]}" if rank in calls else f"rank {rank} is in no call of dct"
+            for rank in ranks
+            if rank != own and calls.get(rank) != wait.call
+        ]
+        if others:
+            logger.warning(
+                "dct: rank %d has waited for %.0f s in the %s; meanwhile %s. A rank in another call is slow "
+                "or stuck, or it has left the training loop: decide on all ranks",
+                own,
+                time.monotonic() - wait.began,
+                wait.call,
+                ", ".join(others[:5]),
+            )

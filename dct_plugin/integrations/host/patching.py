@@ -11,10 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing import Any
 
 Function = Callable[..., Any]
 
@@ -34,7 +31,7 @@ class Patches:
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Patches:
         return self
 
     def __exit__(self, *error: object) -> None:
