@@ -28,10 +28,10 @@ from .topology import Destination, Phase, Sum, Topology
 class GradientPhase(Phase):
     """Every rank sends its thresholded gradients, and leaves zeros in their place."""
 
-    def dense_bytes(self, nbytes: float) -> float:
+    def dense_bytes(self, nbytes: float, collective: str = "all_reduce") -> float:
         """Return the bytes that the host would send for ``nbytes`` of gradients, where these messages go."""
         group = self.group
-        return bytes_sent("all_reduce", nbytes, group.world_size, gloo=group.device.type == "cpu")
+        return bytes_sent(collective, nbytes, group.world_size, gloo=group.device.type == "cpu")
 
     def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
         with self.group.backend.batched():
@@ -102,9 +102,8 @@ class _MessagesToOwners(GradientPhase):
 
     to_all = False
 
-    def dense_bytes(self, nbytes: float) -> float:
-        group = self.group
-        return bytes_sent(group.host_collective, nbytes, group.world_size, gloo=group.device.type == "cpu")
+    def dense_bytes(self, nbytes: float, collective: str = "") -> float:
+        return super().dense_bytes(nbytes, collective or self.group.host_collective)
 
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
         tensors = plan.views_of(self.group.rank)
@@ -137,8 +136,8 @@ class _MessagesToSummingOwners(GradientPhase):
 
     to_all = False
 
-    def dense_bytes(self, nbytes: float) -> float:
-        return super().dense_bytes(nbytes) / 2  # the answers are the other half
+    def dense_bytes(self, nbytes: float, collective: str = "all_reduce") -> float:
+        return super().dense_bytes(nbytes, collective) / 2  # the answers are the other half
 
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
         sums = _sums(self.group, plan)
