@@ -12,8 +12,8 @@ everywhere.
 
 from __future__ import annotations
 
+from .module_hooks import weights
 from .plan import Shard
 from .reducer import GradientReducer
-from .step_ahead.displaced_weights import weights
 
 __all__ = ["GradientReducer", "Shard", "weights"]

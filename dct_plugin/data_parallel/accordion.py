@@ -68,7 +68,6 @@ class Accordion(AddOn):
         optimizer: Has the learning rates (``param_groups``); without it no drop of them is seen.
     """
 
-    missing = "Accordion needs dct.data_parallel.adaptive = 'accordion'"
     key = "adaptive"
 
     #: Relative change of the norm from which on a layer is critical.

@@ -21,12 +21,9 @@ class AddOn:
     """A feature that sees every reduction of a reducer, and may keep a state of its own.
 
     Attributes:
-        missing: Error for a host that wants the add-on where the configuration does not ask for it;
-            ``{feedback}`` stands for the feedback that it asks for.
         key: Name of the state in what the reducer saves; "" saves nothing.
     """
 
-    missing: ClassVar[str] = ""
     key: ClassVar[str] = ""
 
     @classmethod

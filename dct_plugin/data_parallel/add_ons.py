@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -14,8 +14,6 @@ from .autotune.add_on import AutomaticSparsity
 from .plan import ReductionPlan
 from .step_ahead.add_on import StepAheadAddOn
 from .stream_group import Sparsity
-
-_AddOn = TypeVar("_AddOn", bound=AddOn)
 
 #: In the order in which they see a reduction.
 ADD_ONS: tuple[type[AddOn], ...] = (Accordion, StepAheadAddOn, AutomaticSparsity)
@@ -40,15 +38,19 @@ class AddOns:
     def __iter__(self) -> Iterator[AddOn]:
         return iter(self._each)
 
-    def of(self, kind: type[_AddOn]) -> _AddOn:
-        """Return the add-on of a kind.
+    @property
+    def step_ahead(self) -> StepAheadAddOn:
+        """The add-on that displaces weights; hosts tell it which.
 
         Raises:
             ConfigError: The configuration does not ask for it.
         """
-        found = next((each for each in self._each if isinstance(each, kind)), None)
+        found: Any = next((each for each in self._each if each.key == "ahead"), None)
         if found is None:
-            raise ConfigError(kind.missing.format(feedback=self._context.config.feedback.label()))
+            raise ConfigError(
+                "step-ahead needs dct.data_parallel.feedback = 'step_ahead', it is "
+                f"'{self._context.config.feedback.label()}'"
+            )
         return found
 
     @property

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+
+#: By module whose passes run at displaced weights, those; their ``hidden()`` is a context of the real ones.
+DISPLACED: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+
+
+@contextmanager
+def weights(model: torch.nn.Module) -> Iterator[None]:
+    """Give access to the real weights of ``model`` within the block, for reading and writing.
+
+    Needed with ``"feedback": "step_ahead"`` between a training forward pass and the optimizer's step; see
+    :mod:`dct_plugin.data_parallel.step_ahead.displaced_weights`.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            if module in DISPLACED:
+                stack.enter_context(DISPLACED[module].hidden())
+        yield
 
 
 class ModuleHook:

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_plugin import DCTState, checkpoint, processes
 from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
-from dct_plugin.data_parallel.step_ahead.add_on import StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError, DesyncError
 from dct_plugin.integrations.host import startup
@@ -162,7 +161,7 @@ def _displaces(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
     weights["half"].data = weights["half"].data.bfloat16()
     optimizer = torch.optim.Adam(weights.values(), lr=0.01)
     reduction = GradientReducer(config, nodes() if in_nodes else None)
-    ahead = reduction.add_ons.of(StepAheadAddOn).prepare(weights.items(), units_of(optimizer))
+    ahead = reduction.add_ons.step_ahead.prepare(weights.items(), units_of(optimizer))
     for step in range(3):
         entries = []
         for name, shape in shapes.items():

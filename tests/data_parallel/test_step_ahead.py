@@ -561,7 +561,7 @@ def _coefficients(
     config = DataParallelConfig(sparsity=0.9, feedback="step_ahead", min_numel=1000)
     reducer = GradientReducer(config)
     weights = [nn.Parameter(torch.zeros(100, 100)), nn.Parameter(torch.zeros(10))]
-    ahead = reducer.add_ons.of(StepAheadAddOn).prepare(
+    ahead = reducer.add_ons.step_ahead.prepare(
         list(zip("ab", weights, strict=True)), units_of(torch.optim.SGD(weights))
     )
     first = ahead.coefficients.of("a"), ahead.coefficients.gradient_ratio("a")
@@ -626,7 +626,7 @@ def _owners(rank: int, world_size: int, kept_in: str) -> tuple[Tensor, Tensor]:
         reducer = GradientReducer(config)
         if state is not None:
             reducer.load_state_dict(state)
-        return reducer, reducer.add_ons.of(StepAheadAddOn).prepare(
+        return reducer, reducer.add_ons.step_ahead.prepare(
             [("a", weight)], units_of(torch.optim.SGD([weight], lr=1.0))
         )
 
@@ -670,7 +670,7 @@ def _out_of_step(rank: int, world_size: int) -> str:
     config = DataParallelConfig(sparsity=0.9, feedback="step_ahead", min_numel=10)
     reducer = GradientReducer(config, step=INTERVAL + rank)
     weight = nn.Parameter(torch.zeros(100))
-    reducer.add_ons.of(StepAheadAddOn).prepare([("a", weight)], units_of(torch.optim.SGD([weight])))
+    reducer.add_ons.step_ahead.prepare([("a", weight)], units_of(torch.optim.SGD([weight])))
     try:
         reducer.all_reduce([("a", torch.ones(100))])
     except Exception as error:

@@ -14,7 +14,6 @@ from torch import nn
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.step_ahead import add_on as step_ahead
-from dct_plugin.data_parallel.step_ahead.add_on import StepAheadAddOn
 from dct_plugin.data_parallel.step_ahead.tensor_densities import (
     INTERVAL,
     LENGTH_LIMITS,
@@ -74,7 +73,7 @@ def _train(rank: int, world_size: int) -> tuple[Any, Any, torch.Tensor]:
         reducer = GradientReducer(DataParallelConfig(sparsity=0.95, feedback="step_ahead", min_numel=100))
     weights = {name: nn.Parameter(torch.zeros(60, 50)) for name in ("drift", "noise")}
     optimizer = torch.optim.Adam(weights.values(), lr=0.01)
-    add_on = reducer.add_ons.of(StepAheadAddOn)
+    add_on = reducer.add_ons.step_ahead
     add_on.prepare(weights.items(), units_of(optimizer))
     generator = torch.Generator().manual_seed(rank)
     drift = torch.randn(3000, generator=torch.Generator().manual_seed(7))

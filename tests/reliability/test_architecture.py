@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -126,29 +127,62 @@ def test_no_module_of_the_reduction_asks_for_the_device() -> None:
         assert len(asked) <= 1, path.name
 
 
+#: Packages of ``data_parallel`` that can be deleted, and what goes with them: files, and a row of the add-ons.
+DELETABLE: dict[str, tuple[list[str], str]] = {
+    "autotune": (
+        ["cli/advise.py", "integrations/advice.py"],
+        "AutomaticSparsity",
+    ),  # they share its cost model
+    "step_ahead": ([], "StepAheadAddOn"),
+}
+#: Imports what is left, and reduces a gradient between two ranks.
+WITHOUT_IT = """
+import importlib, sys
+import torch, torch.distributed as dist
+store, rank, *modules = sys.argv[1:]
+for each in modules:
+    importlib.import_module(each)
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.data_parallel import GradientReducer
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
+gradient = torch.linspace(0, 1, 50_000)
+GradientReducer(DataParallelConfig(sparsity=0.9)).all_reduce([("weight", gradient)])
+assert 4_000 < gradient.count_nonzero() < 6_000
+dist.destroy_process_group()
+"""
+
+
 @pytest.mark.slow
-def test_the_automatic_mode_can_be_deleted(tmp_path: Path) -> None:
-    """With ``dct advise``, which shares its cost model, and their rows in two tables."""
-    copy = tmp_path / "dct_plugin"
+@pytest.mark.parametrize("package", DELETABLE)
+def test_a_package_can_be_deleted(package: str, tmp_path: Path) -> None:
+    copy, (files, row) = tmp_path / "dct_plugin", DELETABLE[package]
     shutil.copytree(ROOT / "dct_plugin", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.rmtree(copy / "data_parallel" / "autotune")
-    (copy / "cli" / "advise.py").unlink()
-    (copy / "integrations" / "advice.py").unlink()
+    shutil.rmtree(copy / "data_parallel" / package)
+    for file in files:
+        (copy / file).unlink()
     table = copy / "data_parallel" / "add_ons.py"
-    rows = table.read_text(encoding="utf-8").replace(", AutomaticSparsity", "")
-    table.write_text(re.sub(r"^.*AutomaticSparsity.*\n", "", rows, flags=re.M), encoding="utf-8")
+    rows = re.sub(
+        rf"^from .* import {row}\n|, {row}(?=[,)])", "", table.read_text(encoding="utf-8"), flags=re.M
+    )
+    table.write_text(rows, encoding="utf-8")
+    hosts = ["ddp", "fsdp", "host"] + [each for each in ("deepspeed", "megatron") if find_spec(each)]
     modules = [
         ".".join(path.relative_to(tmp_path).with_suffix("").parts)
-        for folder in ("data_parallel", "policy", "integrations/ddp", "integrations/host", "report")
+        for folder in ("data_parallel", "policy", "report", *(f"integrations/{each}" for each in hosts))
         for path in (copy / folder).rglob("*.py")
-        if path.name != "__init__.py"
+        if path.name not in ("__init__.py", "__main__.py")
     ]
-    code = f"import importlib; [importlib.import_module(each) for each in {modules}]"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", WITHOUT_IT, str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), *modules], env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    for each in ranks:
+        _, errors = each.communicate()
+        assert each.returncode == 0, errors
 
 
 def test_the_page_is_short() -> None:

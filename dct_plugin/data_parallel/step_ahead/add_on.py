@@ -388,7 +388,6 @@ def _entries_of(held: Part, residual: Tensor, part: Part, out: Tensor) -> Tensor
 class StepAheadAddOn(AddOn):
     """Gives a reducer the :class:`StepAhead` of its model: gradients before and after they are reduced."""
 
-    missing = "step-ahead needs dct.data_parallel.feedback = 'step_ahead', it is '{feedback}'"
     key = "ahead"
 
     def __init__(self, context: ReducerContext) -> None:

@@ -11,35 +11,18 @@ undone, and refused by name.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ...errors import DCTError
+from ..module_hooks import DISPLACED
 
 #: Entries of each tensor that are compared to find writes which version counters miss (``.data``).
 SAMPLES = 64
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-#: The displaced weights of each module whose passes are displaced.
-_MODULES: WeakKeyDictionary[torch.nn.Module, DisplacedWeights] = WeakKeyDictionary()
-
-
-@contextmanager
-def weights(model: torch.nn.Module) -> Iterator[None]:
-    """Give access to the real weights of ``model`` within the block, for reading and writing.
-
-    Needed with ``"feedback": "step_ahead"`` between a training forward pass and the optimizer's step; see
-    :mod:`dct_plugin.data_parallel.step_ahead.displaced_weights`.
-    """
-    with ExitStack() as stack:
-        for module in model.modules():
-            if module in _MODULES:
-                stack.enter_context(_MODULES[module].hidden())
-        yield
 
 
 class _Computed(NamedTuple):
@@ -149,14 +132,14 @@ class DisplacedWeights:
         return next(shown, parameter.data)
 
     def register(self, module: torch.nn.Module) -> None:
-        """Have :func:`weights` show those of ``module``."""
-        _MODULES[module] = self
+        """Have :func:`.module_hooks.weights` show those of ``module``."""
+        DISPLACED[module] = self
 
     def unregister(self) -> None:
         """Undo :meth:`register`."""
-        for module, shown in list(_MODULES.items()):
+        for module, shown in list(DISPLACED.items()):
             if shown is self:
-                del _MODULES[module]
+                del DISPLACED[module]
 
     @contextmanager
     def hidden(self) -> Iterator[None]:

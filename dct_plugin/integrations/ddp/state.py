@@ -8,7 +8,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from dct_plugin.compression.stream import fresh_state
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import ParameterGroups, units_of_all
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import counted_by
@@ -38,6 +37,9 @@ from ..host.startup import nodes_of
 from ..host.steps import FrozenParameters, OptimizerSteps, PoisonedSteps, StepHooks
 from .backward import BucketReductions
 from .parameters import ParameterNames, as_real
+
+if TYPE_CHECKING:
+    from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
 
 logger = logging.getLogger("dct_plugin")
 
@@ -241,7 +243,7 @@ class DCTState:
         units, named = units_of_all(optimizers), self.parameters.add(model.named_parameters())
         reducer = self.reducer(next(iter(named.values())).device)
         displaced = [(name, each) for name, each in named.items() if not each.is_complex()]
-        self._ahead = reducer.add_ons.of(StepAheadAddOn).prepare(displaced, units)
+        self._ahead = reducer.add_ons.step_ahead.prepare(displaced, units)
         self._ahead.attach(model, *optimizers)
         self.ends.callback(self._ahead.detach)
         self._buckets.next_pass.watch(model)  # before weights are displaced

@@ -7,14 +7,13 @@ import functools
 import logging
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch.distributed as dist
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.parameters import ParameterUpdates
-from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import count_group
@@ -41,6 +40,9 @@ from .weight_updates import UpdatedWeights, WeightUpdates
 from .zero import ZeroPath
 from .zero3 import Zero3Path
 
+if TYPE_CHECKING:
+    from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
+
 logger = logging.getLogger("dct_plugin")
 
 
@@ -65,7 +67,7 @@ class DisplacedPasses(EnginePart):
         unit_of = units_of(path.optimizer, [[parameter for _, parameter in group] for group in groups])
         unit = 1.0 / (path.scale * path.reducer.group_size)
         pairs = [pair for group in groups for pair in group]
-        add_on = path.reducer.add_ons.of(StepAheadAddOn)
+        add_on = path.reducer.add_ons.step_ahead
         pending: dict[str, Any] = {} if updates is None else {"pending_of": updates.pending_of}
         self.ahead = add_on.prepare(pairs, unit_of, unit=unit, **pending)
 

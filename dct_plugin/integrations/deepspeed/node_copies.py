@@ -15,7 +15,7 @@ warm-up, after a checkpoint, and after weights were written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.runtime.zero import partition_parameters
@@ -25,7 +25,6 @@ from dct_plugin.config.data_parallel import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.data_parallel.node_ranks import Part
-from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
 from dct_plugin.transport.nodes import KEY, Nodes
@@ -35,6 +34,9 @@ from ..host.patching import Function, Patches, given
 from .engine import EngineContext, EnginePart
 from .path import GradientPath
 from .weight_updates import WeightUpdates, swap, updates_of
+
+if TYPE_CHECKING:
+    from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
 
 _KEY = "zero_optimization.zero_hpz_partition_size"
 #: The attribute of parameters that ``GatheredParameters`` has gathered; of DeepSpeed 0.19.8.
@@ -322,7 +324,7 @@ class DisplacedCopies(EnginePart):
         groups = [[parameter for _, parameter in group] for group in path.named_parameters()]
         units = units_of(path.optimizer, groups)
         pairs: Any = [(each.name, each) for each in copies.slices if each.shards]
-        self.ahead = copies.ahead = path.reducer.add_ons.of(StepAheadAddOn).prepare(
+        self.ahead = copies.ahead = path.reducer.add_ons.step_ahead.prepare(
             pairs,
             lambda held: units(held.parameter),  # type: ignore[attr-defined]
             unit=1.0 / (path.scale * path.reducer.group_size),

@@ -18,7 +18,6 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.module_hooks import ModuleHook
-from dct_plugin.data_parallel.step_ahead.add_on import StepAheadAddOn
 from dct_plugin.data_parallel.step_units import ParameterGroups, StepUnit, units_of_all
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
@@ -218,7 +217,7 @@ class ReplicaCompression:
             ]
             check_displaceable(parameters)
             shards: Any = [(each.name, GatheredShard(each)) for each in parameters]
-            ahead = reducer.add_ons.of(StepAheadAddOn).prepare(shards, unit_of)
+            ahead = reducer.add_ons.step_ahead.prepare(shards, unit_of)
             ahead.attach(self._model, *self._optimizers)
             self.ends.callback(ahead.detach)
         # FSDP reads the parameters anew in its first forward pass: it has to do so before they are displaced.

@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from dct_plugin import checkpoint
 from dct_plugin.console import log_once
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import shards_in
-from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn
 from dct_plugin.data_parallel.step_units import StepUnit, units_of, unwrapped
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy.optimizers import OptimizerFamily, family_of
@@ -39,6 +38,9 @@ from .buckets import (
     unit_of_gradients,
 )
 from .session import Session
+
+if TYPE_CHECKING:
+    from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
 
 _GROUPS, _LOOK_UP = "_dct_groups", "_dct_unit_of"
 
@@ -259,6 +261,6 @@ class Reductions:
                 "parameters; make model and optimizer after the hooks were installed, or set it to 'local'"
             )
         summed = 1.0 if group.ddp_config.average_in_collective else 1.0 / ranks.size()
-        return reducer.add_ons.of(StepAheadAddOn).prepare(
+        return reducer.add_ons.step_ahead.prepare(
             parameters, optimizers.unit_of, unit=summed, pending_of=self.session.pending_of
         )
