@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.data_parallel import node_ranks as node_ranks
+from dct_plugin.data_parallel.nodes import ranks as node_ranks
 from dct_plugin.integrations.ddp import DCTState, dct_hook
 from dct_plugin.integrations.ddp import state as ddp_state
 from dct_plugin.integrations.host.overlap import Overlap

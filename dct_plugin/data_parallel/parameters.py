@@ -29,8 +29,6 @@ from ..kernels.checks import split_message
 from ..metrics import Record
 from ..transport.slots import Slots
 from .exact_updates import EXACT_CLASS, ChangesToAll, WholeGathers
-from .node_ranks import NodeRanks
-from .node_updates import UpdatesBetweenNodes
 from .pending_exchanges import PendingExchanges
 from .plan import PlannedTensor, ReductionPlan, Shard
 from .stream_group import GroupOptions, Ranks, StreamGroup, WrittenTensor
@@ -75,6 +73,9 @@ class ParameterUpdates(StreamGroup):
         super().__init__(settings, ranks, **options)
         self._between_nodes = None
         if self.nodes is not None and gathers:
+            from .nodes.ranks import NodeRanks
+            from .nodes.updates import UpdatesBetweenNodes
+
             node = NodeRanks(self.nodes, self.device, config.min_numel, self.metrics)
             self._between_nodes = UpdatesBetweenNodes(
                 node, self.layout, self.rank, pending=config.feedback.looks_ahead and not self.exact

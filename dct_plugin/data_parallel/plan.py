@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +20,10 @@ MIN_SHARD = 16_384
 ALIGNED = 64
 #: A last chunk with a smaller share of the entries that a chunk is to send joins the one before.
 SMALLEST_CHUNK = 0.25
+
+Entries = Sequence[tuple[str, Tensor]]
+#: Bounds of a part of a tensor.
+Part = tuple[int, int]
 
 
 class Shard(NamedTuple):
@@ -40,7 +44,13 @@ def shards_of(name: str, numel: int, count: int, *, whole: bool = False) -> list
     return [Shard((first + i) % count, *bounds) for i, bounds in enumerate(divided(numel, parts))]
 
 
-def divided(numel: int, parts: int) -> list[tuple[int, int]]:
+def common(one: Part, other: Part) -> Part:
+    """Return what two parts have in common; the second bound is never below the first."""
+    start = max(one[0], other[0])
+    return start, max(start, min(one[1], other[1]))
+
+
+def divided(numel: int, parts: int) -> list[Part]:
     """Return the bounds of so many parts of a tensor, of nearly one size."""
     bounds = [numel * i // parts // ALIGNED * ALIGNED for i in range(parts)]
     return list(itertools.pairwise([*bounds, numel]))
@@ -158,7 +168,7 @@ class ReductionPlan:
                     self._owned.setdefault(shard.owner, []).append((each, shard))
         return self._owned.get(rank, [])
 
-    def parts_held(self, tensor: PlannedTensor, rank: int) -> list[tuple[int, int]]:
+    def parts_held(self, tensor: PlannedTensor, rank: int) -> list[Part]:
         """Return the bounds of the parts of a tensor whose sum ``rank`` gets."""
         return [(s.start, s.stop) for s in tensor.shards if self.sums_everywhere or s.owner == rank]
 

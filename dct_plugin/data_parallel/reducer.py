@@ -21,10 +21,8 @@ from ..metrics import Record
 from .add_on import AddOn, ReducerContext
 from .add_ons import AddOns
 from .dense_sums import DenseSums
-from .hierarchical import NodeSums
-from .node_ranks import NodeRanks
 from .pending_exchanges import PendingExchanges
-from .plan import PlannedTensor, ReductionPlan, Shard
+from .plan import Entries, PlannedTensor, ReductionPlan, Shard
 from .plan_exchange import PlanExchange
 from .stream_group import GroupOptions, Ranks, Sparsity, StreamGroup
 from .topologies import Topologies
@@ -33,7 +31,8 @@ from .topology import Topology
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_Entries = Sequence[tuple[str, Tensor]]
+    from .nodes.sums import NodeSums
+
 _Shards = Sequence[Sequence[Shard]]
 
 #: Bytes of tensors below ``min_numel`` in a bucket that are worth two exchanges of their own.
@@ -78,6 +77,9 @@ class GradientReducer(StreamGroup):
         self._flushes = False
         self.node_sums: NodeSums | None = None
         if self.nodes is not None:
+            from .nodes.ranks import NodeRanks
+            from .nodes.sums import NodeSums
+
             self.node = NodeRanks(self.nodes, self.device, self.settings.min_numel, self.metrics)
             self.node_sums = NodeSums(self.node, self)
         self.topologies = Topologies(self)
@@ -87,7 +89,7 @@ class GradientReducer(StreamGroup):
 
     # -- collectives ---
 
-    def all_reduce(self, entries: _Entries, *, scale: float = 1.0) -> None:
+    def all_reduce(self, entries: Entries, *, scale: float = 1.0) -> None:
         """Replace every tensor by ``scale`` times its thresholded sum over the ranks, bitwise the same on
         all.
 
@@ -120,7 +122,7 @@ class GradientReducer(StreamGroup):
         self.begin_scatter(entries, scale=scale).finish()
         self.finish()
 
-    def begin(self, entries: _Entries, *, scale: float = 1.0) -> Reduction:
+    def begin(self, entries: Entries, *, scale: float = 1.0) -> Reduction:
         """Return an :meth:`all_reduce` that is to be posted and finished. Its sums are there after
         :meth:`finish`.
         """
@@ -144,7 +146,7 @@ class GradientReducer(StreamGroup):
         """
         self.exchanges.finish()
         if self.node_sums is not None:
-            self.node_sums.gather()
+            self.node_sums.gather_in_node()
 
     def replace_result(self, name: str, tensor: Tensor) -> None:
         """Note that the host copied a tensor that was reduced since the last :meth:`finish`, and uses the
@@ -169,7 +171,7 @@ class GradientReducer(StreamGroup):
         return self.add_ons.sparsity(name, super().sparsity(name))
 
     def post(
-        self, topology: Topology, entries: _Entries, scale: float, shards: _Shards | None, whole: Record
+        self, topology: Topology, entries: Entries, scale: float, shards: _Shards | None, whole: Record
     ) -> PlanExchange:
         """Send the messages of tensors that are exchanged together."""
         with self.exchange.preparing():
@@ -195,7 +197,7 @@ class GradientReducer(StreamGroup):
         exchange.post()
         return exchange
 
-    def reduce_dense(self, entries: _Entries, scale: float, whole: Record) -> bool:
+    def reduce_dense(self, entries: Entries, scale: float, whole: Record) -> bool:
         """Sum tensors as the host framework would, if this step is dense; return whether it is."""
         if self._dense.active:
             tensors = [PlannedTensor(n, t, [Shard(0, 0, t.numel())], False) for n, t in entries]
@@ -312,7 +314,7 @@ class Reduction:
     """
 
     def __init__(
-        self, reducer: GradientReducer, entries: _Entries, scale: float, shards: _Shards | None = None
+        self, reducer: GradientReducer, entries: Entries, scale: float, shards: _Shards | None = None
     ) -> None:
         self._reducer, self._entries, self._scale, self._shards = reducer, entries, scale, shards
         self._whole = Record("gradient")
@@ -330,7 +332,7 @@ class Reduction:
         self._exchanges = []
         with reducer.recording(whole):
             if reducer.node_sums is not None:
-                entries, shards = reducer.node_sums.enter(entries, shards, whole)
+                entries, shards = reducer.node_sums.reduce_in_node(entries, shards, whole)
             with self._telling_node():
                 with reducer.exchange.preparing():
                     reducer.add_ons.before_compression(entries)
@@ -358,7 +360,7 @@ class Reduction:
         node = self._reducer.node
         return nullcontext() if node is None else node.failing_together()
 
-    def _by_topology(self, entries: _Entries) -> list[tuple[Topology, _Entries]]:
+    def _by_topology(self, entries: Entries) -> list[tuple[Topology, Entries]]:
         """Divide the entries, in order, into those that are exchanged together.
 
         The direct topology would send a tensor below ``min_numel`` whole to every rank. With more than two
@@ -370,5 +372,5 @@ class Reduction:
         if self._shards is not None or for_small is None or nbytes < SMALL_APART:
             return [(self._topology, entries)]
         large = [each for each in entries if not reducer.is_small(each[0], each[1].numel())]
-        parts: list[tuple[Topology, _Entries]] = [(self._topology, large), (for_small, small)]
+        parts: list[tuple[Topology, Entries]] = [(self._topology, large), (for_small, small)]
         return parts if large else parts[1:]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,10 @@ from ..transport import Exchange
 from ..transport.agreement import ranks_in_words
 from ..transport.nodes import Nodes, layout_of
 from ..transport.transports import GroupPeers, Peers
-from .node_ranks import Entries, NodeRanks
+from .plan import Entries
+
+if TYPE_CHECKING:
+    from .nodes.ranks import NodeRanks
 
 logger = logging.getLogger("dct_plugin")
 

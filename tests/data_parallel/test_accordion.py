@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import add_on_of
 from support.processes import logged
 from support.processes import run as run_ranks
 
@@ -136,7 +137,7 @@ def _reduced(rank: int, world_size: int, kind: str) -> tuple[list[bool], int]:
             reducer.all_reduce([("w", gradient)], scale=0.5)
         else:
             reducer.reduce_scatter([("w", gradient, shards)], scale=0.5)
-        critical.append(reducer.add_ons.of(Accordion).critical("w"))
+        critical.append(add_on_of(reducer, Accordion).critical("w"))
         reducer.end_step()
         metrics.step(step)
         if step == 9:

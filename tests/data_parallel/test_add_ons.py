@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support import add_on_of
 from support.processes import run
 from torch import Tensor
 
@@ -77,7 +78,7 @@ def _recorded(rank: int, world_size: int) -> tuple[list[str], float]:
     reducer.end_step(loss_scale=2.0)
     reducer.load_state_dict(reducer.state_dict())
     reducer.load_state_dict(in_unit(reducer.state_dict(), 0.25), loss_scale=16.0)  # it was 2
-    return reducer.add_ons.of(Recorder).calls, float((a != 0).float().mean())
+    return add_on_of(reducer, Recorder).calls, float((a != 0).float().mean())
 
 
 def test_an_add_on_sees_every_reduction() -> None:

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from support import add_on_of
 from support.processes import run
 
 from dct_plugin.compression.feedback import unpacked
@@ -228,7 +229,7 @@ def _summed_exactly(rank: int, world_size: int) -> dict[str, Any]:
     """Sum gradients of two types in both exact settings."""
     metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
     reducer = GradientReducer(_config(quality="exact", min_numel=10), metrics=metrics)
-    automatic = reducer.add_ons.of(AutomaticSparsity)
+    automatic = add_on_of(reducer, AutomaticSparsity)
     generator, found = torch.Generator().manual_seed(rank), {}
     for dtype in (torch.float32, torch.bfloat16):
         gradient = torch.randn(400_001, generator=generator).to(dtype)
@@ -259,13 +260,13 @@ def test_lossless_sums_are_those_of_the_dense_exchange(world_size: int) -> None:
 def _settings_on_a_gpu(rank: int, world_size: int) -> list[Setting]:
     kernels = KernelConfig(backend="reference")  # as where there is no Triton
     reducer = GradientReducer(_config(quality="exact"), device=torch.device("cuda"), kernels=kernels)
-    return list(reducer.add_ons.of(AutomaticSparsity)._settings)
+    return list(add_on_of(reducer, AutomaticSparsity)._settings)
 
 
 def _reductions_of_a_step(rank: int, world_size: int) -> list[int]:
     """Reduce all gradients to their owners once and three times a step."""
     reducer, found = GradientReducer(_config(quality="bytes", min_numel=10)), []
-    automatic = reducer.add_ons.of(AutomaticSparsity)
+    automatic = add_on_of(reducer, AutomaticSparsity)
     for micro_batches in (1, 3):
         for _ in range(micro_batches):
             for name in ("a", "b"):
@@ -324,7 +325,7 @@ def _trained(rank: int, world_size: int) -> dict[str, Any]:
         events: list[dict[str, Any]] = []
         metrics.event = lambda name, **figures: events.append(figures)  # type: ignore[method-assign]
         reducer = GradientReducer(config, metrics=metrics)
-        automatic = reducer.add_ons.of(AutomaticSparsity)
+        automatic = add_on_of(reducer, AutomaticSparsity)
         generator = torch.Generator().manual_seed(rank)
         given, got, used, states = torch.zeros(5_000), torch.zeros(5_000), [], None
         for step in range(_STEPS):
@@ -352,14 +353,14 @@ def _trained(rank: int, world_size: int) -> dict[str, Any]:
         return {
             "loaded": unpacked(loaded),
             "arrived": arrived,
-            "spread": spread.add_ons.of(AutomaticSparsity).current,
+            "spread": add_on_of(spread, AutomaticSparsity).current,
             "used": used,
             "decisions": [each["setting"] for each in events],
             "reasons": [each["reason"] for each in events],
             "given": given,
             "got": got,
             "owed": 0.0 if residual is None else float(residual.current.abs().max()),
-            "resumed": resumed.add_ons.of(AutomaticSparsity).current,
+            "resumed": add_on_of(resumed, AutomaticSparsity).current,
         }
 
 

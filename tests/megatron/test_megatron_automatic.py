@@ -6,7 +6,7 @@ import importlib.util
 from typing import NamedTuple
 
 import pytest
-from support import processes
+from support import add_on_of, processes
 from support.megatron_gpt import Job, Outcome, train
 
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
@@ -59,7 +59,7 @@ def _course(job: Job) -> Course:
         assert session is not None
         (data,) = (each for each in session.hooks if isinstance(each, DataParallelHook))
         for each in data.reductions:
-            used.setdefault(each.name, []).append(str(each.reducer.add_ons.of(AutomaticSparsity).current))
+            used.setdefault(each.name, []).append(str(add_on_of(each.reducer, AutomaticSparsity).current))
         session.metrics.event = lambda name, **figures: decisions.append(figures["setting"])  # type: ignore[method-assign]
 
     return Course(train(job, on_step=note), used, decisions)

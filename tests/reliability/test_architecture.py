@@ -127,13 +127,11 @@ def test_no_module_of_the_reduction_asks_for_the_device() -> None:
         assert len(asked) <= 1, path.name
 
 
-#: Packages of ``data_parallel`` that can be deleted, and what goes with them: files, and a row of the add-ons.
+#: Packages of ``data_parallel`` that can be deleted; what goes with each: files, a row of the add-ons.
 DELETABLE: dict[str, tuple[list[str], str]] = {
-    "autotune": (
-        ["cli/advise.py", "integrations/advice.py"],
-        "AutomaticSparsity",
-    ),  # they share its cost model
+    "autotune": (["cli/advise.py", "integrations/advice.py"], "AutomaticSparsity"),
     "step_ahead": ([], "StepAheadAddOn"),
+    "nodes": ([], "no row"),
 }
 #: Imports what is left, and reduces a gradient between two ranks.
 WITHOUT_IT = """

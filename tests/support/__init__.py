@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+_Kind = TypeVar("_Kind")
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -22,3 +24,8 @@ def with_local_feedback(section: Any) -> Any:
     if not isinstance(data, dict):
         return section
     return {**section, "data_parallel": {"feedback": "local", **data}}
+
+
+def add_on_of(reducer: Any, kind: type[_Kind]) -> _Kind:
+    """Return a reducer's add-on of a kind."""
+    return next(each for each in reducer.add_ons if isinstance(each, kind))

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +37,7 @@ from ...kernels.reference import ReferenceBackend
 from ...policy.evidence import BY_COMPRESSORS
 from ..add_on import AddOn, ReducerContext
 from ..module_hooks import register_hooks
-from ..node_ranks import Entries, NodeRanks, Part, common
-from ..plan import PlannedTensor, ReductionPlan, Shard
+from ..plan import Entries, Part, PlannedTensor, ReductionPlan, Shard, common
 from ..step_units import StepUnit
 from ..stream_group import Sparsity
 from .displaced_weights import DisplacedWeights
@@ -46,6 +45,9 @@ from .residual_coefficients import INTERVAL, ResidualCoefficients
 from .second_moments import Moments, SecondMoments
 from .tensor_densities import TensorDensities
 from .training_passes import TrainingPasses
+
+if TYPE_CHECKING:
+    from ..nodes.ranks import NodeRanks
 
 logger = logging.getLogger("dct_plugin")
 

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,11 @@ from torch import Tensor
 from ...compression.feedback import ScratchBuffers
 from ...kernels import Backend
 from ...kernels.displacement import SecondMoment, Squares, rows_of
-from ..node_ranks import Entries, NodeRanks
+from ..plan import Entries
 from ..step_units import StepUnit
+
+if TYPE_CHECKING:
+    from ..nodes.ranks import NodeRanks
 
 #: Most optimizer steps by which an entry of a residual displaces a weight, if the optimizer divides by a
 #: second moment. With exact moments a residual of k gradients is at most k steps long (Adam), or sqrt(k)

@@ -24,7 +24,7 @@ from torch import Tensor
 from dct_plugin.config.data_parallel import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.module_hooks import ModuleHook
-from dct_plugin.data_parallel.node_ranks import Part
+from dct_plugin.data_parallel.plan import Part
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
 from dct_plugin.transport.nodes import KEY, Nodes

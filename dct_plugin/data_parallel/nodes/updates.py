@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..transport.node_transport import copy_all
-from .node_ranks import NodeRanks, Part, common
-from .plan import Shard
+from ...transport.node_transport import copy_all
+from ..plan import Part, Shard, common
+from .ranks import NodeRanks
 
 
 class UpdatesBetweenNodes:

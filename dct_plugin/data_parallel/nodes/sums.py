@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..metrics import Record
-from .node_ranks import Entries, NodeRanks, Part, Wanted, common
-from .plan import Shard
-from .stream_group import StreamGroup
+from ...metrics import Record
+from ..plan import Entries, Part, Shard, common
+from ..stream_group import StreamGroup
+from .ranks import NodeRanks, Wanted
 
 
 class NodeSums:
@@ -26,10 +26,10 @@ class NodeSums:
     def __init__(self, node: NodeRanks, group: StreamGroup) -> None:
         self._node, self._group = node, group
         self._node_of = {rank: number for number, ranks in enumerate(group.layout) for rank in ranks}
-        self._entered: list[tuple[Entries, Wanted | None]] = []
+        self._reduced: list[tuple[Entries, Wanted | None]] = []
         """Tensors that are being reduced, and what each rank of the node gets of them."""
 
-    def enter(
+    def reduce_in_node(
         self, entries: Entries, shards: Sequence[Sequence[Shard]] | None, whole: Record
     ) -> tuple[Entries, Sequence[Sequence[Shard]] | None]:
         """Return what takes part in the exchange in place of this rank's gradients, and its shards where the
@@ -40,18 +40,18 @@ class NodeSums:
             parts = self._node.means(entries, in_place=True)
         owners = None if shards is None else {n: s for (n, _), s in zip(entries, shards, strict=True)}
         wanted = None if owners is None else {name: self._wanted(of) for name, of in owners.items()}
-        self._entered.append((entries, wanted))
+        self._reduced.append((entries, wanted))
         if owners is None:
             return parts, None
         return parts, [self._nodes_as_owners(name, owners[name]) for name, _ in parts]
 
-    def gather(self) -> None:
-        """Give the ranks the sums of all that entered, when their exchange is complete; a collective."""
-        entered, self._entered = self._entered, []
-        if not entered:
+    def gather_in_node(self) -> None:
+        """Give the ranks the sums of what was reduced, once its exchange is complete; a collective."""
+        reduced, self._reduced = self._reduced, []
+        if not reduced:
             return
         with self._group.recorded("gradient") as whole, whole.timed("exchange"):
-            for entries, wanted in entered:
+            for entries, wanted in reduced:
                 self._node.gather("gather", entries, wanted)
 
     def _wanted(self, shards: Sequence[Shard]) -> list[list[Part]]:

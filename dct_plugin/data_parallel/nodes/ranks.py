@@ -10,17 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compression.feedback import unpacked
-from ..metrics import Metrics, Record
-from ..transport import Exchange
-from ..transport.node_transport import NodeCollectives, NodeTransport, copy_all
-from ..transport.nodes import Nodes
-from ..transport.shared_memory import open_shared_memory
-from .plan import divided, fingerprint_of
+from ...compression.feedback import unpacked
+from ...metrics import Metrics, Record
+from ...transport import Exchange
+from ...transport.node_transport import NodeCollectives, NodeTransport, copy_all
+from ...transport.nodes import Nodes
+from ...transport.shared_memory import open_shared_memory
+from ..plan import Entries, Part, common, divided, fingerprint_of
 
-Entries = Sequence[tuple[str, Tensor]]
-#: Bounds of a part of a tensor, and by name of a tensor the parts of it that each rank of a node gets.
-Part = tuple[int, int]
+#: By name of a tensor, the parts of it that each rank of a node gets.
 Wanted = Mapping[str, Sequence[Sequence[Part]]]
 
 #: Class in the metrics of what ranks of a node send each other.
@@ -194,9 +192,3 @@ def _fingerprint(operation: str, entries: Entries) -> int:
 def _by_size(entries: Entries) -> list[tuple[str, Tensor]]:
     """Return the entries with the largest types first, so that bytes of all of them can be read in place."""
     return sorted(entries, key=lambda entry: -entry[1].element_size())
-
-
-def common(one: Part, other: Part) -> Part:
-    """Return what two parts have in common; the second bound is never below the first."""
-    start = max(one[0], other[0])
-    return start, max(start, min(one[1], other[1]))
