@@ -28,23 +28,26 @@ _UNTOLD = (
 )
 
 
-class _Choice(NamedTuple):
-    """The feedback that ``auto`` became."""
+class Resolved(NamedTuple):
+    """The settings of a training as they are applied, and what is to be said about them."""
 
     settings: DataParallelConfig
-    reason: str
-    """Why, and with which start, for the log; empty where there is nothing to say."""
-    is_second_best: bool = False
-    """True if step-ahead would be better and is not available."""
+    line: str = ""
+    """Says which feedback was chosen, or that the settings are known to lose; empty where neither is so."""
+    warns: bool = False
+    """True where the line is a warning: step-ahead would be better and is not available, or they lose."""
+    updates: str = ""
+    """Says how updated weights are gathered by default; empty where the host gathers none, or the section
+    says it."""
 
 
-def _chosen(
+def _suited(
     settings: DataParallelConfig,
     training: Training,
     *,
     steps: int | None = None,
     step_ahead_unavailable: str = "",
-) -> _Choice:
+) -> Resolved:
     """Return the settings with the feedback that suits the optimizer in place of ``auto``.
 
     Explicit settings stay as they are, and so do those of a training whose optimizer the plugin was not told.
@@ -57,27 +60,27 @@ def _chosen(
     """
     family = training.family
     if not isinstance(settings.feedback, AutoFeedback) or family is OptimizerFamily.UNTOLD:
-        return _Choice(settings, "")
+        return Resolved(settings)
     nothing_waits = settings.sparsity == 0 and settings.parameters in (None, "exact")
     if not settings.enabled or nothing_waits or family in (OptimizerFamily.ADAGRAD, OptimizerFamily.SGD):
-        return _Choice(changed(settings, feedback=LocalFeedback()), "")
+        return Resolved(changed(settings, feedback=LocalFeedback()))
     name = training.optimizer[0]
     written = settings.model_fields_set & {*DENSITY_OPTIONS, "parameters"}
     if not written and (loses := _loses_by_thresholds(name, training)):
         made = changed(settings, feedback=LocalFeedback(), **ALL_ENTRIES)
-        return _Choice(made, f"{loses}: all entries are sent, in int8")
+        return Resolved(made, f"{loses}: all entries are sent, in int8")
     is_ahead = family.loses_by_delay and not step_ahead_unavailable
     sparsity = settings.sparsity if is_ahead else min(settings.sparsity, GENTLE)
     start, words = _start(settings, sparsity, steps, is_ahead=is_ahead)
     if is_ahead:
         made = changed(settings, feedback=StepAheadFeedback(), **start)
-        return _Choice(made, f"step-ahead for {name}, {words}; measured with a {measured_with(family)}")
+        return Resolved(made, f"step-ahead for {name}, {words}; measured with a {measured_with(family)}")
     made = changed(settings, feedback=LocalFeedback(), sparsity=sparsity, **start)
     why = step_ahead_unavailable or f"the step of {name} is not known"
     at = f" instead of {settings.sparsity:g}" if sparsity < settings.sparsity else ""
     keep = ' (which "feedback": "local" keeps)' if at else ""
-    return _Choice(
-        made, f"{why}: local error feedback at sparsity {sparsity:g}{at}{keep}, {words}", is_second_best=True
+    return Resolved(
+        made, f"{why}: local error feedback at sparsity {sparsity:g}{at}{keep}, {words}", warns=True
     )
 
 
@@ -126,19 +129,6 @@ def _times_fewer(settings: DataParallelConfig, steps: int) -> float:
     return 32 * steps / sum(32 if each == 1.0 else bits * each + min(1.0, 8 * each) for each in densities)
 
 
-class Resolved(NamedTuple):
-    """The settings of a training as they are applied, and what is to be said about them."""
-
-    settings: DataParallelConfig
-    line: str
-    """Says which feedback was chosen, or that the settings are known to lose; empty where neither is so."""
-    warns: bool
-    """True where the line is a warning."""
-    updates: str = ""
-    """Says how updated weights are gathered by default; empty where the host gathers none, or the section
-    says it."""
-
-
 def resolve(
     written: DataParallelConfig,
     training: Training,
@@ -153,7 +143,7 @@ def resolve(
 
     Args:
         written: The settings as they were written.
-        training, steps, step_ahead_unavailable: See :func:`_chosen`.
+        training, steps, step_ahead_unavailable: See :func:`_suited`.
         optimizer_unknown_hint: What to do so that the plugin knows the optimizer, in words.
         exact_unavailable: Why exact updates of the weights cannot be had, in words; empty if they can, None
             where no weights are gathered after a step.
@@ -185,15 +175,15 @@ def _feedback(
     """Return the settings with their feedback; see :func:`resolve`."""
     if written.quality == "exact":
         feedback = LocalFeedback() if isinstance(written.feedback, AutoFeedback) else written.feedback
-        return Resolved(changed(written, feedback=feedback, sparsity=0.0), "", False)
+        return Resolved(changed(written, feedback=feedback, sparsity=0.0))
     steps = written.total_steps or steps
-    settings, line, is_second_best = _chosen(
+    settings, line, warns, _ = _suited(
         written, training, steps=steps, step_ahead_unavailable=step_ahead_unavailable
     )
     if settings.quality == "safe":
         most = safe_sparsity(settings, training)
         if most == 0 and settings.sparsity:
-            return Resolved(*_without_sparsity(written, training), False)
+            return _without_sparsity(written, training)
         settings = changed(settings, sparsity=min(settings.sparsity, most))
     found = next(known_losses(settings, training), None)
     if found is not None and line:
@@ -207,10 +197,10 @@ def _feedback(
         )
     elif training.family is OptimizerFamily.UNTOLD and isinstance(written.feedback, AutoFeedback):
         line = f"{_UNTOLD}; {optimizer_unknown_hint}"
-    return Resolved(settings, line, bool(line) and (found is not None or is_second_best))
+    return Resolved(settings, line, bool(line) and (found is not None or warns))
 
 
-def _without_sparsity(written: DataParallelConfig, training: Training) -> tuple[DataParallelConfig, str]:
+def _without_sparsity(written: DataParallelConfig, training: Training) -> Resolved:
     """Return the settings of a training for which no sparsity is known to be safe, and a line about it."""
     feedback = LocalFeedback() if isinstance(written.feedback, AutoFeedback) else written.feedback
     name = training.optimizer[0] if training.optimizer else "an optimizer that the plugin was not told"
@@ -219,4 +209,4 @@ def _without_sparsity(written: DataParallelConfig, training: Training) -> tuple[
         f"quality 'safe': no sparsity is known to lose nothing with {name} on {where}; all entries are sent, "
         "dense or in bf16"
     )
-    return changed(written, feedback=feedback, sparsity=0.0), line
+    return Resolved(changed(written, feedback=feedback, sparsity=0.0), line)
