@@ -6,37 +6,20 @@ the tables of ``docs/configuration.md`` follow from the models' fields and the t
 
 from __future__ import annotations
 
-from .data_parallel import (
-    AccordionConfig,
-    AutoFeedback,
-    DataParallelConfig,
-    ExpertSettings,
-    LocalFeedback,
-    NoFeedback,
-    ParametersConfig,
-)
-from .dct import DCTConfig, KernelConfig, MetricsConfig
-from .embedding import EmbeddingChannelConfig
-from .model_parallel import ActivationConfig, PipelineConfig, TensorConfig
-from .options import OptionDoc, options
-from .section import Section
-
-__all__ = [
-    "AccordionConfig",
-    "ActivationConfig",
-    "AutoFeedback",
-    "DCTConfig",
-    "DataParallelConfig",
-    "EmbeddingChannelConfig",
-    "ExpertSettings",
-    "KernelConfig",
-    "LocalFeedback",
-    "MetricsConfig",
-    "NoFeedback",
-    "OptionDoc",
-    "ParametersConfig",
-    "PipelineConfig",
-    "Section",
-    "TensorConfig",
-    "options",
-]
+from .data_parallel import AccordionConfig as AccordionConfig
+from .data_parallel import AutoFeedback as AutoFeedback
+from .data_parallel import DataParallelConfig as DataParallelConfig
+from .data_parallel import ExpertSettings as ExpertSettings
+from .data_parallel import LocalFeedback as LocalFeedback
+from .data_parallel import NoFeedback as NoFeedback
+from .data_parallel import ParametersConfig as ParametersConfig
+from .dct import DCTConfig as DCTConfig
+from .dct import KernelConfig as KernelConfig
+from .dct import MetricsConfig as MetricsConfig
+from .embedding import EmbeddingChannelConfig as EmbeddingChannelConfig
+from .model_parallel import ActivationConfig as ActivationConfig
+from .model_parallel import PipelineConfig as PipelineConfig
+from .model_parallel import TensorConfig as TensorConfig
+from .options import OptionDoc as OptionDoc
+from .options import options as options
+from .section import Section as Section

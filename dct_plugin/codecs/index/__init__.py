@@ -24,25 +24,12 @@ from torch import Tensor
 from ...errors import PayloadError
 from .bitmap import Bitmap
 from .block16 import Block16
-from .codec import MAX_NUMEL, IndexCodec, IndexEncoding, Positions
+from .codec import MAX_NUMEL as MAX_NUMEL
+from .codec import IndexCodec, Positions
+from .codec import IndexEncoding as IndexEncoding
 from .dense import Dense
 from .gaps8 import Gaps8
 from .rice import Rice
-
-__all__ = [
-    "ANY_POSITIONS",
-    "CODECS",
-    "MAX_NUMEL",
-    "IndexCodec",
-    "IndexEncoding",
-    "Positions",
-    "check_positions",
-    "check_section",
-    "decode_indices",
-    "encode_indices",
-    "index_bound",
-]
-
 
 #: Every index encoding's codec, ascending by the number in the header.
 CODECS: Mapping[IndexEncoding, IndexCodec] = {
