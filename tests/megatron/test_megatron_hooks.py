@@ -98,7 +98,7 @@ def test_the_public_functions_are_loaded_when_they_are_asked_for() -> None:
 
 
 def test_pipeline_1f1b() -> None:
-    job = Job(pp=2, evaluate=True)
+    job = Job(micro_batches=2, pp=2, evaluate=True)
     plain, same, left, sparse, unlike, recomputed, bf16, bf16_same = run(
         2,
         job,
@@ -126,7 +126,7 @@ def test_pipeline_1f1b() -> None:
 
 
 def test_pipeline_interleaved_with_overlap() -> None:
-    job = Job(pp=2, vpp=2, layers=4, overlap_p2p=True, evaluate=True)
+    job = Job(micro_batches=2, pp=2, vpp=2, layers=4, overlap_p2p=True, evaluate=True)
     plain, same, sparse = run(
         2,
         job,
@@ -153,7 +153,7 @@ def test_pipeline_interleaved_four_stages() -> None:
 
 
 def test_data_parallel() -> None:
-    job = Job()
+    job = Job(micro_batches=2)
     plain, same, sparse, overlapped, bf16, bf16_overlapped = run(
         2,
         job,
@@ -175,7 +175,7 @@ def test_data_parallel() -> None:
 
 
 def test_distributed_optimizer() -> None:
-    job = Job(distributed_optimizer=True)
+    job = Job(micro_batches=2, distributed_optimizer=True)
     plain, same, overlap, overlap_same, sparse, bf16 = run(
         2,
         job,
@@ -195,7 +195,7 @@ def test_distributed_optimizer() -> None:
 def test_fp16_overflow_is_rolled_back() -> None:
     """Megatron skips steps until its loss scale fits; residuals are then what they were, in the new unit."""
     # The scale doubles after every second good step, until one overflows again.
-    job = Job(fp16=True, loss_scale=2.0**30, loss_scale_window=2, steps=24, watch=True)
+    job = Job(micro_batches=2, fp16=True, loss_scale=2.0**30, loss_scale_window=2, steps=24, watch=True)
     late = section(data=0.9)
     late["data_parallel"]["warmup_steps"] = 14
     sparse, sharded, warm = run(
@@ -240,8 +240,8 @@ def _streams(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_checkpoints_keep_residuals_and_thresholds(tmp_path: Path) -> None:
     """Saved half-way and loaded by new processes: bitwise the training that was not interrupted."""
-    data = Job(distributed_optimizer=True, steps=6).with_dct(section(data=0.9))
-    stages = Job(pp=2, steps=6).with_dct(section(pipeline=0.9))
+    data = Job(micro_batches=2, distributed_optimizer=True, steps=6).with_dct(section(data=0.9))
+    stages = Job(micro_batches=2, pp=2, steps=6).with_dct(section(pipeline=0.9))
     saved = [(str(tmp_path / "data"), 3), (str(tmp_path / "stages"), 3)]
     whole = run(2, *(replace(job, save=where) for job, where in zip((data, stages), saved, strict=True)))
     resumed = run(2, *(replace(job, load=where) for job, where in zip((data, stages), saved, strict=True)))
@@ -251,7 +251,7 @@ def test_checkpoints_keep_residuals_and_thresholds(tmp_path: Path) -> None:
 
 
 def test_experts_are_left_alone_unless_asked() -> None:
-    job = Job(layers=2, experts=2, ep=2, steps=3, distributed_optimizer=True)
+    job = Job(micro_batches=2, layers=2, experts=2, ep=2, steps=3, distributed_optimizer=True)
     asked, asked_sparse = section(data=0.0), section(data=0.9)
     asked["model_parallel"]["expert_gradients"] = asked_sparse["model_parallel"]["expert_gradients"] = True
     plain, same, sparse, all_sparse = run(
@@ -280,7 +280,7 @@ def test_experts_are_left_alone_unless_asked() -> None:
 
 
 def test_tensor_parallel() -> None:
-    job = Job(tp=2, layers=4)
+    job = Job(micro_batches=2, tp=2, layers=4)
     plain, same, sparse, skipping, skipping_all = run(
         2,
         job,
@@ -299,7 +299,7 @@ def test_tensor_parallel() -> None:
 
 
 def test_tensor_and_sequence_parallel() -> None:
-    job = Job(tp=2, sequence_parallel=True)
+    job = Job(micro_batches=2, tp=2, sequence_parallel=True)
     plain, same, sparse, gathered, recomputed = run(
         2,
         job,
@@ -318,7 +318,7 @@ def test_tensor_and_sequence_parallel() -> None:
 
 def test_linears_that_are_frozen_called_by_position_or_outside_of_layers() -> None:
     """They are compressed alike, or counted."""
-    job = Job(tp=2, sequence_parallel=True)
+    job = Job(micro_batches=2, tp=2, sequence_parallel=True)
     gathered = job.with_dct(section(tensor=0.5, gather=True))
     found, by_position, plain, frozen, frozen_found, outside, mamba, alone = run(
         2,
@@ -362,8 +362,8 @@ def test_linears_that_are_frozen_called_by_position_or_outside_of_layers() -> No
 
 def test_adapters_of_frozen_layers() -> None:
     """LoRA: the gradients of the adapters alone, and the activations of both, are compressed."""
-    sharded = Job(tp=2, sequence_parallel=True, adapters=True)
-    job = Job(distributed_optimizer=True, adapters=True)
+    sharded = Job(micro_batches=2, tp=2, sequence_parallel=True, adapters=True)
+    job = Job(micro_batches=2, distributed_optimizer=True, adapters=True)
     plain, same, sparse, data_plain, data_same, data_sparse, unfrozen = run(
         2,
         sharded,
@@ -386,7 +386,7 @@ def test_adapters_of_frozen_layers() -> None:
 
 
 def test_pipeline_with_data_parallel() -> None:
-    job = Job(pp=2, distributed_optimizer=True)
+    job = Job(micro_batches=2, pp=2, distributed_optimizer=True)
     plain, same, sparse = run(
         4,
         job,
@@ -399,7 +399,7 @@ def test_pipeline_with_data_parallel() -> None:
 
 
 def test_tensor_with_pipeline_parallel() -> None:
-    job = Job(tp=2, pp=2, sequence_parallel=True, steps=3)
+    job = Job(micro_batches=2, tp=2, pp=2, sequence_parallel=True, steps=3)
     plain, same, sparse = run(
         4,
         job,

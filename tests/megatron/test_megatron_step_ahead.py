@@ -51,7 +51,7 @@ def assert_same(plain: list[Outcome], hooked: list[Outcome]) -> None:
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "distributed-optimizer"])
 def test_two_data_parallel_ranks(sharded: bool) -> None:
     # The evaluation lets parameters arrive that overlap_param_gather would gather in the next iteration.
-    job = Job(distributed_optimizer=sharded, steps=6, evaluate=True)
+    job = Job(micro_batches=2, distributed_optimizer=sharded, steps=6, evaluate=True)
     ahead = section()
     plain, same, sparse, chosen, between, overlapped, local = run(
         2,
@@ -78,7 +78,13 @@ def test_two_data_parallel_ranks(sharded: bool) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_warm_up_is_megatrons_own(kind: str) -> None:
     """Its reductions are, bitwise; second moments have seen its gradients when residuals begin."""
-    base = Job(**{kind: True}, loss_scale=2.0**10, distributed_optimizer=True, overlap_grad_reduce=True)
+    base = Job(
+        micro_batches=2,
+        **{kind: True},
+        loss_scale=2.0**10,
+        distributed_optimizer=True,
+        overlap_grad_reduce=True,
+    )
     plain, warm, ramp = run(
         2,
         replace(base, steps=4),
@@ -97,7 +103,7 @@ def test_warm_up_is_megatrons_own(kind: str) -> None:
 
 def test_fp16_overflow_is_rolled_back() -> None:
     """Second moments, too, are what they were before a step that is skipped, in the new unit."""
-    job = Job(fp16=True, loss_scale=2.0**30, loss_scale_window=2, steps=22, watch=True)
+    job = Job(micro_batches=2, fp16=True, loss_scale=2.0**30, loss_scale_window=2, steps=22, watch=True)
     (outcomes,) = run(2, job.with_dct(section(0.9)))
     assert outcomes[0].parameters == outcomes[1].parameters
     assert torch.tensor(losses(outcomes)).isfinite().all()
@@ -118,7 +124,9 @@ def test_fp16_overflow_is_rolled_back() -> None:
 def test_resumed_training_is_bitwise_the_same(sharded: bool, tmp_path: Path) -> None:
     """From the first iteration on: it runs at displaced weights, whose residuals come from the files."""
     adaptive = section(adaptive={"kind": "accordion", "sparsity": 0.9, "interval": 2})
-    job = Job(distributed_optimizer=sharded, overlap_grad_reduce=sharded, steps=6).with_dct(adaptive)
+    job = Job(micro_batches=2, distributed_optimizer=sharded, overlap_grad_reduce=sharded, steps=6).with_dct(
+        adaptive
+    )
     where = (str(tmp_path), 3)
     (whole,) = run(2, replace(job, save=where))
     (resumed,) = run(2, replace(job, load=where))
@@ -128,7 +136,7 @@ def test_resumed_training_is_bitwise_the_same(sharded: bool, tmp_path: Path) -> 
 
 def test_two_stages_of_two_ranks() -> None:
     """Tied embeddings have a copy on both stages; recomputed activations see the weights of the iteration."""
-    job = Job(pp=2, steps=5)
+    job = Job(micro_batches=2, pp=2, steps=5)
     interleaved = replace(
         job, vpp=2, layers=4, bf16=True, distributed_optimizer=True, overlap_grad_reduce=True
     )
@@ -151,8 +159,8 @@ def test_two_stages_of_two_ranks() -> None:
 
 
 def test_tensor_parallel_and_experts() -> None:
-    tensor = Job(tp=2, sequence_parallel=True, steps=4)
-    experts = Job(layers=2, experts=2, ep=2, steps=4, distributed_optimizer=True)
+    tensor = Job(micro_batches=2, tp=2, sequence_parallel=True, steps=4)
+    experts = Job(micro_batches=2, layers=2, experts=2, ep=2, steps=4, distributed_optimizer=True)
     asked = section()
     asked["model_parallel"] = {"expert_gradients": True}
     cut, left, routed = run(
@@ -175,7 +183,9 @@ def _evaluated(rank: int, world_size: int, job: Job) -> list[float]:
 
 
 def test_evaluation_sees_the_weights_themselves() -> None:
-    first, second = processes.run(2, _evaluated, Job(steps=3, evaluate_between=True).with_dct(section()))
+    first, second = processes.run(
+        2, _evaluated, Job(micro_batches=2, steps=3, evaluate_between=True).with_dct(section())
+    )
     assert len(first) == 4
     assert first == second
 
@@ -200,7 +210,7 @@ def _interrupted(rank: int, world_size: int) -> list[list[int]]:
 
     torch.set_num_threads(1)
     with pytest.raises(RuntimeError, match="no more data"):
-        train(Job(steps=4).with_dct(section()), batches)
+        train(Job(micro_batches=2, steps=4).with_dct(section()), batches)
     return [*found, [weight.data_ptr() for weight in weights]]
 
 
@@ -237,8 +247,8 @@ def _refused(rank: int, world_size: int) -> dict[str, str]:
 def test_sgd_has_a_unit_of_its_own() -> None:
     sparse, local = run(
         2,
-        Job(optimizer="sgd", lr=0.1, steps=4).with_dct(section(0.9)),
-        Job(optimizer="sgd", lr=0.1, steps=4).with_dct(section(0.9, feedback="local")),
+        Job(micro_batches=2, optimizer="sgd", lr=0.1, steps=4).with_dct(section(0.9)),
+        Job(micro_batches=2, optimizer="sgd", lr=0.1, steps=4).with_dct(section(0.9, feedback="local")),
     )
     assert sparse[0].parameters == sparse[1].parameters
     assert parameters(sparse) != parameters(local)
