@@ -14,6 +14,7 @@ from typing import Annotated
 import pytest
 import typer
 from support import CONFIGS, ROOT
+from support.forked import forked_interpreters
 from typer.testing import CliRunner
 
 from dct_plugin import __version__, cli
@@ -72,7 +73,8 @@ def test_start_is_light(arguments: list[str]) -> None:
 @pytest.mark.slow  # DeepSpeed judges the files in a process of its own
 def test_check_accepts_the_ready_made_files() -> None:
     files = sorted(str(path) for path in CONFIGS.glob("*.json"))
-    result = runner.invoke(cli.app, ["config", "check", *files])
+    with forked_interpreters():
+        result = runner.invoke(cli.app, ["config", "check", *files])
     assert result.exit_code == 0
     assert result.output.count(": ok (fingerprint ") == len(files)
 
@@ -213,7 +215,8 @@ def test_doctor_sees_the_environment() -> None:
 
 @pytest.mark.slow
 def test_doctor_reports_an_unknown_kernel_backend() -> None:
-    found = findings(DCT_KERNELS="nonsense")
+    with forked_interpreters():
+        found = findings(DCT_KERNELS="nonsense")
     assert found["kernels"].status == "fail"
     assert "nonsense" in found["kernels"].detail
 

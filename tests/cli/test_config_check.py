@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from deepspeed_files import COMPLETED, LENIENT, REFUSED, TAKEN
 from support import ROOT
+from support.forked import forked_interpreters
 from typer.testing import CliRunner
 
 from dct_plugin import cli
@@ -240,7 +241,9 @@ def test_everything_that_is_wrong_is_listed(tmp_path: Path) -> None:
     whole = tmp_path / "whole.json"
     whole.write_text(json.dumps({**JOB, "train_batch_size": 8, "gradient_accumulation_steps": 1}))
     options = ["--ranks", "3", "--device", "cpu"]
-    result = runner.invoke(cli.app, ["config", "check", *options, "-", str(whole)], input=json.dumps(content))
+    with forked_interpreters():
+        arguments = ["config", "check", *options, "-", str(whole)]
+        result = runner.invoke(cli.app, arguments, input=json.dumps(content))
     assert result.exit_code == 1
     first, *lines, _, batch = result.stderr.splitlines()
     assert "8 != 8 * 1 * 3" in batch
@@ -344,14 +347,15 @@ def test_files_and_their_engines() -> None:
 
     files = {name: content for name, (content, _) in REFUSED.items()}
     files |= {name: content for name, (content, right) in TAKEN.items() if right and "eight" not in name}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(free_port())],
-        input=json.dumps([ENGINES, files]),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
-    )
+    with forked_interpreters():
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(free_port())],
+            input=json.dumps([ENGINES, files]),
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
+        )
     lines = done.stdout.splitlines()
     found = [json.loads(line[6:]) for line in lines if line.startswith("found ")]
     assert len(found) == len(ENGINES), done.stderr[-3000:]

@@ -264,6 +264,7 @@ def test_under_real_launchers(command: list[str], local_rank: str | None, tmp_pa
 
 
 @pytest.mark.slow
+@forked_interpreters()
 def test_exit_status_and_traceback_are_the_script_s(tmp_path: Path) -> None:
     write(tmp_path / "x.py", "import sys; sys.exit(7)")
     assert run(PIPELINE, "x.py", cwd=tmp_path).returncode == 7
@@ -275,6 +276,7 @@ def test_exit_status_and_traceback_are_the_script_s(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@forked_interpreters()
 def test_errors_come_without_traceback(tmp_path: Path) -> None:
     result = run(PIPELINE, "absent.py", cwd=tmp_path, RANK="3")
     assert result.returncode == 2

@@ -469,7 +469,7 @@ def test_a_start_that_waits_for_a_lock_left_behind_says_so(
             progress.follow(event)
             raise Followed
 
-        with pytest.raises(Followed):
+        with pytest.raises(Followed), forked_interpreters():
             Runner("test", 2, [], tmp_path).run(follow)
     assert isinstance(console.file, io.StringIO)
     assert f"rm {lock}" in console.file.getvalue()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support import CONFIGS
+from support.forked import forked_interpreters
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.integrations.deepspeed import engine_hook, file_check, parser
@@ -70,7 +71,9 @@ def test_ready_files_are_taken() -> None:
         pytest.skip("without DeepSpeed")
     contents = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
     files = {name: content for name, content in contents.items() if file_check.for_deepspeed(content)}
-    for (name, content), answer in zip(files.items(), parser.ask([*files.values()]), strict=True):
+    with forked_interpreters():
+        answers = parser.ask([*files.values()])
+    for (name, content), answer in zip(files.items(), answers, strict=True):
         report = file_check.check(content, answer)
         assert (name, report.faults) == (name, [])
         assert not any("nothing reads" in warning for warning in report.warnings)
@@ -85,7 +88,8 @@ def test_the_installed_deepspeed_tells_its_keys() -> None:
     settings |= {"sequence_parallel_size": 1, "aio": {}, "scheduler": {}, "flops_profiler": {}}
     typo = {"train_batch_size": 2, "dit": {}}
     misfit = {"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}
-    found = parser.ask([settings, typo, misfit, {"train_batch_size": 4, "dct": {}}], ranks=2)
+    with forked_interpreters():
+        found = parser.ask([settings, typo, misfit, {"train_batch_size": 4, "dct": {}}], ranks=2)
     warning = "'optimzer' (did you mean 'optimizer'?): nothing reads it"
     assert file_check.check(settings, found[0]).warnings == [warning]
     assert "did you mean 'dct'" in file_check.check(typo, found[1]).faults[0]
