@@ -68,6 +68,8 @@ def verdict(run: Run, dense_losses: _Losses = ()) -> list[str]:
     )
     if len(run.steady) < len(run.windows) and steady is not None:
         saved += f"; after the start {fewer(steady)} bytes"
+    if changed := run.density("parameter_exact"):
+        saved += f"; {100 * changed[0]:.2g} % of the weights change in a step"
     step, before = run.step_ms, run.dense_step_ms
     if step is None:
         time = "How long steps took is not in these metrics: one step, or an older version."

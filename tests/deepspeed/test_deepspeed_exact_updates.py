@@ -55,13 +55,19 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     name = "zero1-bf16"
     verified = {"data_parallel": {**EXACT["data_parallel"], "verify": {"every": 1}}}
     at_save = {"data_parallel": {**EXACT["data_parallel"], "verify": {"every": 10_000}}}
-    experts = {**config(1, "bf16", optimizer="Adam"), "dct": AHEAD}
+    experts = config(1, "bf16", optimizer="Adam")
+    whole = {"data_parallel": {**EXACT["data_parallel"], "parameters": None}}
+    quality = {"data_parallel": {"quality": "exact", "min_numel": 100}}
     fp32 = {**config(1, optimizer="AdamW"), "dct": EXACT}
     plan += [
         run("ahead", name, AHEAD),
         run("gathered", name, GATHERED),
         run("default", name, DEFAULT),
-        {"id": "experts", "model": "experts", "config": experts, "steps": 6},
+        run("quality", name, quality, overwrite=[7]),
+        run("frozen", name, EXACT, freeze=["middle", "embedding"]),
+        run("frozen and plain", name, None, freeze=["middle", "embedding"]),
+        {"id": "experts", "model": "experts", "config": {**experts, "dct": EXACT}, "steps": 6},
+        {"id": "experts gathered", "model": "experts", "config": {**experts, "dct": whole}, "steps": 6},
         {"id": "fp32", "config": fp32, "steps": 1, "expect_error": True},
         {"id": "stage3", "config": {**config(3, "bf16"), "dct": EXACT}, "steps": 1, "expect_error": True},
         # Last: after them the ranks' weights differ.
@@ -130,8 +136,22 @@ def test_it_is_the_default_of_thresholded_gradients(two: Results) -> None:
     assert len(said) == 1
 
 
-def test_expert_groups_stay_deepspeeds(two: Results) -> None:
-    assert two[0]["experts"]["hash"] == two[1]["experts"]["hash"]
+def test_the_class_exact_of_the_automatic_mode_takes_it(two: Results) -> None:
+    for rank in two:
+        found = rank["quality/zero1-bf16"]
+        assert found["hash"] == rank["exact/zero1-bf16"]["hash"]
+        assert found["classes"]["parameter_exact"]["sent"] > 0
+
+
+def test_expert_groups_stay_deepspeeds_and_frozen_weights_as_they_are(two: Results) -> None:
+    for rank in two:
+        for kind, other in (
+            ("experts", "experts gathered"),
+            ("frozen/zero1-bf16", "frozen and plain/zero1-bf16"),
+        ):
+            assert rank[kind]["losses"] == rank[other]["losses"]
+            assert rank[kind]["hash"] == rank[other]["hash"]
+            assert rank[kind]["classes"]["parameter_exact"]["sent"] > 0
 
 
 def test_what_cannot_be_exact_is_refused(two: Results) -> None:

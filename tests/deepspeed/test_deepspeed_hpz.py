@@ -76,6 +76,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
         run(kind, "fp32", 6, SPARSE | UPDATES, between=kind == "between") for kind in ("same", "between")
     ]
     plan.append(run("exact", "fp32", 6, SPARSE | UPDATES | {"feedback": "local"}, exact=True))
+    for kind, section in (("gathers", EXACT), ("updates", EXACT | {"parameters": "exact"})):
+        plan.append(run(f"written after {kind}", "bf16", 4, section, exact=True))
     for name, (section, zero, _) in REFUSED.items():
         changed = settings(zero=zero, dct={"data_parallel": SPARSE | UPDATES | section})
         plan.append({"id": name, "config": changed, "steps": 1, "expect_error": True})
@@ -137,6 +139,13 @@ def test_weights_are_exact_outside_training_passes(four: Results) -> None:
     for rank in four:
         for what, (engine, weights) in rank["exact/fp32"]["exact"].items():
             assert (engine == pytest.approx(weights, rel=1e-5)) == (what != "trained"), what
+
+
+def test_weights_written_in_gathered_parameters_are_those_of_gathers(four: Results) -> None:
+    for rank in four:
+        gathers, updates = (rank[f"written after {kind}/bf16"] for kind in ("gathers", "updates"))
+        assert updates["exact"] == gathers["exact"]
+        assert updates["losses"] == gathers["losses"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

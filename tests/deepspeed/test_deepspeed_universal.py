@@ -102,6 +102,27 @@ def test_other_ranks_and_stages_keep_what_is_owed(tmp_path: Path) -> None:
     assert back[0]["1"]["steps"] == STEPS + 2
 
 
+def test_exact_updates_on_other_ranks_begin_with_a_whole_gather(tmp_path: Path) -> None:
+    """ZeRO-1 in bf16 on 2 ranks, then on 3."""
+    folder, gradients = tmp_path / "saved", {"sparsity": 0, "value_dtype": "fp32", "min_numel": 100}
+
+    def job(parameters: str | None, **more: Any) -> dict[str, Any]:
+        dct = {"data_parallel": {**gradients, "parameters": parameters}}
+        return config(1, "bf16", optimizer="AdamW", dct=dct, **more)
+
+    start = {"id": "first", "config": job("exact"), "steps": STEPS, "save": str(folder)}
+    launch(2, [start], tmp_path / "a")
+    rest = {"load": converted(folder), "steps": STEPS + 4, "seed": 2}
+    universal = {"checkpoint": {"load_universal": True}}
+    plan = [{"id": str(kind), "config": job(kind, **universal), **rest} for kind in ("exact", None)]
+    for rank in launch(3, plan, tmp_path / "b"):
+        exact, gathered = rank["exact"], rank["None"]
+        assert exact["losses"] == gathered["losses"]
+        assert exact["hash"] == gathered["hash"]
+        whole, changed = (exact["classes"][f"parameter_{kind}"] for kind in ("full", "exact"))
+        assert whole["dense"] == pytest.approx(changed["dense"] / 3, rel=0.01)  # one step of four
+
+
 def test_other_stages_without_optimizer_states_keep_what_is_owed(tmp_path: Path) -> None:
     """ZeRO-0, ZeRO-1, ZeRO-2, by DeepSpeed's ordinary checkpoints; and ZeRO-2's residuals alone into ZeRO-3,
     into which DeepSpeed does not load, ZeRO-3's into ZeRO-1.

@@ -179,6 +179,34 @@ def test_as_native_at_sparsity_zero() -> None:
         assert found == dict.fromkeys(CASES, (True, True, 4, 4))
 
 
+def _groups(rank: int, world_size: int) -> dict[str, set[tuple[int, ...]]]:
+    """The ranks that each of FSDP's own collectives joins, without the plugin; names by the version."""
+    found: dict[str, set[tuple[int, ...]]] = {}
+    for name in (
+        *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor"),
+        *("reduce_scatter_single", "all_reduce"),
+    ):
+        if not hasattr(dist, name):
+            continue
+        groups, original = found.setdefault(name.split("_")[1], set()), getattr(dist, name)
+
+        def recorded(*tensors: Any, groups: Any = groups, original: Any = original, **more: Any) -> Any:
+            groups.add(tuple(dist.get_process_group_ranks(more["group"])))
+            return original(*tensors, **more)
+
+        setattr(dist, name, recorded)
+    model = sharded((2, 2))
+    train(model, adamw(model), rank, 3)
+    return found
+
+
+def test_weights_are_gathered_inside_a_replica_alone() -> None:
+    """So no update of weights could be left out between nodes: gradients alone cross there."""
+    for rank, found in enumerate(run(4, _groups)):
+        replica, position = (0, 1) if rank < 2 else (2, 3), (0, 2) if rank % 2 == 0 else (1, 3)
+        assert found == {"gather": {replica}, "scatter": {replica}, "reduce": {position}}
+
+
 def replicated() -> nn.Module:
     composable = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
     model, mesh = model_of(), init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))

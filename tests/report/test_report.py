@@ -399,6 +399,11 @@ def test_advice_has_its_reason(rows: list[dict[str, Any]], said: str) -> None:
     assert any(said in f"{each.try_this} {each.because}" for each in given), given
 
 
+def test_the_share_of_weights_that_change_is_said() -> None:
+    rows = [{}, {"class": "parameter_exact", "density": 0.0391, "density_target": 0.0391}]
+    assert verdict(run_of(*rows))[0].endswith("; 3.9 % of the weights change in a step.")
+
+
 def test_a_good_run_gets_no_advice_and_a_slow_rank_is_named() -> None:
     assert advice(run_of({"exchange_ms": 2})) == []
     run = run_of({"exchange_ms": 5, "waited_ms": 4}, ranks=2)

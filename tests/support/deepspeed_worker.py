@@ -107,6 +107,8 @@ def make_engine(run: dict[str, Any]) -> Any:
     torch.manual_seed(run.get("seed", 1))
     model = Net(run.get("model", "mlp"))
     parameters: Any = model.parameters()
+    for name in run.get("freeze", ()):
+        model.get_submodule(name).requires_grad_(False)
     if run.get("model", "").startswith("experts"):
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
