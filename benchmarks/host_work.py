@@ -128,7 +128,8 @@ class HostWork(NamedTuple):
     kernels: Counter[str]
 
 
-def _settings(ranks: int, **settings: Any) -> GradientReducer:
+def reducer_of(ranks: int, **settings: Any) -> GradientReducer:
+    """Return a reducer of the first of so many ranks."""
     register_backend("counted", backend.TritonBackend)
     config = DataParallelConfig(sparsity=0.99, **settings)
     return GradientReducer(config, LoopedPeers(0, range(ranks)), kernels=KernelConfig(backend="counted"))
@@ -153,7 +154,7 @@ def _measured(step: Callable[[], None], steps: int) -> HostWork:
 
 def bucket(ranks: int, exchange: str, *, entries: int = ENTRIES, steps: int = 5) -> HostWork:
     """Return the work for one bucket."""
-    reducer = _settings(
+    reducer = reducer_of(
         ranks, exchange=exchange, feedback="local", warmup_steps=0, expert={"threshold": "fixed"}
     )
     gradients = [(f"layer {i}", torch.zeros(entries)) for i in range(TENSORS)]
@@ -168,7 +169,7 @@ def bucket(ranks: int, exchange: str, *, entries: int = ENTRIES, steps: int = 5)
 
 def displacement(tensors: int = 200, *, width: int = 64, steps: int = 5) -> HostWork:
     """Return the work for a step of AdamW with step-ahead: moments, displaced weights, and a bucket."""
-    reducer = _settings(2, feedback="step_ahead", warmup_steps=0)
+    reducer = reducer_of(2, feedback="step_ahead", warmup_steps=0)
     weights = [(f"layer {i}", nn.Parameter(torch.zeros(width, width))) for i in range(tensors)]
     optimizer = torch.optim.AdamW([weight for _, weight in weights])
     ahead = reducer.add_ons.of(StepAheadAddOn).prepare(weights, units_of(optimizer))

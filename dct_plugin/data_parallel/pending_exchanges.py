@@ -144,9 +144,9 @@ class PendingExchanges:
             (sent, slots) for chunk in chunks for sent in chunk.sent if (slots := sent.slots) is not None
         ]
         stats = [part for sent, _ in phases for each in sent.written for part in each.encoded.stats]
-        figures = iter(
-            read_figures(stats, [t for sent, slots in phases for t in (slots.headers(), sent.errors)])
-        )
+        also = [t for sent, slots in phases for t in (slots.headers(), sent.errors)]
+        with self._group.exchange.guard("exchange of messages"):  # here the host waits, not where it sends
+            figures = iter(read_figures(stats, also))
         results = iter([_Result(sent, slots, next(figures), next(figures)) for sent, slots in phases])
         with self._group.recorded(self._cls) as whole:
             for exchange in pending:

@@ -100,7 +100,7 @@ class Exchange:
         self.step: int | None = None
         self._transport_device = self.peers.message_device(device)
         self._staging = Staging(self.rank, device, self._transport_device)
-        self._announced = AnnouncedMessages(self.world_size, self._open, self._guard)
+        self._announced = AnnouncedMessages(self.world_size, self._open, self.guard)
         self._transport: Transport | None = None
         self._transport_failed = False
         self.other_bytes = 0
@@ -151,7 +151,7 @@ class Exchange:
     def progress(self) -> None:
         """Move what can be moved of what was posted here and by others, without waiting."""
         if self._announced.pending:
-            with self._guard("exchange of messages"):
+            with self.guard("exchange of messages"):
                 self._open().progress()
 
     def collect(self, own: Tensor, *, bounds: Sequence[int] | None = None) -> list[Tensor]:
@@ -203,7 +203,7 @@ class Exchange:
     def transfer(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Do an :meth:`all_to_all` where every rank knows that rank ``r`` sends it ``sizes[r]`` bytes."""
         sent = self._staging.to_send(messages)
-        with self._guard("exchange of messages"):
+        with self.guard("exchange of messages"):
             transport = self._open()
             received = transport.receive_buffers(sent, sizes)
             transport.transfer(sent, received)
@@ -215,25 +215,25 @@ class Exchange:
         """Send a part of ``sent`` to each rank and fill a part of ``received`` from each (1-D uint8), one
         behind the other in rank order; the own parts are empty.
         """
-        with self._staging.on_transport(received) as arriving, self._guard("exchange of messages"):
+        with self._staging.on_transport(received) as arriving, self.guard("exchange of messages"):
             self._open().scatter(arriving, sizes_from, sent.to(arriving.device), sizes_to)
 
     def gather_into(self, received: Tensor) -> None:
         """Fill the parts of ``received`` (1-D uint8), all of one size, from the ranks; the own one is there
         already.
         """
-        with self._staging.on_transport(received) as arriving, self._guard("exchange of messages"):
+        with self._staging.on_transport(received) as arriving, self.guard("exchange of messages"):
             self._open().gather(arriving)
 
     def reduce_scatter_into(self, mean: Tensor, parts: Tensor) -> None:
         """Fill ``mean`` with the mean over the ranks of row ``rank`` of their ``parts`` [ranks, entries]."""
-        with self._staging.on_transport(mean) as arriving, self._guard("dense sum"):
+        with self._staging.on_transport(mean) as arriving, self.guard("dense sum"):
             self._open().reduce_scatter(arriving, parts.to(arriving.device))
 
     @own_traffic()
     def all_reduce(self, tensor: Tensor) -> int:
         """Sum ``tensor`` over the ranks, in place and dense; return the bytes that count as sent."""
-        with self._guard("dense all-reduce"):
+        with self.guard("dense all-reduce"):
             self.peers.all_reduce(tensor)
         nbytes = tensor.numel() * tensor.element_size()
         size = round(bytes_sent("all_reduce", nbytes, self.world_size, gloo=tensor.device.type == "cpu"))
@@ -283,7 +283,8 @@ class Exchange:
             self._transport = self.peers.open_transport(self._transport_device)
         return self._transport
 
-    def _guard(self, what: str) -> AbstractContextManager[None]:
+    def guard(self, what: str) -> AbstractContextManager[None]:
+        """Surround work that waits for other ranks, see :class:`.lost_ranks.reported`."""
 
         def give_up() -> None:
             self._transport_failed = True

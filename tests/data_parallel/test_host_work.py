@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
+import torch
 from support import ROOT
 
 pytest.importorskip("triton", reason="triton is for Linux only")
 
 from benchmarks import host_work
+from dct_plugin.data_parallel import pending_exchanges
 from dct_plugin.data_parallel.plan import shards_of
+from dct_plugin.transport import lost_ranks
 
 #: Launches and uploads. The host waits once in a step.
 EXPECTED = {
@@ -45,3 +51,31 @@ def test_parts_begin_where_16_bytes_are_read_at_once(numel: int, count: int) -> 
     assert (shards[0].start, shards[-1].stop) == (0, numel)
     assert all(one.stop == other.start for one, other in itertools.pairwise(shards))
     assert max(s.stop - s.start for s in shards) - min(s.stop - s.start for s in shards) <= 128
+
+
+def test_a_wait_for_slots_is_a_wait_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nccl returns before messages are there. The host waits where it reads the figures: a rank that waits
+    there for long says so, and names the ranks that do something else.
+    """
+    said: list[str] = []
+    read_figures = pending_exchanges.read_figures
+
+    def read(*arguments: Any) -> Any:
+        said.extend(wait.call for wait in lost_ranks.waits.values())
+        return read_figures(*arguments)
+
+    def guard(
+        peers: host_work.LoopedPeers, what: str, step: int | None, failed: Callable[[], None]
+    ) -> AbstractContextManager[None]:
+        return lost_ranks.reported(what, None, step, failed)
+
+    monkeypatch.setattr(host_work.LoopedPeers, "guard", guard)
+    monkeypatch.setattr(pending_exchanges, "read_figures", read)
+    reducer = host_work.reducer_of(2, feedback="local", warmup_steps=0, expert={"threshold": "fixed"})
+    gradients = [("layer", torch.zeros(1 << 16))]
+    with host_work.counted():
+        for _ in range(3):
+            reducer.begin(gradients).finish()
+            reducer.finish()
+            reducer.end_step()
+    assert said == ["exchange of messages in step 1", "exchange of messages in step 2"]
