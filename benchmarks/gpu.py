@@ -41,7 +41,7 @@ import dct_plugin
 from dct_plugin import Compressor
 from dct_plugin.codecs import MessageWriter, Payload, Stats, ValueDtype, payload_bound, read_messages
 from dct_plugin.codecs.slots import slot_bytes
-from dct_plugin.codecs.stats import read_figures
+from dct_plugin.codecs.stats import Figures, read_figures
 from dct_plugin.kernels import Job, get_backend
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.links.interleave import orders
@@ -139,13 +139,13 @@ def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row
         writer = MessageWriter(torch.device("cuda"))
         writer.reserve(payload_nbytes).copy_(payload)
         counts = torch.tensor([payload_nbytes, 0, 0, 0], device="cuda")
-        writer.advance(Stats.on_device(counts))
+        writer.advance(Stats.on_device(Figures(counts.view(1, 4))))
         room = slot_bytes([payload_nbytes])
         slots = torch.empty(2 * room, dtype=torch.uint8, device="cuda")
         halves, bounds = slots.split(room), [(0, room), (room, 2 * room)]
         add("write a slot", lambda: kernels.write_slots([(writer, halves[0])], 0), 2 * payload_nbytes)
         kernels.write_slots([(writer, halves[1])], 0)
-        add("sum of 2 slots", lambda: kernels.sum_slots(slots, bounds, [[target]], 0.5), 2 * once)
+        add("sum of 2 slots", lambda: kernels.sum_slots(slots, bounds, [target], 0.5), 2 * once)
     return bandwidth, rows
 
 
@@ -208,13 +208,13 @@ class BackToSender:
         grads = [parameter.grad.view(-1) for parameter in self.parameters if parameter.grad is not None]
         pairs = list(zip(self.streams, grads, strict=True))
         with self.kernels.batched():
-            encoded = [s.encode(g, [(0, g.numel(), self.writer)], clear=True) for s, g in pairs]
+            encoded = [s.encode(g, [(0, g.numel())], [self.writer], clear=True) for s, g in pairs]
         stats = [part for each in encoded for part in each.stats]
         late = 1
         if self.size and not self.kernels.lengths_on_host:
             slot = torch.empty(slot_bytes([self.size]), dtype=torch.uint8, device="cuda")
             self.kernels.write_slots([(self.writer, slot)], 0)
-            wrong, missing = self.kernels.sum_slots(slot, [(0, slot.numel())], [grads], 1.0)
+            wrong, missing = self.kernels.sum_slots(slot, [(0, slot.numel())], grads, 1.0)
             _, (late,) = read_figures(stats, [wrong.to(torch.int64), missing])
             if late:
                 for grad in grads:

@@ -27,9 +27,9 @@ class MessageWriter:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._spare = self._buffer  # where the next message with gaps is packed
         self._length = 0
-        self._room = self._buffer
-        # Since the first gap: rooms, and the sizes of what is in them. They keep the memory they are in.
-        self._unpacked: list[tuple[Tensor, int | Stats]] = []
+        self._reserved = 0
+        # Since the first gap: places (buffer, first byte, bytes), and the sizes of what is in them.
+        self._unpacked: list[tuple[Tensor, int, int, int | Stats]] = []
 
     def clear(self) -> None:
         """Start a new message; the memory is kept."""
@@ -38,33 +38,49 @@ class MessageWriter:
 
     def reserve(self, size: int) -> Tensor:
         """Return memory for ``size`` more bytes, uninitialised; valid until the next call."""
-        needed = self._length + size
+        self._reserved, needed = size, self._length + size
         if needed > self._buffer.numel():
             grown = self._buffer.new_empty(needed + needed // 4)
             if not self._unpacked:  # else payloads stay where kernels write them, perhaps only later
                 grown[: self._length] = self._buffer[: self._length]
             self._buffer = grown
-        self._room = self._buffer[self._length : needed]
-        return self._room
+        return self._buffer[self._length : needed]
 
     def advance(self, written: int | Stats) -> None:
         """Note that the reserved memory holds a payload of ``written`` bytes, or of as many as the statistics
         say.
         """
-        pending = isinstance(written, Stats) and written.pending
-        if pending and not self._unpacked and self._length:
-            self._unpacked.append((self._buffer[: self._length], self._length))
-        if pending or self._unpacked:
-            self._unpacked.append((self._room, written))
-        if pending:
-            self._length += self._room.numel()
-        else:
-            self._length += written.nbytes if isinstance(written, Stats) else written
+        if isinstance(written, Stats) and written.pending:
+            self.place(self._reserved, written)
+            return
+        nbytes = written.nbytes if isinstance(written, Stats) else written
+        if self._unpacked:
+            self._unpacked.append((self._buffer, self._length, self._reserved, written))
+        self._length += nbytes
+
+    def place(self, size: int, stats: Stats) -> int:
+        """Return the address of memory for a payload of at most ``size`` bytes, whose figures are on the
+        device.
+        """
+        at, needed = self._length, self._length + size
+        if needed > self._buffer.numel():
+            self.reserve(size)
+        if at and not self._unpacked:
+            self._unpacked.append((self._buffer, 0, at, at))
+        self._unpacked.append((self._buffer, at, size, stats))
+        self._length = needed
+        return self._buffer.data_ptr() + at
 
     @property
-    def parts(self) -> list[tuple[Tensor, Stats]]:
-        """The memory and the figures of each payload whose figures are on the device."""
-        return [(room, size) for room, size in self._unpacked if isinstance(size, Stats)]
+    def placed(self) -> list[tuple[Tensor, int, int, Stats]]:
+        """The place (buffer, first byte, bytes) and the figures of each payload whose figures are on the
+        device.
+        """
+        return [
+            (buffer, at, nbytes, size)
+            for buffer, at, nbytes, size in self._unpacked
+            if isinstance(size, Stats)
+        ]
 
     @property
     def message(self) -> Tensor:
@@ -74,7 +90,8 @@ class MessageWriter:
     def _pack(self) -> Tensor:
         if self._unpacked:
             parts = [
-                room[: size.nbytes if isinstance(size, Stats) else size] for room, size in self._unpacked
+                buffer[at : at + (size.nbytes if isinstance(size, Stats) else size)]
+                for buffer, at, _, size in self._unpacked
             ]
             total = sum(part.numel() for part in parts)
             if total > self._spare.numel():
@@ -92,5 +109,5 @@ def read_messages(writers: Iterable[MessageWriter]) -> list[Tensor]:
     The :class:`~dct_plugin.codecs.stats.Stats` they were advanced by are read with it.
     """
     writers = list(writers)
-    read_stats(size for writer in writers for _, size in writer._unpacked if isinstance(size, Stats))
+    read_stats(size for writer in writers for *_, size in writer._unpacked if isinstance(size, Stats))
     return [writer._pack() for writer in writers]

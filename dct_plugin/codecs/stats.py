@@ -23,6 +23,32 @@ KERNEL_ERRORS = {
 }
 
 
+class Figures:
+    """Figures that a kernel writes, of any number of payloads; they are read together.
+
+    Attributes:
+        counts: int64 [payloads, 4]: nbytes, nnz, above, and nonfinite + 2 * what was wrong with a payload
+            that was decoded before (:data:`KERNEL_ERRORS`; 0: nothing). Nobody may overwrite them before they
+            are read. Empty before the kernel was started.
+        read: They on the host, four numbers for each payload, once they were read.
+    """
+
+    __slots__ = ("_launch", "counts", "read")
+
+    def __init__(self, counts: Tensor, launch: Callable[[], None] | None = None) -> None:
+        self.counts, self._launch, self.read = counts, launch, list[int]()
+
+    def start(self) -> Tensor:
+        """Start the kernel, if that has not been done; return :attr:`counts`."""
+        if self._launch is not None:
+            self._launch()
+        return self.counts
+
+    def started(self, counts: Tensor) -> None:
+        """Note that the kernel is started, which writes ``counts``."""
+        self.counts, self._launch = counts, None
+
+
 class Stats:
     """Statistics of one compression.
 
@@ -40,7 +66,7 @@ class Stats:
         encode_ns: time of writing the payload, nanoseconds; 0 if unknown.
     """
 
-    __slots__ = ("_counts", "_device_counts", "_launch", "_tau", "encode_ns", "select_ns")
+    __slots__ = ("_at", "_counts", "_figures", "_tau", "encode_ns", "select_ns")
 
     def __init__(
         self,
@@ -55,43 +81,49 @@ class Stats:
     ) -> None:
         self._counts = (nbytes, nnz, above, nonfinite)
         self._tau: float | Tensor = tau
-        self._device_counts: Tensor | None = None
-        self._launch: Callable[[], None] | None = None
+        self._figures: Figures | None = None
+        self._at = 0
         self.select_ns = select_ns
         self.encode_ns = encode_ns
 
     @classmethod
-    def on_device(
-        cls, counts: Tensor, *, tau: float | Tensor = 0.0, launch: Callable[[], None] | None = None
-    ) -> Stats:
-        """Return figures that a kernel writes or has written. Nobody may overwrite them before they are read.
+    def on_device(cls, figures: Figures, payload: int = 0, *, tau: float | Tensor = 0.0) -> Stats:
+        """Return the figures of a payload that a kernel writes or has written.
 
         Args:
-            counts: int64 [4]: nbytes, nnz, above, and nonfinite + 2 * what was wrong with a payload that was
-                decoded before (:data:`KERNEL_ERRORS`; 0: nothing).
-            tau: on the host, or fp32 [] on the device of ``counts``.
-            launch: starts the kernel, if that has not been done; called before the figures are read.
+            figures: Those of several payloads.
+            payload: Which of them.
+            tau: on the host, or fp32 [] on the device of the figures.
         """
         stats = cls(0, 0, 0, False)
-        stats._device_counts, stats._tau, stats._launch = counts, tau, launch
+        stats._figures, stats._at, stats._tau = figures, payload, tau
         return stats
 
     @property
     def pending(self) -> bool:
         """True if the figures have not been read from the device yet."""
-        return self._device_counts is not None
+        return self._figures is not None and not self._figures.read
 
     @property
     def device_counts(self) -> Tensor:
-        """The pending figures, int64 [4], see :meth:`on_device`."""
-        assert self._device_counts is not None
-        return self._device_counts
+        """The figures on the device, int64 [4], see :class:`Figures`."""
+        assert self._figures is not None
+        return self._figures.start()[self._at]
+
+    @property
+    def address(self) -> int:
+        """The address of :attr:`device_counts`."""
+        assert self._figures is not None
+        return self._figures.start().data_ptr() + 32 * self._at
 
     @property
     def counts(self) -> tuple[int, int, int, bool]:
         """``(nbytes, nnz, above, nonfinite)``."""
-        if self._device_counts is not None:
-            read_stats([self])
+        if self._figures is not None:
+            if not self._figures.read:
+                read_stats([self])
+            nbytes, nnz, above, flags = self._figures.read[4 * self._at : 4 * self._at + 4]
+            self._counts, self._figures = (nbytes, nnz, above, bool(flags & 1)), None
         return self._counts
 
     @property
@@ -112,7 +144,7 @@ class Stats:
 
     @property
     def tau(self) -> float:
-        if self._device_counts is not None:
+        if isinstance(self._tau, Tensor):
             read_stats([self])
         assert isinstance(self._tau, float)
         return self._tau
@@ -134,7 +166,7 @@ def read_stats(stats: Iterable[Stats]) -> list[Stats]:
             of it was added.
     """
     stats = list(stats)
-    if any(each._device_counts is not None for each in stats):
+    if any(each._figures is not None or isinstance(each._tau, Tensor) for each in stats):
         read_figures(stats, ())
     return stats
 
@@ -143,33 +175,26 @@ def read_figures(stats: Iterable[Stats], also: Sequence[Tensor]) -> list[list[in
     """Do what :func:`read_stats` does; return what ``also`` holds, int64 [any] each, read in the same
     copy.
     """
+    stats = list(stats)
+    figures = {id(f): f for each in stats if (f := each._figures) is not None and not f.read}
+    taus = {id(each._tau): each._tau for each in stats if isinstance(each._tau, Tensor)}
     parts: dict[torch.device, list[Tensor]] = {}
-    pending: dict[torch.device, list[Stats]] = {}
-    for each in stats:
-        if each._device_counts is not None:
-            if each._launch is not None:
-                each._launch()
-            pending.setdefault(each._device_counts.device, []).append(each)
-    for where, group in pending.items():
-        # Bits of thresholds travel along.
-        taus = [each._tau for each in group if isinstance(each._tau, Tensor)]
-        bits = [torch.stack(taus).view(torch.int32).to(torch.int64)] if taus else []
-        parts[where] = [*(each.device_counts for each in group), *bits]
+    for table in figures.values():
+        parts.setdefault(table.start().device, []).append(table.counts.view(-1))
+    for tau in taus.values():  # bits of thresholds travel along
+        parts.setdefault(tau.device, []).append(tau.view(1).view(torch.int32).to(torch.int64))
     for tensor in also:
         parts.setdefault(tensor.device, []).append(tensor.view(-1))
     found = {where: iter(to_host(torch.cat(several)).tolist()) for where, several in parts.items()}
     wrong = 0
-    for where, group in pending.items():
-        numbers = found[where]
-        for each in group:
-            nbytes, nnz, above, flags = itertools.islice(numbers, 4)
-            each._counts, each._device_counts = (nbytes, nnz, above, bool(flags & 1)), None
-            each._launch = None
-            wrong = wrong or flags >> 1
-        with_tau = [each for each in group if isinstance(each._tau, Tensor)]
-        taus_read = torch.tensor(list(itertools.islice(numbers, len(with_tau))), dtype=torch.int32)
-        for each, tau in zip(with_tau, taus_read.view(torch.float32).tolist(), strict=True):
-            each._tau = tau
+    for table in figures.values():
+        table.read = list(itertools.islice(found[table.counts.device], table.counts.numel()))
+        wrong = wrong or max(table.read[3::4]) >> 1
+    bits = torch.tensor([next(found[tau.device]) for tau in taus.values()], dtype=torch.int32)
+    known = dict(zip(taus, bits.view(torch.float32).tolist(), strict=True))
+    for each in stats:
+        if isinstance(each._tau, Tensor):
+            each._tau = known[id(each._tau)]
     if wrong:
         raise PayloadError(f"a payload decoded before: {KERNEL_ERRORS[wrong]}")
     return [list(itertools.islice(found[tensor.device], tensor.numel())) for tensor in also]

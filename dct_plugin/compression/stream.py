@@ -8,6 +8,7 @@ the stream of gradients, which keeps what it did not send. That of activations, 
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from ..kernels import (
     SMALLEST_TAU,
     Backend,
     Job,
+    PartedJob,
+    Parts,
     Stats,
     Tau,
     backend_names,
@@ -217,7 +220,7 @@ class Compressor(Stream):
             raise TypeError(f"{self.name}: expected a floating-point tensor, got {tensor.dtype}")
         flat = as_flat(tensor)
         writer = MessageWriter(flat.device)
-        self.observe(self.encode(flat, [(0, flat.numel(), writer)]))
+        self.observe(self.encode(flat, [(0, flat.numel())], [writer]))
         self._shape = tensor.shape
         return Payload.from_tensor(writer.message.clone(), verify=False)
 
@@ -243,7 +246,8 @@ class Compressor(Stream):
     def encode(
         self,
         grad: Tensor,
-        parts: Sequence[tuple[int, int, MessageWriter]],
+        bounds: Sequence[tuple[int, int]],
+        writers: Sequence[MessageWriter],
         density: float | None = None,
         *,
         clear: bool = False,
@@ -257,7 +261,8 @@ class Compressor(Stream):
 
         Args:
             grad: 1-D contiguous, fp32/bf16/fp16.
-            parts: ``(start, stop, writer)``; together they cover the tensor once.
+            bounds: First entry of each part, and the one behind it; together they cover the tensor once.
+            writers: The message that the payload of each part is written into.
             density: Share of entries to keep in this step; None follows the stream's own schedule.
             clear: Leave zeros in ``grad``.
 
@@ -272,23 +277,9 @@ class Compressor(Stream):
         buffers = self._residual_buffers(numel, grad.device)
         dense = encoded.density >= 1.0 or not numel
         tau = 0.0 if dense else self.propose(encoded, grad, buffers[0])
-        for start, stop, writer in parts:
-            length = stop - start
-            kept = math.ceil(_CAPACITY * wanted(encoded.density, length)) + _CAPACITY_SLACK
-            capacity = length if dense else min(length, kept)
-            before, after = [None if buffer is None else _part(buffer, start, stop) for buffer in buffers]
-            job = Job(
-                _part(grad, start, stop),
-                before,
-                tau,
-                writer.reserve(payload_bound(length, capacity, self._value_dtype)),
-                residual_out=after,
-                capacity=capacity,
-                start=first_position(self.threshold.step, length),
-                value_dtype=self._value_dtype,
-                clear=clear,
-            )
-            writer.advance(self.write(encoded, job))
+        parts = _parts_of(tuple(bounds), 1.0 if dense else encoded.density, self._value_dtype)
+        job = PartedJob(grad, buffers[0], tau, buffers[1], parts, step * _START_STRIDE, clear)
+        encoded.stats = self.backend(grad.device).compress_parts(job, writers)
         if self.residual is not None:
             self.residual.end(step)
         return encoded
@@ -396,9 +387,14 @@ class Compressor(Stream):
             self._loaded = None
 
 
-def _part(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """``tensor[start:stop]``; most often that is all of it, and making a view takes microseconds."""
-    return tensor if start == 0 and stop == tensor.numel() else tensor[start:stop]
+@functools.lru_cache(maxsize=512)
+def _parts_of(bounds: tuple[tuple[int, int], ...], density: float, value_dtype: ValueDtype) -> Parts:
+    """Return the parts of a tensor, of which a share is kept, with room for more."""
+    capacities = []
+    for start, stop in bounds:
+        kept = math.ceil(_CAPACITY * wanted(density, stop - start)) + _CAPACITY_SLACK
+        capacities.append(stop - start if density >= 1.0 else min(stop - start, kept))
+    return Parts(bounds, capacities, value_dtype)
 
 
 # -- shared by every path ---

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from ..codecs.changes import add_steps, record_bound, steps_between
 from ..codecs.message import MessageWriter
-from ..codecs.stats import Stats
+from ..codecs.stats import Figures, Stats
 from ..codecs.values import ValueDtype
 from ..compression.stream import Encoded, encode_all
 from ..transport.slots import Slots
@@ -113,7 +113,7 @@ class ChangesToAll(OwnersToAll):
             counts[0].mul_(1 - replaced)
         for held, each in zip(weights, written, strict=True):
             writer.reserve(held.nbytes).copy_(held.view(torch.uint8))
-            stats = Stats.on_device(pad(replaced.view(1) * held.nbytes, (0, 3)))
+            stats = Stats.on_device(Figures(pad((replaced * held.nbytes).view(1, 1), (0, 3))))
             writer.advance(stats)
             each.encoded.stats.append(stats)
 
@@ -123,6 +123,12 @@ class ChangesToAll(OwnersToAll):
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
         ranks = range(self.group.world_size)
         return [_ChangedWeights(self.group, [owner], plan.views_of(owner)) for owner in ranks]
+
+    def add_slots(self, plan: ReductionPlan, slots: Slots) -> tuple[Tensor, Tensor]:
+        ranks = range(self.group.world_size)
+        found = [_ChangedWeights(self.group, [o], plan.views_of(o)).add_slots(slots) for o in ranks]
+        errors, missing = zip(*found, strict=True)
+        return torch.cat(errors), torch.cat(missing)
 
 
 def _most_bytes(weights: Tensor) -> int:
@@ -155,7 +161,7 @@ class _ChangedWeights(Destination):
             nothing = slots.received.new_zeros(1, dtype=torch.int32)
             return nothing, nothing.to(torch.int64)
         with self._steps() as outs:
-            return group.backend.sum_slots(slots.received, [bounds], [outs], 1.0, spare=True)
+            return group.backend.sum_slots(slots.received, [bounds], outs, 1.0, spare=True)
 
     @contextmanager
     def _steps(self) -> Iterator[list[Tensor]]:

@@ -133,9 +133,7 @@ class ParameterUpdates(StreamGroup):
         with self.recorded(self._cls) as whole:
             with self.exchange.preparing():
                 if between is None:
-                    tensors = [
-                        PlannedTensor(n, t, list(s), self.is_small(n, t.numel())) for n, t, s in entries
-                    ]
+                    tensors = [PlannedTensor(n, t, s, self.is_small(n, t.numel())) for n, t, s in entries]
                 else:
                     tensors = [
                         PlannedTensor(n, t[s.start : s.stop], [owner], self.is_small(n, t.numel()))
@@ -190,6 +188,8 @@ class ParameterUpdates(StreamGroup):
 class _MastersToAll(OwnersToAll):
     """Every owner sends what its working weights lack to all ranks."""
 
+    spare = True
+
     def __init__(self, group: StreamGroup) -> None:
         super().__init__(group)
         self._own: dict[str, tuple[Shard, Tensor, Tensor]] = {}
@@ -222,7 +222,7 @@ class _MastersToAll(OwnersToAll):
                     stream = group.stream(each.name)
                     self._own[each.name] = shard, working, master
                     difference = self._difference(working, master)
-                    encoded = stream.encode(difference, [(0, working.numel(), writer)], density)
+                    encoded = stream.encode(difference, [(0, working.numel())], [writer], density)
                 name = "parameter_small" if each.small else "parameter"
                 dense = copies * encoded.numel * each.tensor.element_size()
                 written.append(WrittenTensor(None, name, encoded, stream, dense, [copies]))
@@ -230,6 +230,11 @@ class _MastersToAll(OwnersToAll):
 
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
         return [_WeightsOf(self.group, plan, owner) for owner in range(self.group.world_size)]
+
+    def add_slots(self, plan: ReductionPlan, slots: Slots) -> tuple[Tensor, Tensor]:
+        if small := [each.tensor for each in plan.tensors if each.small]:  # which are sent whole
+            torch._foreach_zero_(small)
+        return super().add_slots(plan, slots)
 
     def _difference(self, working: Tensor, master: Tensor) -> Tensor:
         """Return what the working weights lack, fp32; in scratch memory if kernels have read it by the next
@@ -252,21 +257,11 @@ class _WeightsOf(Destination):
         self._replaced = [each.view(shard) for each, shard in plan.owned_by(owner) if each.small]
 
     def add_messages(self, messages: Sequence[Tensor]) -> None:
-        self._clear()
+        if self._replaced:
+            torch._foreach_zero_(self._replaced)
         with self.group.naming_sender(self.senders[0]):
             for working, payload in zip(self.tensors, split_message(messages, 0, self.tensors), strict=True):
                 add_payload(self.group.backend, payload, working)
-
-    def add_slots(self, slots: Slots) -> tuple[Tensor, Tensor]:
-        self._clear()
-        bounds = slots.bounds[self.senders[0]]
-        return self.group.backend.sum_slots(
-            slots.received, [bounds], [self.tensors], 1.0, spare=True, bits=self.group.value_bits
-        )
-
-    def _clear(self) -> None:
-        if self._replaced:
-            torch._foreach_zero_(self._replaced)
 
 
 def _rounded(masters: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:

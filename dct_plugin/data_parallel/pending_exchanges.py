@@ -164,7 +164,7 @@ class PendingExchanges:
         if len(results) == 2 and affected:
             messages = self._answer_again(chunk.plan, results, affected, messages)
         with whole.timed("decode"):
-            for destination in results[-1].sent.phase.destinations(chunk.plan):
+            for destination in results[-1].sent.phase.destinations(chunk.plan) if affected else ():
                 if affected & set(destination.senders):
                     destination.add_again([messages[sender] for sender in destination.senders])
         for capacities, result in zip(known, results, strict=True):
@@ -240,9 +240,8 @@ class _Result:
     def __init__(self, sent: SentPhase, slots: Slots, words: Sequence[int], errors: Sequence[int]) -> None:
         self.sent, self.slots, self.errors = sent, slots, errors
         self.headers = [list(words[WORDS * r : WORDS * (r + 1)]) for r in range(len(errors))]
-        self.sent_bytes = {
-            r: sum(stats.nbytes for _, stats in writer.parts) for r, writer in enumerate(sent.writers)
-        }
+        sizes = {w: sum([stats.nbytes for *_, stats in w.placed]) for w in dict.fromkeys(sent.writers)}
+        self.sent_bytes = {r: sizes[writer] for r, writer in enumerate(sent.writers)}
         self.received_bytes = {r: row[0] for r, row in enumerate(self.headers)}
         self.truncated_from = {r for r, size in self.received_bytes.items() if size > slots.room_from(r)}
         self.invalid_from = {r for r, row in enumerate(self.headers) if row[2]}

@@ -7,8 +7,9 @@ import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
 from ..transport.exchange import most_bytes
@@ -34,14 +35,15 @@ class Shard(NamedTuple):
     stop: int
 
 
-def shards_of(name: str, numel: int, count: int, *, whole: bool = False) -> list[Shard]:
+@functools.lru_cache(maxsize=4096)
+def shards_of(name: str, numel: int, count: int, *, whole: bool = False) -> tuple[Shard, ...]:
     """Return the parts of a tensor and their owners among ``count`` ranks; a ``whole`` tensor is one part.
 
     They depend on name and size only, so residuals do not depend on the host's bucket layout.
     """
     parts = 1 if whole else max(1, min(count, numel // MIN_SHARD))
     first = zlib.crc32(name.encode())
-    return [Shard((first + i) % count, *bounds) for i, bounds in enumerate(divided(numel, parts))]
+    return tuple([Shard((first + i) % count, *bounds) for i, bounds in enumerate(divided(numel, parts))])
 
 
 def common(one: Part, other: Part) -> Part:
@@ -67,43 +69,70 @@ def shards_in(start: int, numel: int, each: int) -> list[Shard]:
     ]
 
 
+_Tensors: TypeAlias = tuple[tuple[str, int, tuple[Shard, ...]], ...]
+"""Name, entries and shards of each tensor."""
+
+
 @functools.lru_cache(maxsize=1024)
-def fingerprint_of(
-    operation: str, tensors: tuple[tuple[str, int, tuple[Shard, ...]], ...], compared: tuple[str, ...] = ()
-) -> int:
-    """Return a 62-bit description of an operation on tensors, given by name, entries and shards."""
+def fingerprint_of(operation: str, tensors: _Tensors, compared: tuple[str, ...] = ()) -> int:
+    """Return a 62-bit description of an operation on tensors."""
     text = [operation, *(f"{name}:{numel}:{list(shards)}" for name, numel, shards in tensors), *compared]
     low = zlib.crc32("\n".join(text).encode())
     high = zlib.adler32("\n".join(text).encode())
     return (high << 31 ^ low) & ((1 << 62) - 1)
 
 
-@dataclass
-class PlannedTensor:
-    """One tensor of a reduction, and where its parts go.
+class Owners:
+    """The owners of the parts of tensors, the same in every step.
 
     Raises:
-        ValueError: The shards do not cover the tensor once.
+        ValueError: The shards of a tensor do not cover it once.
     """
+
+    def __init__(self, tensors: _Tensors) -> None:
+        self._owned: dict[int, list[tuple[int, Shard]]] = {}
+        for which, (name, numel, shards) in enumerate(tensors):
+            covered = 0
+            for _, start, stop in sorted(shards, key=lambda shard: shard.start):
+                covered = stop if start == covered and stop >= start else -1
+            if covered != numel:
+                raise ValueError(f"{name}: shards {list(shards)} do not cover its {numel} entries once")
+            for shard in shards:
+                self._owned.setdefault(shard.owner, []).append((which, shard))
+
+    def of(self, rank: int) -> list[tuple[int, Shard]]:
+        """Return the shards of ``rank``, and the numbers of their tensors, in the order of the payloads in a
+        message.
+        """
+        return self._owned.get(rank, [])
+
+    @functools.cache  # noqa: B019 (both live as long)
+    def largest_messages(self, ranks: range) -> list[int]:
+        """Return bytes that messages with the shards of these ranks cannot reach, however they are coded."""
+        return [sum(most_bytes(shard.stop - shard.start) for _, shard in self.of(rank)) for rank in ranks]
+
+    @functools.cache  # noqa: B019
+    def spans(self, ranks: range) -> np.ndarray:
+        """Return the shards of these ranks as :meth:`.kernels.Backend.sum_slots` takes them."""
+        found = np.full((len(ranks), max(len(self.of(rank)) for rank in ranks), 3), -1)
+        for row, rank in zip(found, ranks, strict=True):
+            for place, (which, shard) in zip(row, self.of(rank), strict=False):
+                place[:] = which, shard.start, shard.stop
+        return found
+
+
+_owners_of = functools.lru_cache(maxsize=256)(Owners)
+
+
+@dataclass
+class PlannedTensor:
+    """One tensor of a reduction, and where its parts go."""
 
     name: str
     tensor: Tensor
-    shards: list[Shard]
+    shards: Sequence[Shard]
     small: bool
     """True if the tensor is sent dense."""
-
-    def __post_init__(self) -> None:
-        if len(self.shards) == 1 and self.shards[0][1:] == (0, self.tensor.numel()):
-            return
-        covered = 0
-        for shard in sorted(self.shards, key=lambda s: s.start):
-            if shard.start != covered or shard.stop < shard.start:
-                break
-            covered = shard.stop
-        if covered != self.tensor.numel():
-            raise ValueError(
-                f"{self.name}: shards {self.shards} do not cover its {self.tensor.numel()} entries once"
-            )
 
     def view(self, shard: Shard) -> Tensor:
         return self.tensor[shard.start : shard.stop]
@@ -123,11 +152,12 @@ class ReductionPlan:
     sums_everywhere: bool = True
     """True if every rank gets the whole sums; otherwise each owner gets its part."""
     fingerprint: int = field(init=False)
-    _owned: dict[int, list[tuple[PlannedTensor, Shard]]] = field(init=False, default_factory=dict)
+    owners: Owners = field(init=False)
 
     def __post_init__(self) -> None:
         tensors = tuple([(each.name, each.tensor.numel(), tuple(each.shards)) for each in self.tensors])
         self.fingerprint = fingerprint_of(self.operation, tensors, tuple(self.compared))
+        self.owners = _owners_of(tensors)
 
     def chunks(self, density: Callable[[PlannedTensor], float], entries: float) -> list[ReductionPlan]:
         """Cut the plan, in order, between tensors: while the message of a chunk travels, the next is made.
@@ -156,17 +186,9 @@ class ReductionPlan:
             for group, names in zip(groups, compared, strict=True)
         ]
 
-    def largest_message(self, rank: int) -> int:
-        """Return bytes that a message with the shards of ``rank`` cannot reach, however it is coded."""
-        return sum(most_bytes(shard.stop - shard.start) for _, shard in self.owned_by(rank))
-
     def owned_by(self, rank: int) -> list[tuple[PlannedTensor, Shard]]:
         """Return the shards of ``rank``, in the order in which their payloads stand in a message."""
-        if not self._owned:
-            for each in self.tensors:
-                for shard in each.shards:
-                    self._owned.setdefault(shard.owner, []).append((each, shard))
-        return self._owned.get(rank, [])
+        return [(self.tensors[which], shard) for which, shard in self.owners.of(rank)]
 
     def parts_held(self, tensor: PlannedTensor, rank: int) -> list[Part]:
         """Return the bounds of the parts of a tensor whose sum ``rank`` gets."""

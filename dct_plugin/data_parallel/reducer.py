@@ -181,7 +181,7 @@ class GradientReducer(StreamGroup):
                 parts = (
                     topology.shards(name, tensor.numel(), small=small) if shards is None else shards[index]
                 )
-                tensors.append(PlannedTensor(name, tensor, list(parts), small))
+                tensors.append(PlannedTensor(name, tensor, parts, small))
             large = [each.name for each in tensors if not each.small]
             plan = ReductionPlan(
                 self.operation(topology.name + (" between nodes" if self.node else "")),

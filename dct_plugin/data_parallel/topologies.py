@@ -19,7 +19,6 @@ from ..codecs.values import ValueDtype
 from ..compression.stream import Encoded, as_flat, encode_all
 from ..host_traffic import bytes_sent
 from ..policy.rules import exchange_by_rule
-from ..transport.slots import Slots
 from .plan import PlannedTensor, ReductionPlan, Shard, shards_of
 from .stream_group import StreamGroup, WrittenTensor
 from .topology import Destination, Phase, Sum, Topology
@@ -40,16 +39,17 @@ class GradientPhase(Phase):
     def _write(self, tensor: PlannedTensor, writers: Sequence[MessageWriter]) -> WrittenTensor:
         group, stream = self.group, None
         grad, sparsity = as_flat(tensor.tensor), group.sparsity(tensor.name)
-        parts = [(shard.start, shard.stop, writers[shard.owner]) for shard in tensor.shards]
+        owners = [writers[shard.owner] for shard in tensor.shards]
         if tensor.small:
             stats = [
                 encode_all(group.backend, grad[start:stop], writer, clear=True).stats[0]
-                for start, stop, writer in parts
+                for (_, start, stop), writer in zip(tensor.shards, owners, strict=True)
             ]
             encoded = Encoded(stats, grad.numel())
         else:
             stream = group.stream(tensor.name)
-            encoded = stream.encode(grad, parts, sparsity.density, clear=True)
+            bounds = [shard[1:] for shard in tensor.shards]
+            encoded = stream.encode(grad, bounds, owners, sparsity.density, clear=True)
         if grad.data_ptr() != tensor.tensor.data_ptr():
             tensor.tensor.zero_()
         others = group.world_size - 1
@@ -123,7 +123,7 @@ class TwoPhase(Topology):
         self._group = group
         self.phases = [_MessagesToSummingOwners(group), _Answers(group)]
 
-    def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
+    def shards(self, name: str, numel: int, *, small: bool) -> Sequence[Shard]:
         return shards_of(name, numel, self._group.world_size, whole=small)
 
     def owner_residuals(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:
@@ -171,7 +171,7 @@ class _Answers(Phase):
             encoded = encode_all(self.group.backend, total, writer, values, clear=True)
         else:
             stream = self.group.stream(_stream_of(tensor.name, shard))
-            encoded = stream.encode(total, [(0, total.numel(), writer)], density, clear=True)
+            encoded = stream.encode(total, [(0, total.numel())], [writer], density, clear=True)
         receivers = self.group.world_size - 1
         return WrittenTensor(
             None,
@@ -187,11 +187,6 @@ class _Answers(Phase):
             Sum(self.group, [owner], plan.views_of(owner), plan.scale)
             for owner in range(self.group.world_size)
         ]
-
-    def add_slots(self, plan: ReductionPlan, slots: Slots) -> tuple[Tensor, Tensor]:
-        outs = [plan.views_of(owner) for owner in range(self.group.world_size)]
-        bits = self.group.value_bits
-        return self.group.backend.sum_slots(slots.received, slots.bounds, outs, plan.scale, bits=bits)
 
 
 def _stream_of(name: str, shard: Shard) -> str:

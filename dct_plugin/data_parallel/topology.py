@@ -23,8 +23,10 @@ from .stream_group import StreamGroup, WrittenTensor
 class Destination(ABC):
     """Tensors that the messages of some ranks are added to."""
 
-    def __init__(self, group: StreamGroup, senders: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        self.group, self.senders, self.tensors = group, senders, tensors
+    def __init__(
+        self, group: StreamGroup, senders: Sequence[int], tensors: Sequence[Tensor], scale: float = 1.0
+    ) -> None:
+        self.group, self.senders, self.tensors, self.scale = group, senders, tensors, scale
 
     @abstractmethod
     def add_messages(self, messages: Sequence[Tensor]) -> None:
@@ -34,25 +36,13 @@ class Destination(ABC):
             PayloadError: A message is damaged; names its sender.
         """
 
-    @abstractmethod
-    def add_slots(self, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Add the messages in slots; return what is wrong with each, and whether each did not fit, as
-        :meth:`.kernels.Backend.sum_slots` does.
-        """
-
     def add_again(self, messages: Sequence[Tensor]) -> None:
-        """Replace what :meth:`add_slots` made of messages of which one did not fit."""
+        """Replace what :meth:`Phase.add_slots` made of messages of which one did not fit."""
         self.add_messages(messages)
 
 
 class Sum(Destination):
     """Tensors, zeros at first, that become ``scale`` times the sum of messages, in the order of the ranks."""
-
-    def __init__(
-        self, group: StreamGroup, senders: Sequence[int], tensors: Sequence[Tensor], scale: float
-    ) -> None:
-        super().__init__(group, senders, tensors)
-        self.scale = scale
 
     def add_messages(self, messages: Sequence[Tensor]) -> None:
         # What the kernels do not write themselves (fp64) is added up beside.
@@ -66,11 +56,6 @@ class Sum(Destination):
             if total is not tensor:
                 tensor.copy_(total)
 
-    def add_slots(self, slots: Slots) -> tuple[Tensor, Tensor]:
-        bounds = [slots.bounds[sender] for sender in self.senders]
-        bits = self.group.value_bits
-        return self.group.backend.sum_slots(slots.received, bounds, [self.tensors], self.scale, bits=bits)
-
     def add_again(self, messages: Sequence[Tensor]) -> None:
         for tensor in self.tensors:
             tensor.zero_()
@@ -82,13 +67,16 @@ class Phase(ABC):
 
     Attributes:
         to_all: Every rank sends one message to all ranks; else it sends one to each owner of a part.
-        from_owners: A message holds the sender's shards; else it holds those of the receiver, or all.
+        from_owners: A message holds the sender's shards; else it holds those of the receiver, or all, and all
+            are added to one destination.
+        spare: Tensors stay as they are where a message did not fit its slot; else they become NaN.
         unreadable: int64 []: 1 if the message that was written last has no payloads, and is to be added by
             :meth:`Destination.add_again` alone; None where it has.
     """
 
     to_all: ClassVar[bool]
     from_owners: ClassVar[bool] = False
+    spare: ClassVar[bool] = False
 
     def __init__(self, group: StreamGroup) -> None:
         self.group = group
@@ -103,18 +91,28 @@ class Phase(ABC):
         """Return the tensors that messages are added to, by senders."""
 
     def add_slots(self, plan: ReductionPlan, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Add the messages in slots to all destinations; return as :meth:`Destination.add_slots` does."""
-        found = [destination.add_slots(slots) for destination in self.destinations(plan)]
-        errors, missing = zip(*found, strict=True)
-        return torch.cat(errors), torch.cat(missing)
+        """Add the messages in slots; return what is wrong with each, and whether each did not fit, as
+        :meth:`.kernels.Backend.sum_slots` does.
+        """
+        group, scale, spans = self.group, plan.scale, None
+        if self.from_owners:
+            tensors: Sequence[Tensor] = [each.tensor for each in plan.tensors]
+            spans = plan.owners.spans(range(group.world_size))
+        else:
+            (total,) = self.destinations(plan)
+            tensors, scale = total.tensors, total.scale
+        return group.backend.sum_slots(
+            slots.received, slots.bounds, tensors, scale, spans, spare=self.spare, bits=group.value_bits
+        )
 
     def largest_messages(self, plan: ReductionPlan) -> list[int]:
         """Return, for each sender, bytes that its message cannot reach."""
         ranks = range(self.group.world_size)
         if self.from_owners:
-            return [plan.largest_message(owner) for owner in ranks]
+            return plan.owners.largest_messages(ranks)
         # Messages to all hold every tensor whole, with rank 0 as its nominal owner.
-        return [plan.largest_message(0 if self.to_all else self.group.rank)] * len(ranks)
+        receiver = 0 if self.to_all else self.group.rank
+        return plan.owners.largest_messages(range(receiver, receiver + 1)) * len(ranks)
 
 
 class OwnersToAll(Phase):
@@ -151,7 +149,7 @@ class Topology(ABC):
     phases: Sequence[Phase]
 
     @abstractmethod
-    def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
+    def shards(self, name: str, numel: int, *, small: bool) -> Sequence[Shard]:
         """Return the parts of a tensor and their owners."""
 
     def owner_residuals(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:

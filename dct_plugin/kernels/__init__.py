@@ -19,7 +19,7 @@ from ..codecs.stats import Stats, read_stats
 from . import self_check
 from .backend import Backend
 from .cpu import CpuBackend
-from .job import GRAD_DTYPES, SMALLEST_TAU, Job, Tau
+from .job import GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, Parts, Tau
 from .reference import ReferenceBackend
 
 __all__ = [
@@ -27,6 +27,8 @@ __all__ = [
     "SMALLEST_TAU",
     "Backend",
     "Job",
+    "PartedJob",
+    "Parts",
     "Stats",
     "Tau",
     "backend_names",

@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from ..codecs.stats import Stats
 from . import displacement
 from .checks import open_payload
 from .displacement import Displacement, Scratch, Squares
-from .job import Job, Tau
+from .job import Job, PartedJob, Tau
 
 
 class Backend(ABC):
@@ -75,6 +76,14 @@ class Backend(ABC):
         If ``grad`` holds a non-finite entry or one of magnitude >= 2**126, ``residual_out`` gets the old
         residual bitwise and the payload is flagged: it decodes to NaN in every entry.
         """
+
+    def compress_parts(self, job: PartedJob, writers: Sequence[MessageWriter]) -> list[Stats]:
+        """Do what :meth:`compress` does for each part of a tensor, into the message of its receiver."""
+        found = []
+        for which, (writer, nbytes) in enumerate(zip(writers, job.parts.nbytes, strict=True)):
+            found.append(self.compress(job.part(which, writer.reserve(nbytes))))
+            writer.advance(found[-1])
+        return found
 
     @abstractmethod
     def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
@@ -244,8 +253,9 @@ class Backend(ABC):
         self,
         buffer: Tensor,
         bounds: Sequence[tuple[int, int]],
-        outs: Sequence[Sequence[Tensor]],
+        outs: Sequence[Tensor],
         scale: float,
+        spans: np.ndarray | None = None,
         *,
         spare: bool = False,
         bits: int = 2,
@@ -255,9 +265,12 @@ class Backend(ABC):
         Args:
             buffer: uint8, with the slots.
             bounds: First byte of each (a multiple of 8), and the one behind it.
-            outs: The tensors of all slots, see :meth:`sum_messages`; or, for each slot, tensors of its own.
-                Those that a single message is added to may hold anything.
+            outs: See :meth:`sum_messages`. If there is one slot, or parts are given, they may hold anything,
+                which is added to.
             scale: See :meth:`sum_messages`.
+            spans: int64 [slots, most payloads of one, 3]: number of the tensor, first entry, and the one
+                behind the last, of the parts of ``outs`` that each slot is for; no two are for one part. -1
+                behind the payloads of a slot. None: each slot is for all of ``outs``.
             spare: A slot that does not hold its message leaves ``outs`` alone; else it makes them NaN.
             bits: The fewest bits of a value that has a position.
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,6 +114,73 @@ class Job:
     def applied_tau(self) -> Tau:
         """Return the threshold that entries are compared with."""
         return self.tau.clamp(min=SMALLEST_TAU) if isinstance(self.tau, Tensor) else self.tau
+
+
+class Parts:
+    """Parts of a tensor that become a payload each, with the room that those need.
+
+    Args:
+        bounds: First entry of each part, and the one behind it; together they cover the tensor once.
+        capacities: The most entries that each payload may hold.
+        value_dtype: The type of the values in the payloads.
+    """
+
+    def __init__(
+        self, bounds: Sequence[tuple[int, int]], capacities: Sequence[int], value_dtype: ValueDtype
+    ) -> None:
+        self.bounds, self.capacities, self.value_dtype = bounds, capacities, value_dtype
+        sizes = [(stop - start, most) for (start, stop), most in zip(bounds, capacities, strict=True)]
+        self.nbytes = [payload_bound(numel, most, value_dtype) for numel, most in sizes]
+
+    @cached_property
+    def aligned(self) -> bool:
+        """True if each part begins at a multiple of 16 bytes, whatever the type, if the tensor does."""
+        return not any(start % 8 for start, _ in self.bounds)
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """int64 [parts, 3]: first entry, entries, and the most in the payload."""
+        bounds = np.array(self.bounds, dtype=np.int64).reshape(-1, 2)
+        return np.stack([bounds[:, 0], bounds[:, 1] - bounds[:, 0], np.array(self.capacities)], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class PartedJob:
+    """The compressions of the parts of a tensor; see :class:`Job` for what is not said here.
+
+    Args:
+        turn: A number that changes from step to step: each part is filled from its position ``turn`` on,
+            modulo its entries.
+    """
+
+    grad: Tensor
+    residual: Tensor | None
+    tau: Tau
+    residual_out: Tensor | None
+    parts: Parts
+    turn: int = 0
+    clear: bool = False
+
+    def part(self, which: int, out: Tensor) -> Job:
+        """Return the compression of a part."""
+        start, stop = self.parts.bounds[which]
+        before, after = self.residual, self.residual_out
+        return Job(
+            part_of(self.grad, start, stop),
+            None if before is None else part_of(before, start, stop),
+            self.tau,
+            out,
+            residual_out=None if after is None else part_of(after, start, stop),
+            capacity=self.parts.capacities[which],
+            start=self.turn % max(stop - start, 1),
+            value_dtype=self.parts.value_dtype,
+            clear=self.clear,
+        )
+
+
+def part_of(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """Return ``tensor[start:stop]``; most often that is all of it, and making a view takes microseconds."""
+    return tensor if start == 0 and stop == tensor.numel() else tensor[start:stop]
 
 
 def _check_tau(tau: Tau) -> Tau:

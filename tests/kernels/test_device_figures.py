@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dct_plugin import Compressor, kernels
 from dct_plugin.codecs import MessageWriter, Payload, ValueDtype, payload_bound, read_messages
+from dct_plugin.codecs.stats import Figures
 from dct_plugin.config import KernelConfig
 from dct_plugin.kernels import SMALLEST_TAU, Backend, Job, Stats, read_stats
 from dct_plugin.kernels.reference import ReferenceBackend
@@ -98,7 +99,7 @@ def test_a_message_goes_on_after_it_was_read() -> None:
         content = bytes([i + 1] * (3 * i + 1))
         room = writer.reserve(40)
         room[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
-        counts = on_device([len(content), 0, 0, 0], torch.int64)
+        counts = Figures(on_device([[len(content), 0, 0, 0]], torch.int64))
         writer.advance(Stats.on_device(counts) if i % 3 == 1 else len(content))
         expected += content
         if i in (0, 4):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -180,7 +181,7 @@ def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> No
         assert launched == ["begin_slots", "fill_slots"]
         buffer, bounds = torch.cat(frames), [(at, at + 16_384) for at in (0, 16_384, 32_768)]
         found = [torch.zeros(size, dtype=dtype) for size in sizes]
-        wrong, missing = TRITON.sum_slots(buffer, bounds, [found], 1 / 3)
+        wrong, missing = TRITON.sum_slots(buffer, bounds, found, 1 / 3)
     assert reads.places == []
     assert (wrong.tolist(), missing.tolist()) == ([0, 0, 0], [0, 0, 0])
     expected = [torch.zeros(size, dtype=dtype) for size in sizes]
@@ -196,10 +197,10 @@ def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> No
         assert bool((frame[32 + content.numel() :] == 0xA5).all())
     expected, found = ([torch.linspace(-1, 1, size).to(dtype) for size in sizes] for _ in BOTH)
     untouched = [out.clone() for out in found]
-    wrong, missing = TRITON.sum_slots(buffer, [(0, 1024)], [found], 1.0, spare=True)
+    wrong, missing = TRITON.sum_slots(buffer, [(0, 1024)], found, 1.0, spare=True)
     assert (wrong.tolist(), missing.tolist()) == ([0], [1])
     assert all(same_bits(one, other) for one, other in zip(found, untouched, strict=True))
-    wrong, missing = TRITON.sum_slots(buffer, bounds[:1], [found], 1.0, spare=True)
+    wrong, missing = TRITON.sum_slots(buffer, bounds[:1], found, 1.0, spare=True)
     assert (wrong.tolist(), missing.tolist()) == ([0], [0])
     for payload, out in zip(Payload.split(contents[0]), expected, strict=True):
         total = out.to(torch.float32)
@@ -208,12 +209,12 @@ def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> No
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
     buffer[16_384 + 300] ^= 1
     found = [torch.zeros(size, dtype=dtype) for size in sizes]
-    wrong, missing = TRITON.sum_slots(buffer, [(0, 1024), bounds[1]], [found], 1.0)
+    wrong, missing = TRITON.sum_slots(buffer, [(0, 1024), bounds[1]], found, 1.0)
     assert (wrong.tolist(), missing.tolist()) == ([0, 1], [1, 0])
     assert all(bool(out.isnan().all()) for out in found)
     buffer[16_384 + 32] ^= 1  # no header at all
     found = [torch.zeros(size, dtype=dtype) for size in sizes]
-    wrong, _ = TRITON.sum_slots(buffer, bounds[1:2], [found], 1.0)
+    wrong, _ = TRITON.sum_slots(buffer, bounds[1:2], found, 1.0)
     assert wrong.tolist() == [7]
     assert not any(bool(out.any()) for out in found)
 
@@ -227,8 +228,8 @@ def test_room_for_positions_is_that_of_the_values_and_a_message_with_more_is_dam
     TRITON.write_slots([(writer, slot)], 7)
     for bits, expected, positions in ((2, 0, size), (16, 7, 8 * 1024 // 17)):
         out = [torch.zeros(size)]
-        opened = OpenedMessages.open(slot, [(0, 1024)], [[size]], slots=True, bits=bits)
-        wrong, _ = TRITON.sum_slots(slot, [(0, 1024)], [out], 1.0, bits=bits)
+        opened = OpenedMessages.open(slot, [(0, 1024)], np.array([[[size, 0, 0]]]), slots=True, bits=bits)
+        wrong, _ = TRITON.sum_slots(slot, [(0, 1024)], out, 1.0, bits=bits)
         assert (wrong.tolist(), opened.positions.numel()) == ([expected], positions)
         assert bool(out[0].any()) == (not expected)
 
@@ -288,15 +289,20 @@ def test_slots_of_owners_are_added_at_once(dtype: torch.dtype, scale: float) -> 
     slots[6][:8] = torch.tensor([32_800 - 32]).view(torch.uint8)  # more than its payload
     buffer, ends = torch.cat(slots), [*torch.tensor([slot.numel() for slot in slots]).cumsum(0).tolist()]
     bounds = [(end - slot.numel(), end) for slot, end in zip(slots, ends, strict=True)]
-    results = []
+    results, first, spans = [], 0, np.full((len(sizes), 3, 3), -1)
+    for row, each in zip(spans, sizes, strict=True):
+        for place, size in zip(row, each, strict=False):
+            place[:] = 0, first, first + size
+            first += size
     for at_once in (False, True):
-        outs = [[torch.zeros(size, dtype=dtype) for size in each] for each in sizes]
+        together = torch.zeros(first, dtype=dtype)
+        outs = [[together[start:stop] for at, start, stop in row if at >= 0] for row in spans.tolist()]
         with counted_launches() as launched:
             if at_once:
-                found = [TRITON.sum_slots(buffer, bounds, outs, scale)]
+                found = [TRITON.sum_slots(buffer, bounds, [together], scale, spans)]
             else:
                 pairs = zip(bounds, outs, strict=True)
-                found = [TRITON.sum_slots(buffer, [place], [own], scale) for place, own in pairs]
+                found = [TRITON.sum_slots(buffer, [place], own, scale) for place, own in pairs]
         wrong, missing = (torch.cat(parts) for parts in zip(*found, strict=True))
         results.append((wrong, missing, [out for each in outs for out in each]))
     assert launched == ["open_messages", "check", "scan", "place", "add"]
@@ -513,7 +519,7 @@ def test_a_residual_survives_an_exception(monkeypatch: pytest.MonkeyPatch, faili
     def encode_both() -> None:
         with streams[0].backend(gradient.device).batched():
             for stream in streams:
-                stream.encode(gradient, [(0, 900, writer)])
+                stream.encode(gradient, [(0, 900)], [writer])
                 if failing == "between tensors":
                     fails()
 
@@ -581,16 +587,17 @@ def test_streams_of_a_bucket_take_as_many_launches_whatever_they_remember(
             grads[1][1200] = math.nan if step == 1 else 1.0
             copies = [grad.clone() for grad in grads]
             writers = [MessageWriter(torch.device("cpu")) for _ in BOTH]
-            parts = [[(0, len(g) // 3, w), (len(g) // 3, len(g), w)] for w in writers for g in grads]
+            # Parts that begin at multiples of 16 bytes, and others.
+            parts = [[(0, cut), (cut, len(g))] for g in grads for cut in [(304 if len(g) > 900 else 301)]]
             expected = [
-                pair[0].encode(grad, part, clear=True)
-                for pair, grad, part in zip(pairs, grads, parts[:tensors], strict=True)
+                pair[0].encode(grad, part, [writers[0]] * 2, clear=True)
+                for pair, grad, part in zip(pairs, grads, parts, strict=True)
             ]
             kernel = pairs[0][1].backend(grads[0].device)
             with HostReads() as reads, counted_launches() as names, kernel.batched():
                 found = [
-                    pair[1].encode(grad, part, clear=True)
-                    for pair, grad, part in zip(pairs, copies, parts[tensors:], strict=True)
+                    pair[1].encode(grad, part, [writers[1]] * 2, clear=True)
+                    for pair, grad, part in zip(pairs, copies, parts, strict=True)
                 ]
             assert reads.places == []
             if step < 2:  # a residual that was loaded in another type is packed first
@@ -690,7 +697,7 @@ def test_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         gradient = torch.empty(100, device="cuda")
     before = Compressor(sparsity=0.9)
     with pytest.raises(DCTError, match="CUDA graph records the current stream"):
-        before.encode(gradient, [])
+        before.encode(gradient, [], [])
     assert before.residual is None
     with pytest.raises(DCTError, match="CUDA graph records the current stream"):
         upload([[1]], gradient.device)

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dct_plugin.codecs.message import MessageWriter
 from dct_plugin.codecs.slots import PREFIX, WORDS
+from dct_plugin.codecs.stats import Figures
 from dct_plugin.compression.stream import add_payload
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Job, Stats
@@ -53,7 +55,7 @@ class DeferredBackend(ReferenceBackend):
         # What the kernel itself reads, on the device.
         inside = applied.as_subclass(Tensor) if isinstance(applied, Tensor) else applied
         stats = super().compress(replace(job, tau=inside))
-        return Stats.on_device(on_device(stats.counts, torch.int64), tau=applied)
+        return Stats.on_device(Figures(on_device([stats.counts], torch.int64)), tau=applied)
 
     def sample_threshold(  # type: ignore[override]
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
@@ -66,7 +68,10 @@ class DeferredBackend(ReferenceBackend):
     ) -> None:
         lacking = 0 if lacks is None else int(lacks.as_subclass(Tensor))
         for writer, out in slots:
-            parts = [room[: stats.device_counts.as_subclass(Tensor)[0]] for room, stats in writer.parts]
+            parts = [
+                buffer[at : at + int(stats.device_counts.as_subclass(Tensor)[0])]
+                for buffer, at, _, stats in writer.placed
+            ]
             message = torch.cat([out[:0], *parts])
             out.view(torch.int64)[:WORDS] = torch.tensor([message.numel(), fingerprint, lacking, 0])
             room = out[PREFIX:]
@@ -76,16 +81,18 @@ class DeferredBackend(ReferenceBackend):
         self,
         buffer: Tensor,
         bounds: Sequence[tuple[int, int]],
-        outs: Sequence[Sequence[Tensor]],
+        outs: Sequence[Tensor],
         scale: float,
+        spans: np.ndarray | None = None,
         *,
         spare: bool = False,
         bits: int = 2,
     ) -> tuple[Tensor, Tensor]:
-        pairs = zip(bounds, outs, strict=True) if len(outs) > 1 else ()
+        if spans is None:
+            return self._sum_slots(buffer, bounds, outs, scale, spare)
+        parts = [[outs[w][start:stop] for w, start, stop in each if w >= 0] for each in spans.tolist()]
+        pairs = zip(bounds, parts, strict=True)
         found = [self._sum_slots(buffer, [place], own, scale, spare) for place, own in pairs]
-        if not found:
-            return self._sum_slots(buffer, bounds, outs[0], scale, spare)
         return torch.cat([errors for errors, _ in found]), torch.cat([missing for _, missing in found])
 
     def _sum_slots(

@@ -92,7 +92,7 @@ def _codec(group: StreamGroup, setting: Setting) -> tuple[Callable[[], Tensor], 
 
     def encode() -> Tensor:
         writer = MessageWriter(group.device)
-        stream.observe(stream.encode(data, [(0, ENTRIES, writer)], 1.0 - setting.sparsity))
+        stream.observe(stream.encode(data, [(0, ENTRIES)], [writer], 1.0 - setting.sparsity))
         return writer.message
 
     def decode(message: Tensor) -> None:

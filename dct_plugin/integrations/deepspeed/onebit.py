@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
@@ -156,7 +156,7 @@ class _BuffersOfOptimizer(TwoPhase):
     part = 0
     """Entries that each rank owns."""
 
-    def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
+    def shards(self, name: str, numel: int, *, small: bool) -> Sequence[Shard]:
         return super().shards(name, numel, small=small) if small else shards_in(0, numel, self.part)
 
 

@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from ..checks import (
     open_payload,
 )
 from ..displacement import Displacement, Scratch, Squares, fresh
-from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, check_vector
+from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, check_vector
 from ..reference import ReferenceBackend, sample_positions
 
 try:
@@ -39,7 +40,7 @@ try:
     from . import step_ahead
     from .batch import ROOM, Batch, launched_on, upload
     from .launch import launch
-    from .messages import OpenedMessages, open_all
+    from .messages import OpenedMessages, add_up
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 
@@ -81,6 +82,12 @@ class TritonBackend(Backend):
             return self._reference.compress(job)
         with self._batch(job.grad.device) as batch:
             return batch.compress(job)
+
+    def compress_parts(self, job: PartedJob, writers: Sequence[MessageWriter]) -> list[Stats]:
+        if not job.parts.aligned:  # kernels of some parts read fewer bytes at once
+            return super().compress_parts(job, writers)
+        with self._batch(job.grad.device) as batch:
+            return batch.compress_parts(job, writers)
 
     @contextlib.contextmanager
     def batched(self) -> Iterator[None]:
@@ -129,7 +136,7 @@ class TritonBackend(Backend):
         opened = open_payload(payload, out.numel(), verify=False)
         if opened.header.encoding is IndexEncoding.RICE:
             return self._reference.decode_add(opened, out)
-        OpenedMessages.of(opened).add_to(out, self._error(out.device))
+        OpenedMessages.of(opened, out).add(self._error(out.device), 1.0, range(1))
         return opened.nnz
 
     def positions(self, payload: Payload | Tensor, numel: int) -> Tensor:
@@ -150,7 +157,9 @@ class TritonBackend(Backend):
         if not messages or not outs:
             return
         self._catch_up()
-        for which, wrong in enumerate(open_all(messages, outs).sum_into([outs], scale).cpu().tolist()):
+        ends = itertools.accumulate((message.numel() for message in messages), initial=0)
+        wrongs, _ = add_up(torch.cat([*messages]), [*itertools.pairwise(ends)], outs, scale)
+        for which, wrong in enumerate(wrongs.cpu().tolist()):
             if wrong:
                 with naming_message(which):
                     raise PayloadError(KERNEL_ERRORS[wrong])
@@ -163,14 +172,12 @@ class TritonBackend(Backend):
         where, units = slots[0][1].device, 0
         heads, rows = list[list[int]](), list[list[int]]()
         for writer, out in slots:
-            parts = writer.parts
-            *firsts, last = itertools.accumulate((-(-len(room) // _COPIED) for room, _ in parts), initial=0)
-            heads.append([len(rows), len(parts), out.data_ptr(), out.numel() - PREFIX])
-            columns = zip(parts, firsts, strict=True)
-            rows += [
-                [r.data_ptr(), first, stats.device_counts.data_ptr(), 0] for (r, stats), first in columns
-            ]
-            units = max(units, last)
+            placed, first = writer.placed, 0
+            heads.append([len(rows), len(placed), out.data_ptr(), out.numel() - PREFIX])
+            for buffer, at, nbytes, stats in placed:
+                rows.append([buffer.data_ptr() + at, first, stats.address, 0])
+                first -= -nbytes // _COPIED
+            units = max(units, first)
         places = upload([*heads, *rows], where)
         offsets = torch.empty(len(rows), dtype=torch.int64, device=where)
         count, more = len(slots), {"ANSWERS": lacks is not None}
@@ -183,19 +190,18 @@ class TritonBackend(Backend):
         self,
         buffer: Tensor,
         bounds: Sequence[tuple[int, int]],
-        outs: Sequence[Sequence[Tensor]],
+        outs: Sequence[Tensor],
         scale: float,
+        spans: np.ndarray | None = None,
         *,
         spare: bool = False,
         bits: int = 2,
     ) -> tuple[Tensor, Tensor]:
-        if not any(outs):
+        if not outs:
             nothing = torch.zeros(len(bounds), dtype=torch.int64, device=buffer.device)
             return nothing, nothing
         self._catch_up()
-        numels = [[out.numel() for out in each] for each in outs]
-        opened = OpenedMessages.open(buffer, bounds, numels, slots=True, spare=spare, bits=bits)
-        return opened.sum_into(outs, scale), opened.missing
+        return add_up(buffer, bounds, outs, scale, spans, slots=True, spare=spare, bits=bits)
 
     # -- thresholds ---
 

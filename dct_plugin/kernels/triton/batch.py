@@ -13,14 +13,16 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...codecs.copies import refuse_capture
 from ...codecs.index import IndexEncoding
+from ...codecs.message import MessageWriter
 from ...codecs.splitmix import signed
-from ...codecs.stats import Stats
-from ..job import GRAD_CODES, SMALLEST_TAU, Job
+from ...codecs.stats import Figures, Stats
+from ..job import GRAD_CODES, SMALLEST_TAU, Job, PartedJob
 from . import selection_kernels as device
 from .launch import launch
 
@@ -28,6 +30,7 @@ from .launch import launch
 #: then, and so many entries keep a device busy.
 ROOM, MOST_ENTRIES = 256, 1 << 26
 
+_NOTHING = torch.empty(0, 4, dtype=torch.int64)
 _SELECTED = -1  # which entries a kernel writes: those that were selected, with their positions
 _DENSE = int(IndexEncoding.DENSE)
 _LANES = 1 << 14  # samples that the search for a threshold looks at in one step, at most
@@ -67,45 +70,39 @@ class _Variant(NamedTuple):
     aligned: bool
 
     @classmethod
-    def of(cls, job: Job) -> _Variant:
+    def of(cls, job: Job | PartedJob, value: int, encoding: IndexEncoding | None) -> _Variant:
         grad, residual, left = tensors = (job.grad, job.residual, job.residual_out)
-        dense = job.dense and job.encoding in (None, IndexEncoding.DENSE)
+        dense = not isinstance(job.tau, Tensor) and job.tau == 0.0 and encoding in (None, IndexEncoding.DENSE)
         return cls(
             _DENSE if dense else _SELECTED,
             GRAD_CODES[grad.dtype],
             residual is not None,
             left is not None,
             left is not None and residual is not None and left.data_ptr() == residual.data_ptr(),
-            int(job.value_dtype),
-            _SELECTED if job.encoding is None else int(job.encoding),
+            value,
+            _SELECTED if encoding is None else int(encoding),
             job.clear,
             all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors),
         )
 
 
 class _Write(NamedTuple):
-    """A payload to be written."""
+    """The payloads of a tensor that are to be written."""
 
     variant: _Variant
-    job: Job
-    slot: int
-    """Row of the payload's figures."""
+    job: Job | PartedJob
+    places: Sequence[int]
+    """Addresses of the payloads."""
+    numbers: np.ndarray
+    """int64 [payloads, 3]: first entry, entries, and the most in a payload."""
+    turn: int
     tau: tuple[int, int]
 
-    def units(self) -> tuple[int, int, int, int, int]:
-        """Return the numbers of tiles, blocks, chunks of the body and of entries, and positions."""
-        numel, capacity = self.job.numel, self.job.capacity
-        tiles, blocks = programs(numel, TILE), programs(numel, BLOCK)
-        if self.variant.entries == _DENSE:
-            return tiles, blocks, programs(numel, CHUNK), 0, 0
-        chunks = programs(max(capacity, -(-numel // 32)), CHUNK)
-        return tiles, blocks, chunks, programs(capacity, CHUNK), capacity
-
-    def row(self, first: Sequence[int]) -> list[int]:
-        """Return a row of the table of jobs, in the order of its places; ``first``: see :meth:`units`."""
+    def columns(self) -> list[int]:
+        """Return what all payloads of the tensor have in common."""
         job = self.job
-        addresses = map(_address, (job.grad, job.residual, job.residual_out, job.out))
-        return [*addresses, job.numel, job.capacity, job.start, *first, self.slot, *self.tau, 0]
+        addresses = map(_address, (job.grad, job.residual, job.residual_out))
+        return [*addresses, job.grad.element_size(), self.turn, *self.tau, len(self.places)]
 
     def undo(self) -> None:
         """Put the old residual into memory that the launch, which failed, should have written."""
@@ -175,16 +172,16 @@ class Batch:
         where: The device.
         errors: int32 [1], what was wrong with payloads read before. It goes to the host with the next
         figures.
-        room: The most payloads, and the most thresholds, that the batch takes.
+        room: The most tensors, and the most thresholds, that the batch takes.
     """
 
     def __init__(self, where: torch.device, errors: Tensor, room: int) -> None:
         self.where = where
         self._errors = errors
-        self._counts = torch.empty(room, 4, dtype=torch.int64, device=where)
+        self._figures = Figures(_NOTHING, self.launch)
         self._taus = torch.empty(room, dtype=torch.float32, device=where)
         self._room = room
-        self._payloads = self._thresholds = self._entries = 0
+        self._tensors = self._thresholds = self._payloads = self._entries = 0
         self._writes: list[_Write] = []
         self._samples: list[_Sample] = []
         self._before: list[_Pass] = []
@@ -193,17 +190,38 @@ class Batch:
     @property
     def full(self) -> bool:
         """True if the batch should be launched, and another one begun."""
-        return max(self._payloads, self._thresholds) >= self._room or self._entries >= MOST_ENTRIES
+        return max(self._tensors, self._thresholds) >= self._room or self._entries >= MOST_ENTRIES
 
     def compress(self, job: Job) -> Stats:
         """See :meth:`.backend.Backend.compress`."""
-        variant = _Variant.of(job)
-        slot, self._payloads = self._payloads, self._payloads + 1
-        self._entries += job.numel
+        numbers = np.array([[0, job.numel, job.capacity]])
+        return self._add(job, numbers, job.start, [job.out.data_ptr()], job.value_dtype, job.encoding)[0]
+
+    def compress_parts(self, job: PartedJob, writers: Sequence[MessageWriter]) -> list[Stats]:
+        """See :meth:`.backend.Backend.compress_parts`."""
+        parts, places = job.parts, list[int]()
+        found = self._add(job, parts.numbers, job.turn, places, parts.value_dtype)
+        places += map(MessageWriter.place, writers, parts.nbytes, found)
+        return found
+
+    def _add(
+        self,
+        job: Job | PartedJob,
+        numbers: np.ndarray,
+        turn: int,
+        places: Sequence[int],
+        value: int,
+        encoding: IndexEncoding | None = None,
+    ) -> list[Stats]:
+        variant = _Variant.of(job, int(value), encoding)
         tau = (-1, 0) if variant.entries == _DENSE else self._tau(job.tau)
-        self._writes.append(_Write(variant, job, slot, tau))
         applied = self._taus[tau[0]] if tau[0] >= 0 else job.tau
-        return Stats.on_device(self._counts[slot], tau=applied, launch=self.launch)
+        self._writes.append(_Write(variant, job, places, numbers, turn, tau))
+        payloads = range(self._payloads, self._payloads + len(numbers))
+        self._tensors += 1
+        self._payloads = payloads.stop
+        self._entries += job.grad.numel()
+        return [Stats.on_device(self._figures, payload, tau=applied) for payload in payloads]
 
     def threshold(
         self,
@@ -250,11 +268,13 @@ class Batch:
         samples, self._samples = self._samples, []
         before, self._before = _alike(self._before), []
         after, self._after = _alike(self._after), []
-        self._entries = 0
+        self._entries = self._payloads = 0
         if not (writes or samples or before or after):
             return
+        figures, self._figures = self._figures, Figures(_NOTHING, self.launch)
+        figures.started(self._empty(4 * sum(len(each.places) for each in writes), torch.int64).view(-1, 4))
         try:
-            self._launch(writes, samples, before, after)
+            self._launch(figures.counts, writes, samples, before, after)
         except BaseException:
             for write in writes:
                 write.undo()
@@ -262,35 +282,38 @@ class Batch:
 
     def _launch(
         self,
+        counts: Tensor,
         writes: Sequence[_Write],
         samples: Sequence[_Sample],
         before: Sequence[Sequence[_Pass]],
         after: Sequence[Sequence[_Pass]],
     ) -> None:
-        variants: dict[_Variant, list[_Write]] = {}
+        variants: dict[_Variant, list[tuple[_Write, int]]] = {}
+        row = 0
         for write in writes:
-            variants.setdefault(write.variant, []).append(write)
+            variants.setdefault(write.variant, []).append((write, row))
+            row += len(write.places)
         sampled: dict[tuple[torch.dtype, bool], list[_Sample]] = {}
         for each in samples:
             sampled.setdefault((each.grad.dtype, each.residual is not None), []).append(each)
-        laid = [_laid_out(group) for group in variants.values()]
+        laid = [_laid_out(group, dense=variant.entries == _DENSE) for variant, group in variants.items()]
         drawn = [_counted(these, [each.samples for each in these]) for these in sampled.values()]
         first, last = (
             [_counted(passes, [each.first.numel() for each in passes]) for passes in groups]
             for groups in (before, after)
         )
-        every = [rows for rows, _ in (*first, *drawn, *laid, *last)]
-        table = upload(list(itertools.chain(*every)), self.where)
+        every = [np.asarray(rows) for rows, _ in (*first, *drawn, *laid, *last)]
+        table = upload(np.concatenate(every), self.where)
         parts = iter(table.split([len(rows) for rows in every]))
         with launched_on(self.where):
             for passes, (_, chunks) in zip(before, first, strict=True):
                 self._pass(next(parts), passes, chunks)
             for these, (_, chunks) in zip(sampled.values(), drawn, strict=True):
                 self._find(next(parts), these, chunks)
-            sizes = [-(-(len(rows) * STATE + units[1]) // 2) * 2 for rows, units in laid]
+            sizes = [-(-(len(rows) * STATE + int(units[1])) // 2) * 2 for rows, units in laid]
             states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where).split(sizes)
-            for (variant, group), (_, units), state in zip(variants.items(), laid, states, strict=True):
-                self._write(next(parts), variant, len(group), units, state)
+            for variant, (rows, units), state in zip(variants, laid, states, strict=True):
+                self._write(next(parts), variant, len(rows) - 1, units.tolist(), state, counts)
             for passes, (_, chunks) in zip(after, last, strict=True):
                 self._pass(next(parts), passes, chunks)
 
@@ -335,7 +358,13 @@ class Batch:
         )
 
     def _write(
-        self, table: Tensor, variant: _Variant, count: int, units: Sequence[int], state: Tensor
+        self,
+        table: Tensor,
+        variant: _Variant,
+        count: int,
+        units: Sequence[int],
+        state: Tensor,
+        counts: Tensor,
     ) -> None:
         tiles, blocks, chunks, entry_chunks, room = units
         types = {"GRAD": variant.grad, "HAS_RESIDUAL": variant.residual}
@@ -380,20 +409,51 @@ class Batch:
             launch(
                 device.settle, blocks, table, state, count, PUT_BACK=put_back, CLEAR=variant.clear, **aligned
             )
-        figures = self._counts, self._errors
+        figures = counts, self._errors
         launch(device.seal, count, table, state, *figures, ENTRIES=variant.entries, VALUE=variant.value)
 
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.where)
 
 
-def _laid_out(writes: Sequence[_Write]) -> tuple[list[list[int]], tuple[int, ...]]:
-    """Return the rows of payloads of one variant, and the totals of their units of work."""
-    units = [write.units() for write in writes]
-    ends = [list(itertools.accumulate(column, initial=0)) for column in zip(*units, strict=True)]
-    rows = [write.row(first) for write, first in zip(writes, zip(*ends, strict=True), strict=False)]
-    total = tuple(column[-1] for column in ends)
-    return [*rows, [*[0] * device.TILES.value, *total, *[0] * (ROW - device.SLOT.value)]], total
+def _laid_out(writes: Sequence[tuple[_Write, int]], *, dense: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of payloads of one variant, and the totals of their units of work: tiles, blocks,
+    chunks of the body and of entries, positions.
+
+    Args:
+        writes: Each with the row of its first payload's figures.
+        dense: Whether they hold every entry.
+    """
+    begins = itertools.accumulate((len(write.places) for write, _ in writes), initial=0)
+    common = [[*write.columns(), row - begin] for (write, row), begin in zip(writes, begins, strict=False)]
+    grad, residual, left, size, turn, slot, bits, _, figures = np.repeat(
+        np.array(common), [each[-2] for each in common], axis=0
+    ).T
+    start, numel, most = np.concatenate([write.numbers for write, _ in writes]).T
+    if dense:
+        units = [_programs(numel, CHUNK), 0 * numel, 0 * numel]
+    else:
+        body = np.maximum(most, -(-numel // 32))
+        units = [_programs(body, CHUNK), _programs(most, CHUNK), most]
+    rows = np.zeros((len(numel) + 1, ROW), dtype=np.int64)
+    rows[:-1, : device.TILES.value] = np.stack(
+        [
+            grad + size * start,
+            *(where + 4 * start * (where != 0) for where in (residual, left)),
+            [place for write, _ in writes for place in write.places],
+            *(numel, most, turn % np.maximum(numel, 1)),
+        ],
+        axis=1,
+    )
+    first, beyond = device.TILES.value, device.SLOT.value
+    work = np.stack([_programs(numel, TILE), _programs(numel, BLOCK), *units], axis=1)
+    rows[1:, first:beyond] = np.cumsum(work, axis=0)
+    rows[:-1, beyond : beyond + 3] = np.stack([figures + np.arange(len(numel)), slot, bits], axis=1)
+    return rows, rows[-1, first:beyond]
+
+
+def _programs(count: np.ndarray, each: int) -> np.ndarray:
+    return np.maximum(1, -(-count // each))
 
 
 def _float_bits(number: float) -> int:

@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,13 +35,16 @@ class OpenedMessages(NamedTuple):
     """int64 [messages]. 1 where a slot does not hold its message."""
     sums: int
     """Programs that add one of the messages up."""
+    targets: Tensor
+    """int64 [1 or messages, payloads, META]: see :func:`_targets`."""
 
     @classmethod
     def open(
         cls,
         buffer: Tensor,
         bounds: Sequence[tuple[int, int]],
-        numels: Sequence[Sequence[int]],
+        targets: np.ndarray,
+        spans: np.ndarray | None = None,
         *,
         slots: bool = False,
         spare: bool = False,
@@ -52,21 +55,26 @@ class OpenedMessages(NamedTuple):
         Args:
             buffer: uint8, with the messages.
             bounds: First byte of each, and the one behind it.
-            numels: Entries of the tensors of each message; one list if all are for the same tensors.
+            targets: See :func:`_targets`.
+            spans: See :meth:`.backend.Backend.sum_slots`.
             slots: The messages are in slots (:mod:`dct_plugin.codecs.slots`).
             spare: Tensors stay as they are where a message is missing; else they become NaN.
             bits: See :meth:`.backend.Backend.sum_slots`.
         """
-        where, count, several = buffer.device, max(map(len, numels)), len(bounds)
-        longest, entries = max(end - begin for begin, end in bounds), max(map(sum, numels))
+        where, count, several = buffer.device, targets.shape[1], len(bounds)
+        numels = targets[:, :, 0]
+        longest, entries = max(end - begin for begin, end in bounds), int(numels.sum(axis=1).max())
         at_most = min(4 * longest, entries)  # values have 2 bits at least, which a dense payload has alone
         room = min(8 * longest // (bits + 1), entries)  # with a bit or more for the position
-        meta, stride = _padded([[[numel, 0, 0] for numel in each] for each in numels], where)
-        places = upload([[*b, len(numels[i % len(numels)])] for i, b in enumerate(bounds)], where)
+        payloads = np.full(several, count) if spans is None else (spans[:, :, 0] >= 0).sum(axis=1)
+        firsts = np.column_stack([bounds, payloads])
+        table = upload(np.concatenate([firsts, targets.reshape(-1, 3)]), where)
+        places, meta = table[:several], table[several:].view(targets.shape)
+        stride = meta.stride(0) if len(meta) > 1 else 0
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
         missing = torch.zeros(several, dtype=torch.int64, device=where)
         sums = -(-at_most // CHUNK) + count
-        units = max(sum(-(-n // BLOCK) for n in each) for each in numels) + longest // CHUNK + count
+        units = int((-(-numels // BLOCK)).sum(axis=1).max()) + longest // CHUNK + count
         with launched_on(where):
             launch(
                 device.open_messages,
@@ -83,13 +91,13 @@ class OpenedMessages(NamedTuple):
             sizes = (count, stride, units)
             launch(device.scan, (units, several), buffer, rows, meta, counts, *sizes)
             launch(device.place, (units, several), buffer, rows, meta, counts, positions, *sizes, room)
-        return cls(buffer, rows, positions, missing, sums)
+        return cls(buffer, rows, positions, missing, sums, meta)
 
     @classmethod
-    def of(cls, payload: Payload) -> OpenedMessages:
+    def of(cls, payload: Payload, out: Tensor | None = None) -> OpenedMessages:
         """Open a single payload, whose header the host has."""
-        bounds = [(0, payload.header.nbytes)]
-        return cls.open(payload.data, bounds, [[payload.numel]])
+        targets = np.array([[[payload.numel, 0, 0]]]) if out is None else _targets([out])
+        return cls.open(payload.data, [(0, payload.header.nbytes)], targets)
 
     def entries(self, payload: Payload) -> tuple[Tensor, Tensor]:
         """Return the positions of a single payload, int64 [nnz], and what is wrong with it, int32 [1].
@@ -105,59 +113,54 @@ class OpenedMessages(NamedTuple):
             positions = self.positions[0, : payload.nnz].to(torch.int64) & 0xFFFFFFFF
         return positions.clamp_(max=max(payload.numel - 1, 0)), wrong.to(torch.int32).view(1)
 
-    def sum_into(self, outs: Sequence[Sequence[Tensor]], scale: float) -> Tensor:
-        """Do what :meth:`.backend.Backend.sum_slots` does; return int32 [messages]: what is wrong."""
-        where, count = self.buffer.device, len(self.rows)
-        wrong = torch.zeros(count, dtype=torch.int32, device=where)
-        once = count == 1 or len(outs) > 1  # messages to each tensor; its sum is rounded there
-        flat = [out for each in outs for out in each]
-        apart = [out.numel() for out in flat if not once and out.dtype != torch.float32]
-        beside = iter(torch.zeros(sum(apart), dtype=torch.float32, device=where).split(apart))
-        totals = [out if once or out.dtype == torch.float32 else next(beside) for out in flat]
-        early = scales_first(1 if once else count, scale)
-        meta = _padded([_targets(each) for each in outs] if once else [_targets(totals)], where)
-        launches = [range(count)] if once else [range(message, message + 1) for message in range(count)]
-        for messages in launches:
-            self._add(meta, wrong, scale if early else 1.0, messages)
-        if not early:
-            torch._foreach_mul_(totals, scale)
-        if apart:
-            pairs = [pair for pair in zip(flat, totals, strict=True) if pair[0] is not pair[1]]
-            torch._foreach_copy_([out for out, _ in pairs], [total for _, total in pairs])
-        return wrong
-
-    def add_to(self, out: Tensor, error: Tensor) -> None:
-        """Add a single payload to ``out``; ``error``, int32 [1], becomes what is wrong with it."""
-        self._add(_padded([_targets([out])], out.device), error, 1.0, range(1))
-
-    def _add(self, meta: tuple[Tensor, int], wrong: Tensor, scale: float, messages: range) -> None:
-        targets, stride = meta
-        with launched_on(targets.device):
+    def add(self, wrong: Tensor, scale: float, messages: range) -> None:
+        """Add messages to their tensors, with one launch; ``wrong``, int32 [messages], becomes what is wrong
+        with each.
+        """
+        count = self.targets.shape[1]
+        stride = self.targets.stride(0) if len(self.targets) > 1 else 0
+        with launched_on(self.buffer.device):
             launch(
                 device.add,
                 (self.sums, len(messages)),
-                *(self.buffer, self.rows, targets, self.positions, wrong, scale, messages.start),
-                *(self.rows.shape[1] - 1, stride, self.positions.shape[-1]),
+                *(self.buffer, self.rows, self.targets, self.positions, wrong, scale, messages.start),
+                *(count, stride, self.positions.shape[-1]),
                 SCALED=scale != 1.0,
             )
 
 
-def open_all(messages: Sequence[Tensor], outs: Sequence[Tensor]) -> OpenedMessages:
-    """Open messages of one payload for each of ``outs``."""
-    ends = list(itertools.accumulate((message.numel() for message in messages), initial=0))
-    bounds = list(itertools.pairwise(ends))
-    return OpenedMessages.open(torch.cat([*messages]), bounds, [[out.numel() for out in outs]])
+def add_up(
+    buffer: Tensor,
+    bounds: Sequence[tuple[int, int]],
+    outs: Sequence[Tensor],
+    scale: float,
+    spans: np.ndarray | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Do what :meth:`.backend.Backend.sum_slots` does; ``options``: see :meth:`OpenedMessages.open`."""
+    where, count = buffer.device, len(bounds)
+    once = count == 1 or spans is not None  # messages to each tensor; its sum is rounded there
+    apart = [out.numel() for out in outs if not once and out.dtype != torch.float32]
+    beside = iter(torch.zeros(sum(apart), dtype=torch.float32, device=where).split(apart))
+    totals = [out if once or out.dtype == torch.float32 else next(beside) for out in outs]
+    opened = OpenedMessages.open(buffer, bounds, _targets(totals, spans), spans, **options)
+    wrong = torch.zeros(count, dtype=torch.int32, device=where)
+    early = scales_first(1 if once else count, scale)
+    for messages in [range(count)] if once else [range(each, each + 1) for each in range(count)]:
+        opened.add(wrong, scale if early else 1.0, messages)
+    if not early:
+        torch._foreach_mul_(totals, scale)
+    if apart:
+        pairs = [pair for pair in zip(outs, totals, strict=True) if pair[0] is not pair[1]]
+        torch._foreach_copy_([out for out, _ in pairs], [total for _, total in pairs])
+    return wrong, opened.missing
 
 
-def _targets(outs: Sequence[Tensor]) -> list[list[int]]:
-    """Return where payloads are added, [outs, META]."""
-    return [[out.numel(), out.data_ptr(), GRAD_CODES[out.dtype]] for out in outs]
-
-
-def _padded(rows: Sequence[list[list[int]]], where: torch.device) -> tuple[Tensor, int]:
-    """Upload rows of META numbers of each message, or of all; return them, and the numbers from one message
-    to the next.
-    """
-    most = max(map(len, rows))
-    table = [row for each in rows for row in (*each, *[[0, 0, 0]] * (most - len(each)))]
-    return upload(table, where), most * device.META.value if len(rows) > 1 else 0
+def _targets(outs: Sequence[Tensor], spans: np.ndarray | None = None) -> np.ndarray:
+    """Return where payloads are added, int64 [1 or messages, payloads, META]: entries, address, type."""
+    each = np.array([[out.data_ptr(), out.element_size(), GRAD_CODES[out.dtype]] for out in outs])
+    if spans is None:
+        return np.array([[[out.numel(), at, code] for out, (at, _, code) in zip(outs, each, strict=True)]])
+    which, start, stop = np.moveaxis(spans, -1, 0)
+    address, size, code = np.moveaxis(each[which], -1, 0)
+    return np.stack([stop - start, address + start * size, code], axis=-1)
