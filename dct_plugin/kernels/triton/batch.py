@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +51,8 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 ROW = device.ROW.value
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -111,56 +114,23 @@ class _Write(NamedTuple):
             left.copy_(residual)
 
 
-class _Sample(NamedTuple):
-    """A threshold to be found."""
+class _Entrywise(NamedTuple):
+    """An operation on the entries of a tensor, or on samples of them."""
 
-    grad: Tensor
-    residual: Tensor | None
-    samples: int
-    seed: int
-    everything: bool
-    share: float
-    rank: int
-    slot: int
-
-    def row(self, first: int) -> list[int]:
-        """Return a row of the table of samples."""
-        row = [0] * ROW
-        row[device.GRAD_AT.value] = self.grad.data_ptr()
-        row[device.RESIDUAL_AT.value] = _address(self.residual)
-        row[device.NUMEL.value] = self.grad.numel()
-        row[device.SAMPLES.value] = self.samples
-        row[device.SEED.value] = signed(self.seed)
-        row[device.ALL.value] = self.everything
-        (row[device.SHARE.value],) = struct.unpack("<q", struct.pack("<d", self.share))
-        row[device.RANK.value] = self.rank
-        row[device.CHUNKS.value] = first
-        row[device.SLOT.value] = self.slot
-        return row
-
-
-class _Pass(NamedTuple):
-    """An operation on every entry: a kernel, its constants and its tensors."""
-
-    kernel: str
-    constants: tuple[tuple[str, Any], ...]
+    key: tuple[Any, ...]
+    """Operations of one key are launched together."""
     tensors: tuple[Tensor | None, ...]
-    numbers: tuple[tuple[int, int], ...] = ()
-    """Places in the row, and the numbers there."""
-
-    @property
-    def first(self) -> Tensor:
-        """The tensor whose entries are counted."""
-        assert self.tensors[0] is not None
-        return self.tensors[0]
+    entries: int
+    numbers: Mapping[int, int] = MappingProxyType({})
+    """By place in the row, what stands there."""
 
     def row(self, first: int) -> list[int]:
         """Return a row of the table of operations."""
         row = [0] * ROW
         row[: len(self.tensors)] = map(_address, self.tensors)
-        row[device.NUMEL.value] = self.first.numel()
-        row[device.CHUNKS.value] = first
-        for place, number in self.numbers:
+        assert self.tensors[0] is not None
+        numbers = {device.NUMEL.value: self.tensors[0].numel(), device.CHUNKS.value: first, **self.numbers}
+        for place, number in numbers.items():
             row[place] = number
         return row
 
@@ -183,9 +153,9 @@ class Batch:
         self._room = room
         self._tensors = self._thresholds = self._payloads = self._entries = 0
         self._writes: list[_Write] = []
-        self._samples: list[_Sample] = []
-        self._before: list[_Pass] = []
-        self._after: list[_Pass] = []
+        self._samples: list[_Entrywise] = []
+        self._before: list[_Entrywise] = []
+        self._after: list[_Entrywise] = []
 
     @property
     def full(self) -> bool:
@@ -238,14 +208,19 @@ class Batch:
         random positions, or of all.
         """
         slot, self._thresholds = self._thresholds, self._thresholds + 1
-        self._samples.append(_Sample(grad, residual, samples, seed, everything, share, rank, slot))
+        (bits,) = struct.unpack("<q", struct.pack("<d", share))
+        places = (device.SAMPLES, device.SEED, device.ALL, device.SHARE, device.RANK, device.SLOT)
+        numbers = zip(places, (samples, signed(seed), everything, bits, rank, slot), strict=True)
+        key = (GRAD_CODES[grad.dtype], residual is not None)
+        table = {place.value: number for place, number in numbers}
+        self._samples.append(_Entrywise(key, (grad, residual), samples, table))
         return self._taus[slot]
 
     def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
         """See :meth:`.backend.Backend.difference`; before thresholds are found."""
         self._entries += held.numel()
-        constants = (("GRAD", GRAD_CODES[held.dtype]),)
-        self._before.append(_Pass("difference", constants, (readable(held), wanted, out)))
+        key = ("difference", "GRAD", GRAD_CODES[held.dtype])
+        self._before.append(_Entrywise(key, (readable(held), wanted, out), held.numel()))
 
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
         """See :meth:`.backend.Backend.unpack`; before thresholds are found."""
@@ -253,28 +228,26 @@ class Batch:
         if any(_address(each.tensors[1]) == packed.data_ptr() for each in self._after):
             self.launch()  # these are the values that are packed there now
         self._entries += out.numel()
-        constants = (("GROUPED", exponents is not None),)
-        self._before.append(_Pass("unpack", constants, (out, packed, exponents)))
+        key = ("unpack", "GROUPED", exponents is not None)
+        self._before.append(_Entrywise(key, (out, packed, exponents), out.numel()))
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
         """See :meth:`.backend.Backend.pack`; when payloads are written."""
-        constants = (("GROUPED", exponents is not None),)
-        numbers = ((device.SEED.value, signed(seed, 32)),)
-        self._after.append(_Pass("pack", constants, (values, readable(out), exponents), numbers))
+        key, numbers = ("pack", "GROUPED", exponents is not None), {device.SEED.value: signed(seed, 32)}
+        self._after.append(_Entrywise(key, (values, readable(out), exponents), values.numel(), numbers))
 
     def launch(self) -> None:
         """Do what was noted since the last launch."""
         writes, self._writes = self._writes, []
-        samples, self._samples = self._samples, []
-        before, self._before = _alike(self._before), []
-        after, self._after = _alike(self._after), []
+        several = self._before, self._samples, self._after
+        self._before, self._samples, self._after = [], [], []
         self._entries = self._payloads = 0
-        if not (writes or samples or before or after):
+        if not (writes or any(several)):
             return
         figures, self._figures = self._figures, Figures(_NOTHING, self.launch)
         figures.started(self._empty(4 * sum(len(each.places) for each in writes), torch.int64).view(-1, 4))
         try:
-            self._launch(figures.counts, writes, samples, before, after)
+            self._launch(figures.counts, writes, *several)
         except BaseException:
             for write in writes:
                 write.undo()
@@ -284,38 +257,32 @@ class Batch:
         self,
         counts: Tensor,
         writes: Sequence[_Write],
-        samples: Sequence[_Sample],
-        before: Sequence[Sequence[_Pass]],
-        after: Sequence[Sequence[_Pass]],
+        before: Sequence[_Entrywise],
+        samples: Sequence[_Entrywise],
+        after: Sequence[_Entrywise],
     ) -> None:
-        variants: dict[_Variant, list[tuple[_Write, int]]] = {}
-        row = 0
-        for write in writes:
-            variants.setdefault(write.variant, []).append((write, row))
-            row += len(write.places)
-        sampled: dict[tuple[torch.dtype, bool], list[_Sample]] = {}
-        for each in samples:
-            sampled.setdefault((each.grad.dtype, each.residual is not None), []).append(each)
+        begins = itertools.accumulate((len(write.places) for write in writes), initial=0)
+        variants = grouped(zip(writes, begins, strict=False), lambda pair: pair[0].variant)
         laid = [_laid_out(group, dense=variant.entries == _DENSE) for variant, group in variants.items()]
-        drawn = [_counted(these, [each.samples for each in these]) for these in sampled.values()]
-        first, last = (
-            [_counted(passes, [each.first.numel() for each in passes]) for passes in groups]
-            for groups in (before, after)
+        first, drawn, last = (
+            [(key, *_counted(group)) for key, group in grouped(each, lambda one: one.key).items()]
+            for each in (before, samples, after)
         )
-        every = [np.asarray(rows) for rows, _ in (*first, *drawn, *laid, *last)]
+        every = [rows for _, rows, _ in first + drawn] + [rows for rows, _ in laid]
+        every += [rows for _, rows, _ in last]
         table = upload(np.concatenate(every), self.where)
         parts = iter(table.split([len(rows) for rows in every]))
         with launched_on(self.where):
-            for passes, (_, chunks) in zip(before, first, strict=True):
-                self._pass(next(parts), passes, chunks)
-            for these, (_, chunks) in zip(sampled.values(), drawn, strict=True):
-                self._find(next(parts), these, chunks)
+            for key, _, chunks in first:
+                self._pass(next(parts), key, chunks)
+            for key, _, chunks in drawn:
+                self._find(next(parts), key, chunks, max(each.entries for each in samples))
             sizes = [-(-(len(rows) * STATE + int(units[1])) // 2) * 2 for rows, units in laid]
             states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where).split(sizes)
             for variant, (rows, units), state in zip(variants, laid, states, strict=True):
                 self._write(next(parts), variant, len(rows) - 1, units.tolist(), state, counts)
-            for passes, (_, chunks) in zip(after, last, strict=True):
-                self._pass(next(parts), passes, chunks)
+            for key, _, chunks in last:
+                self._pass(next(parts), key, chunks)
 
     # -- inside ---
 
@@ -329,27 +296,17 @@ class Batch:
             torch.clamp(tau, min=SMALLEST_TAU, out=self._taus[slot])
         return slot, 0
 
-    def _pass(self, table: Tensor, group: Sequence[_Pass], chunks: int) -> None:
-        kernel, constants = group[0].kernel, dict(group[0].constants)
-        launch(getattr(device, kernel), chunks, table, len(group), **constants)
+    def _pass(self, table: Tensor, key: tuple[Any, ...], chunks: int) -> None:
+        kernel, constant, value = key
+        launch(getattr(device, kernel), chunks, table, len(table) - 1, **{constant: value})
 
-    def _find(self, table: Tensor, samples: Sequence[_Sample], chunks: int) -> None:
-        magnitudes = torch.empty(chunks * CHUNK, dtype=torch.int32, device=self.where)
-        grad, residual = samples[0].grad, samples[0].residual
-        launch(
-            device.sample,
-            chunks,
-            table,
-            magnitudes,
-            len(samples),
-            GRAD=GRAD_CODES[grad.dtype],
-            HAS_RESIDUAL=residual is not None,
-        )
-        most = max(each.samples for each in samples)
+    def _find(self, table: Tensor, key: tuple[Any, ...], chunks: int, most: int) -> None:
+        magnitudes, count = self._empty(chunks * CHUNK, torch.int32), len(table) - 1
+        launch(device.sample, chunks, table, magnitudes, count, GRAD=key[0], HAS_RESIDUAL=key[1])
         lanes = min(_LANES, 1 << max(10, (most - 1).bit_length()))
         launch(
             device.kth_largest,
-            len(samples),
+            count,
             table,
             magnitudes,
             self._taus,
@@ -462,21 +419,20 @@ def _float_bits(number: float) -> int:
     return bits
 
 
-def _alike(passes: Sequence[_Pass]) -> list[list[_Pass]]:
-    """Return the operations in groups of one kernel and its constants."""
-    groups: dict[tuple[str, tuple[tuple[str, Any], ...]], list[_Pass]] = {}
-    for each in passes:
-        groups.setdefault((each.kernel, each.constants), []).append(each)
-    return list(groups.values())
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Return the items in groups of one key."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
-def _counted(jobs: Sequence[_Sample | _Pass], numels: Sequence[int]) -> tuple[list[list[int]], int]:
-    """Return the rows of operations on so many entries each, and the chunks of all."""
-    firsts = list(itertools.accumulate((programs(numel, CHUNK) for numel in numels), initial=0))
-    rows = [job.row(first) for job, first in zip(jobs, firsts, strict=False)]
+def _counted(group: Sequence[_Entrywise]) -> tuple[np.ndarray, int]:
+    """Return the rows of operations, and the chunks of all."""
+    firsts = list(itertools.accumulate((programs(each.entries, CHUNK) for each in group), initial=0))
     last = [0] * ROW
     last[device.CHUNKS.value] = firsts[-1]
-    return [*rows, last], firsts[-1]
+    return np.array([*map(_Entrywise.row, group, firsts), last]), firsts[-1]
 
 
 # -- what goes to the device ---

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable
 
 import torch
 
 from ..displacement import TINY, Displacement, Squares
 from ..job import GRAD_CODES
 from . import step_ahead_kernels as device
-from .batch import CHUNK, ROW, _float_bits, launched_on, programs, readable, upload
+from .batch import CHUNK, ROW, _float_bits, grouped, launched_on, programs, readable, upload
 from .launch import launch
 
 _ROWS_EACH, _COLUMNS_EACH, _SUMS = device.ROWS_EACH.value, device.COLUMNS_EACH.value, device.SUMS.value
 
-_Job = TypeVar("_Job", Squares, Displacement)
-
 
 def add_squares(jobs: Iterable[Squares]) -> None:
     """See :meth:`.backend.Backend.add_squares`."""
-    for group in _alike([job for job in jobs if job.gradient.numel()], lambda job: job.gradient.dtype):
+    for dtype, group in grouped(
+        [job for job in jobs if job.gradient.numel()], lambda job: job.gradient.dtype
+    ).items():
         where, rows = group[0].gradient.device, []
         tiles = sums = room = 0
         for job in group:
@@ -39,7 +38,7 @@ def add_squares(jobs: Iterable[Squares]) -> None:
         table = upload([row + [0] * (ROW - len(row)) for row in rows], where)
         partial = torch.empty(room, dtype=torch.float32, device=where)
         with launched_on(where):
-            code = GRAD_CODES[group[0].gradient.dtype]
+            code = GRAD_CODES[dtype]
             launch(device.partial_sums, tiles, table, partial, len(group), GRAD=code)
             launch(device.add_partial_sums, sums, table, partial, len(group))
 
@@ -52,7 +51,9 @@ def takes(job: Displacement) -> bool:
 
 def displace(jobs: Iterable[Displacement]) -> None:
     """See :meth:`.backend.Backend.displace`."""
-    for group in _alike([job for job in jobs if job.weight.numel()], lambda job: job.weight.dtype):
+    for dtype, group in grouped(
+        [job for job in jobs if job.weight.numel()], lambda job: job.weight.dtype
+    ).items():
         where = group[0].weight.device
         firsts = itertools.accumulate((programs(job.weight.numel(), CHUNK) for job in group), initial=0)
         *begins, chunks = firsts
@@ -63,9 +64,7 @@ def displace(jobs: Iterable[Displacement]) -> None:
         means = torch.empty(len(group), dtype=torch.float32, device=where)
         with launched_on(where):
             launch(device.mean_rows, len(group), table, means)
-            launch(
-                device.displace, chunks, table, means, len(group), WEIGHT=GRAD_CODES[group[0].weight.dtype]
-            )
+            launch(device.displace, chunks, table, means, len(group), WEIGHT=GRAD_CODES[dtype])
 
 
 def _row(job: Displacement, first_chunk: int) -> list[int]:
@@ -77,11 +76,3 @@ def _row(job: Displacement, first_chunk: int) -> list[int]:
     sizes = rows.numel(), columns.numel(), job.weight.numel(), first_chunk, first
     numbers = map(_float_bits, (observed, ratio, max(eps, TINY), job.limit, job.scale))
     return [*addresses, *sizes, *numbers, job.residual.data_ptr(), readable(job.out).data_ptr(), 0]
-
-
-def _alike(jobs: Sequence[_Job], key: Callable[[_Job], torch.dtype]) -> list[list[_Job]]:
-    """Return the jobs in groups of one type."""
-    groups: dict[torch.dtype, list[_Job]] = {}
-    for job in jobs:
-        groups.setdefault(key(job), []).append(job)
-    return list(groups.values())
