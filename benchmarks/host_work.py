@@ -31,7 +31,6 @@ from dct_plugin.codecs.slots import WORDS
 from dct_plugin.compression import feedback
 from dct_plugin.config import DataParallelConfig, KernelConfig
 from dct_plugin.data_parallel import GradientReducer, pending_exchanges
-from dct_plugin.data_parallel.step_ahead.add_on import StepAheadAddOn
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.kernels import register_backend
 from dct_plugin.kernels.triton import backend, batch, messages, step_ahead
@@ -191,7 +190,7 @@ def displacement(tensors: int = 200, *, width: int = 64, steps: int = 5) -> Host
     reducer = reducer_of(2, feedback="step_ahead", warmup_steps=0)
     weights = [(f"layer {i}", nn.Parameter(torch.zeros(width, width))) for i in range(tensors)]
     optimizer = torch.optim.AdamW([weight for _, weight in weights])
-    ahead = reducer.add_ons.of(StepAheadAddOn).prepare(weights, units_of(optimizer))
+    ahead = reducer.add_ons.step_ahead.prepare(weights, units_of(optimizer))
     gradients = [(name, torch.zeros(width * width)) for name, _ in weights]
 
     def step() -> None:

@@ -20,20 +20,23 @@ from dct_plugin.transport import lost_ranks
 
 #: Launches and uploads. The host waits once in a step.
 EXPECTED = {
-    "2 ranks, direct": (16, 3),
-    "2 ranks, two_phase": (31, 6),
-    "8 ranks, direct": (22, 3),
-    "8 ranks, two_phase": (37, 6),
-    "64 ranks, direct": (78, 3),
-    "64 ranks, two_phase": (93, 6),
-    "step-ahead with AdamW, 200 tensors": (22, 5),
+    "2 ranks, direct": (15, 3),
+    "2 ranks, two_phase": (29, 6),
+    "8 ranks, direct": (21, 3),
+    "8 ranks, two_phase": (35, 6),
+    "64 ranks, direct": (77, 3),
+    "64 ranks, two_phase": (91, 6),
+    "step-ahead with AdamW, 200 tensors": (21, 5),
 }
+#: Calls of functions with 8 tensors in 64 parts each: fewer than a hundred for each part.
+MOST_CALLS = 100 * 8 * 64
 
 
 @pytest.mark.parametrize("row", EXPECTED)
 def test_launches_uploads_and_waits(row: str) -> None:
     work = host_work.ROWS[row](steps=1)
     assert (work.launches, work.uploads, work.waits) == (*EXPECTED[row], 1), work.kernels
+    assert work.calls < MOST_CALLS or "step-ahead" in row
 
 
 def test_the_table_has_these_rows() -> None:
