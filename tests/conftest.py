@@ -33,6 +33,7 @@ if not torch.cuda.is_available():
 LONGEST = (
     "megatron/test_megatron_hooks.py",
     "megatron/test_megatron_step_ahead.py",
+    "megatron/test_megatron_engine.py",
     "reliability/test_wheel.py",
     "links/test_summary.py",
     "recommender/test_demo.py",
@@ -48,7 +49,6 @@ LONGEST = (
     "hosts/test_hosts_sample.py",
     "cli/test_advise.py",
     "megatron/test_megatron_parameters.py",
-    "megatron/test_megatron_engine.py",
     "megatron/test_megatron_activations.py",
     "deepspeed/test_deepspeed_pipeline.py",
     "megatron/test_megatron_automatic.py",

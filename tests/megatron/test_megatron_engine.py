@@ -37,7 +37,10 @@ needs_wheels = pytest.mark.skipif(
     not WHEELS,
     reason="TRANSFORMER_ENGINE_WHEELS names no folder with wheels: pip download --no-deps transformer_engine",
 )
-TENSOR, SEQUENCE = Job(tp=2, engine=True), Job(tp=2, sequence_parallel=True, engine=True)
+TENSOR, SEQUENCE = (
+    Job(micro_batches=2, tp=2, engine=True),
+    Job(micro_batches=2, tp=2, sequence_parallel=True, engine=True),
+)
 EXACT = section(tensor=0.0, gather=True)
 
 

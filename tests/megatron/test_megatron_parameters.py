@@ -21,7 +21,7 @@ from dct_plugin.integrations.megatron.data import DataParallelHook
 
 pytestmark = pytest.mark.slow
 
-BASE = Job(distributed_optimizer=True, steps=8, evaluate=True)
+BASE = Job(micro_batches=2, distributed_optimizer=True, steps=8, evaluate=True)
 
 
 def section(
