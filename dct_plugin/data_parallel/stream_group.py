@@ -21,7 +21,7 @@ from ..codecs.values import ValueDtype
 from ..compression.feedback import ScratchBuffers
 from ..compression.stream import Compressor, Encoded, as_flat, backend_of
 from ..config import DataParallelConfig, KernelConfig
-from ..errors import PayloadError
+from ..errors import ConfigError, PayloadError
 from ..metrics import TENSOR, Metrics, Record
 from ..policy.rules import for_compressors
 from ..transport import Exchange
@@ -132,6 +132,11 @@ class StreamGroup:
         """Collective by which the host would give owners their sums; for the metrics."""
         self.kernels = kernels
         self.backend = backend_of(kernels, self.device)
+        if ValueDtype.parse(settings.value_dtype) not in self.backend.value_dtypes:
+            raise ConfigError(
+                f"dct.data_parallel.value_dtype = '{settings.value_dtype}': the kernels for "
+                f"{self.device.type} tensors ({self.backend.name}) do not write it"
+            )
         self._transactional = transactional
         self.scratch = ScratchBuffers()
         self._spare_writers: list[list[MessageWriter]] = []

@@ -24,6 +24,7 @@ from ..codecs.index import CODECS, IndexEncoding, decode_indices, encode_indices
 from ..codecs.message import MessageWriter
 from ..codecs.payload import HEADER_NBYTES, Payload
 from ..codecs.stats import Stats
+from ..codecs.values import ValueDtype
 from . import displacement
 from .checks import open_payload
 from .displacement import Displacement, Scratch, Squares
@@ -45,6 +46,7 @@ class Backend(ABC):
         message_entries: Entries sent that are worth a message of their own. While it travels, the next one is
             made.
         encodings: The index encodings that it writes; it takes the smallest.
+        value_dtypes: The types of values that it writes.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Backend(ABC):
     lengths_on_host: ClassVar[bool] = True
     message_entries: ClassVar[float] = 50_000
     encodings: Collection[IndexEncoding] = tuple(CODECS)
+    value_dtypes: ClassVar[Collection[ValueDtype]] = tuple(ValueDtype)
 
     def batched(self) -> AbstractContextManager[None]:
         """Return a context in which a backend that ``batches`` may write the payloads of many tensors with a

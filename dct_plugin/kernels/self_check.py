@@ -105,7 +105,9 @@ class _Form(NamedTuple):
 
 def _forms(backend: Backend) -> list[_Form]:
     """Return every value type with every kind of payload that the backend writes."""
-    return [_Form(n, *form) for n, form in enumerate(itertools.product(ValueDtype, backend.encodings))]
+    return [
+        _Form(n, *form) for n, form in enumerate(itertools.product(backend.value_dtypes, backend.encodings))
+    ]
 
 
 def _selection(backend: Backend, where: torch.device) -> Results:

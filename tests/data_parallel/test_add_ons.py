@@ -13,12 +13,15 @@ from support.processes import run
 from torch import Tensor
 
 from dct_plugin.checkpoint import in_unit
+from dct_plugin.codecs.values import ValueDtype
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, Shard, add_ons
 from dct_plugin.data_parallel.accordion import Accordion
 from dct_plugin.data_parallel.add_on import AddOn, ReducerContext
 from dct_plugin.data_parallel.plan import ReductionPlan
 from dct_plugin.data_parallel.stream_group import Sparsity
+from dct_plugin.errors import ConfigError
+from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.metrics import Record
 
 pytestmark = pytest.mark.slow
@@ -119,3 +122,17 @@ def test_a_feature_is_one_row_of_the_table() -> None:
     rest = tuple(kind for kind in add_ons.ADD_ONS if kind is not Accordion)
     assert len(rest) == len(add_ons.ADD_ONS) - 1
     assert len({kind.key for kind in rest}) == len(rest)
+
+
+def _with_few_value_types(rank: int, world_size: int) -> str:
+    with patch.object(CpuBackend, "value_dtypes", (ValueDtype.FP32,)):
+        GradientReducer(DataParallelConfig(value_dtype="fp32"))
+        with pytest.raises(ConfigError) as error:
+            GradientReducer(DataParallelConfig(value_dtype="bf16"))
+    return str(error.value)
+
+
+def test_a_value_type_that_the_kernels_do_not_write_is_refused() -> None:
+    for message in run(2, _with_few_value_types):
+        assert "dct.data_parallel.value_dtype = 'bf16'" in message
+        assert "(cpu) do not write it" in message
