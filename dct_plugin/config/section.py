@@ -48,7 +48,7 @@ class Section(BaseModel):
     @classmethod
     def _within_reason(cls, value: Any) -> Any:
         numbers = value if isinstance(value, tuple) else (value,)
-        if any(number > _LARGEST.get(type(number), number) for number in numbers if _is_number(number)):
+        if any(number > _LARGEST[type(number)] for number in numbers if type(number) in _LARGEST):
             raise PydanticCustomError("dct_limit", "at most 2^48 (integers) or 1e30 (numbers)")
         if isinstance(value, str) and "\0" in value:
             raise PydanticCustomError("dct_limit", "without the character NUL")
@@ -95,10 +95,6 @@ def written_short(selector: str) -> BeforeValidator:
 
 #: Metadata of a section that is absent by default: ``false`` means the same as ``null``.
 OR_FALSE = BeforeValidator(lambda value: None if value is False else value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def conflict(message: str) -> PydanticCustomError:

@@ -206,7 +206,8 @@ class _RoundTrip:
         received = self._transport.all_to_all(
             messages,
             owner.fingerprint(way.name),
-            bounds=[_most_bytes(rows, owner.dim) for rows in way.received_rows],
+            # More than any message: positions and values of all entries, and headers.
+            bounds=[8 * sum(rows) * owner.dim + 16 * len(rows) + 4096 for rows in way.received_rows],
         )
         timer.lap()
         most = max(timer.sent_bytes, sum(received[r].numel() for r in self._peers))
@@ -290,8 +291,3 @@ class _Direction(NamedTuple):
     sent_rows: list[list[int]]
     received_rows: list[list[int]]
     bounded: bool
-
-
-def _most_bytes(rows: Sequence[int], dim: int) -> int:
-    """Return more than any message of these rows: positions and values of all entries, and headers."""
-    return 8 * sum(rows) * dim + 16 * len(rows) + 4096

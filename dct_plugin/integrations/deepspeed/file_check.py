@@ -95,7 +95,7 @@ def _judge(content: Mapping[str, Any], report: FileReport) -> None:
     # A section with faults says nothing, but the job can be judged without it.
     config = report.config or DCTConfig()
     if report.config is not None and not job.exchanges_momentum:
-        config = _settled(job, config, report)
+        config = _resolved(job, config, report)
     report.faults += refusals(job, config)
     report.warnings += [] if report.faults else advice(job)
     steps = content.get("gradient_accumulation_steps")
@@ -118,7 +118,7 @@ def _dense(config: DCTConfig) -> list[str]:
     ]
 
 
-def _settled(job: Job, config: DCTConfig, report: FileReport) -> DCTConfig:
+def _resolved(job: Job, config: DCTConfig, report: FileReport) -> DCTConfig:
     """Return the section with the feedback that suits the optimizer; add what is to be said about it."""
     names = [job.optimizer] if job.optimizer else []
     training = Training(names, momentum=job.momentum, stage=job.stage, lr=job.lr)

@@ -125,7 +125,8 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         operation = getattr(opts, "reduceOp", opts)
         averages = operation == dist.ReduceOp.AVG
         enabled = self.config.enabled and self.config.data_parallel.enabled
-        if not (enabled and (averages or operation == dist.ReduceOp.SUM) and _all_floating(tensors)):
+        floating = all(each.is_floating_point() and each.layout is torch.strided for each in tensors)
+        if not (enabled and (averages or operation == dist.ReduceOp.SUM) and floating):
             return self._leave_to_torchft(tensors, opts, counts=enabled)
         if self._manager is None:
             raise self._no_manager()
@@ -362,10 +363,6 @@ def _after(ready: Any) -> Iterator[None]:
         stream.wait_event(ready)
         yield
         stream.synchronize()
-
-
-def _all_floating(tensors: Sequence[Tensor]) -> bool:
-    return all(tensor.is_floating_point() and tensor.layout is torch.strided for tensor in tensors)
 
 
 def _check_settings(config: DCTConfig) -> None:
