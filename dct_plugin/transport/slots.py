@@ -161,16 +161,16 @@ class AgreedCapacities:
             message_to: Returns the whole message to a receiver.
         """
         rank, ranks = self.exchange.rank, range(self.exchange.world_size)
-        cut = {r for r, size in sent.items() if r != rank and size > slots.room_to(r)}
-        late = {s for s, size in received.items() if s != rank and size > slots.room_from(s)}
-        if not cut and not late:
+        truncated_to = {r for r, size in sent.items() if r != rank and size > slots.room_to(r)}
+        truncated_from = {s for s, size in received.items() if s != rank and size > slots.room_from(s)}
+        if not truncated_to and not truncated_from:
             return {}
         nothing = slots.received[:0]
         arrived = self.exchange.transfer(
-            [message_to(r).to(nothing.device) if r in cut else nothing for r in ranks],
-            [received[r] if r in late else 0 for r in ranks],
+            [message_to(r).to(nothing.device) if r in truncated_to else nothing for r in ranks],
+            [received[r] if r in truncated_from else 0 for r in ranks],
         )
-        return {sender: arrived[sender] for sender in late}
+        return {sender: arrived[sender] for sender in truncated_from}
 
     def remember(self, sent: Mapping[int, int], received: Mapping[int, int]) -> None:
         """Remember the bytes of messages by receiver, and by sender, for the next capacities."""
