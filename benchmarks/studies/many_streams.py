@@ -388,6 +388,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=WIDTH, help="of the GPT")
     parser.add_argument("--pretrained", type=Path, help="text on which the GPT is trained before")
     parser.add_argument("--lr", type=float, default=LR, help="highest learning rate of the GPT")
+    parser.add_argument("--clip", type=float, default=math.inf, help="norm of the gradients of the digits")
     parser.add_argument("--sources", type=int, default=1, help="ranges of rows of the DLRM")
     parser.add_argument("--by", choices=["row", "age"], default="row", help="order of these ranges")
     parser.add_argument("--compressors", type=int, nargs="+", default=[2, 4, 8, 16])
@@ -395,7 +396,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=["0.99"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
-        "--steps", type=int, help="1,200 (GPT), three epochs (DLRM), 660 (digits) if left out"
+        "--steps", type=int, help="1,200 (GPT), three epochs (DLRM), 1,320 (digits) if left out"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines of every run")
     args = parser.parse_args()
@@ -425,7 +426,7 @@ def task_of(args: argparse.Namespace) -> Task:
     if args.model == "dlrm":
         return Recommender(args.sources, args.by)
     if args.model == "digits":
-        return Digits()
+        return Digits(args.clip)
     before = None if args.pretrained is None else partial(trained, args.pretrained, args.width)
     return Gpt(args.text, args.width, args.lr, before, args.pretrained)
 
@@ -439,6 +440,8 @@ def name_of(args: argparse.Namespace) -> str:
         parts.append(f"{len(args.text)} texts")
     if args.pretrained is not None:
         parts.append(f"fine-tuned at {args.lr:g}")
+    if args.clip < math.inf:
+        parts.append(f"clipped to {args.clip:g}")
     if args.sources > 1:
         parts.append(f"{args.sources} ranges by {args.by}")
     return ", ".join(parts)

@@ -204,13 +204,17 @@ class Digits:
     with momentum 0.9; its score is the loss on the held-out half.
 
     Groups are normalised in place of batches: the statistics of a batch depend on the number of ranks.
+
+    Args:
+        clip: Norm to which gradients are clipped.
     """
 
-    steps, clip, lr = 660, CLIP, 0.05
+    steps, lr = 1320, 0.01
 
-    def __init__(self) -> None:
+    def __init__(self, clip: float = math.inf) -> None:
         from sklearn.datasets import load_digits
 
+        self.clip = clip
         pictures, labels = load_digits(return_X_y=True)
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         x = torch.from_numpy(pictures).float().view(-1, 1, 8, 8)[order] / 16
@@ -238,7 +242,7 @@ class Digits:
             # Data are augmented: by a shift of a pixel.
             moved = torch.randint(-1, 2, (2,), generator=generator).tolist()
             shown = x[mine].roll(moved, (2, 3))
-            rate = self.lr * min(1.0, (step + 1) / 30) * 0.5 * (1 + math.cos(math.pi * step / run.steps))
+            rate = self.lr * min(1.0, (step + 1) / LR_WARMUP) * 0.5 * (1 + math.cos(math.pi * step / run.steps))
             yield lambda model, x=shown, y=y[mine]: functional.cross_entropy(model(x), y), rate
 
     @torch.no_grad()
