@@ -242,7 +242,9 @@ class Digits:
             # Data are augmented: by a shift of a pixel.
             moved = torch.randint(-1, 2, (2,), generator=generator).tolist()
             shown = x[mine].roll(moved, (2, 3))
-            rate = self.lr * min(1.0, (step + 1) / LR_WARMUP) * 0.5 * (1 + math.cos(math.pi * step / run.steps))
+            rate = (
+                self.lr * min(1.0, (step + 1) / LR_WARMUP) * 0.5 * (1 + math.cos(math.pi * step / run.steps))
+            )
             yield lambda model, x=shown, y=y[mine]: functional.cross_entropy(model(x), y), rate
 
     @torch.no_grad()
