@@ -39,6 +39,7 @@ class Training:
         stage: ZeRO stage; 0 without ZeRO.
         ranks: Data-parallel ranks, 0 if not known.
         lr: Its highest learning rate; infinity if it is not known.
+        clips: Whether gradients are known to be clipped by their norm.
     """
 
     optimizer: Sequence[str] = ()
@@ -46,6 +47,7 @@ class Training:
     stage: int = 0
     ranks: int = 0
     lr: float = math.inf
+    clips: bool = False
     family: OptimizerFamily = field(init=False)
 
     def __post_init__(self) -> None:
@@ -178,6 +180,8 @@ class KnownLoss(NamedTuple):
     """Only with thresholded updates of the weights (``parameters``), of at least this sparsity."""
     most_lr: float = math.inf
     """The highest learning rate."""
+    clips: bool = False
+    """Only with gradients clipped by their norm."""
 
     def applies(self, settings: DataParallelConfig, training: Training) -> bool:
         """Return whether a training has this setting."""
@@ -188,6 +192,7 @@ class KnownLoss(NamedTuple):
             and self.stage in (None, training.stage)
             and training.ranks >= self.ranks
             and training.lr <= self.most_lr
+            and training.clips >= self.clips
             and not (self.without_start and settings.dense_steps + settings.ramp_steps)
             and (self.updates is None or self._has_updates(settings))
         )

@@ -404,6 +404,7 @@ def _prepared(engine: Any, config: DCTConfig) -> tuple[Attachment | None, str]:
             steps=steps_of(engine.lr_scheduler),
             step_ahead_unavailable=step_ahead_unavailable(job, config),
             exact_unavailable=exact_unavailable(job),
+            clips=job.clips,
         )
     require(job, config, rank=engine.global_rank)
     config = applied(job, config)

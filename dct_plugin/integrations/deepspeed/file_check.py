@@ -121,7 +121,7 @@ def _dense(config: DCTConfig) -> list[str]:
 def _resolved(job: Job, config: DCTConfig, report: FileReport) -> DCTConfig:
     """Return the section with the feedback that suits the optimizer; add what is to be said about it."""
     names = [job.optimizer] if job.optimizer else []
-    training = Training(names, momentum=job.momentum, stage=job.stage, lr=job.lr)
+    training = Training(names, momentum=job.momentum, stage=job.stage, lr=job.lr, clips=job.clips)
     if training.family is OptimizerFamily.UNTOLD:
         report.notes.append("the script makes the optimizer, which the feedback depends on")
         return config

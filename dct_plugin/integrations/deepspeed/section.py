@@ -154,6 +154,7 @@ class Job:
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         optimizer: Name of the optimizer's class; empty where it is not known yet.
         momentum: Momentum of the optimizer's groups, the largest.
+        clips: Whether gradients are clipped by their norm.
         lr: Highest learning rate of optimizer and scheduler; infinity where the JSON does not say one.
         steps: Optimizer steps for which the JSON's scheduler is made; None where it does not say.
         trains: Whether there is an optimizer.
@@ -178,6 +179,7 @@ class Job:
     precision: str = "fp32"
     optimizer: str = ""
     momentum: float = 0.0
+    clips: bool = False
     lr: float = math.inf
     steps: int | None = None
     trains: bool = True
@@ -225,6 +227,7 @@ class Job:
             precision=precision,
             optimizer=str(optimizer.get("type", "")),
             momentum=_number(given.get("momentum")),
+            clips=_number(content.get("gradient_clipping")) > 0,
             lr=max(_number(given.get("lr")), _number(schedule.get("warmup_max_lr"))) or math.inf,
             steps=int(_number(schedule.get("total_num_steps"))) or None,
             exchanges_momentum=backend == SECTION,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ def resolve_settings(
     step_ahead_unavailable: str = "",
     optimizer_unknown_hint: str = "",
     exact_unavailable: str | None = None,
+    clips: bool = False,
 ) -> tuple[DCTConfig, str]:
     """Return the configuration with the feedback that suits the optimizer, and lines for rank 0 to log.
 
@@ -108,11 +110,12 @@ def resolve_settings(
         step_ahead_unavailable: Why this host cannot have step-ahead; empty if it can.
         optimizer_unknown_hint: What to do so that the optimizer is told.
         exact_unavailable: See :func:`.policy.resolve`.
+        clips: Whether gradients are known to be clipped by their norm.
     """
     if not config.enabled or ranks == 1:
         return config, ""
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-    trainings = [training_of(each, ranks, stage) for each in optimizers or [None]]
+    trainings = [replace(training_of(each, ranks, stage), clips=clips) for each in optimizers or [None]]
     suffers_most = OptimizerFamily.OTHER, OptimizerFamily.MUON
     training = max(trainings, key=lambda each: (each.family in suffers_most, each.family.loses_by_delay))
     made = resolve(
