@@ -46,7 +46,7 @@ from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
-from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn
+from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.metrics import Metrics, Summary
 from dct_plugin.policy.evidence import Training
@@ -164,7 +164,7 @@ class Rank:
         if config.feedback.looks_ahead:
             units = units_of(self.optimizer, [list(self.named.values())])
             pending = {} if self.updates is None else {"pending_of": self.updates.pending_of}
-            self.ahead = self.reducer.add_ons.of(StepAheadAddOn).prepare(self.named.items(), units, **pending)
+            self.ahead = self.reducer.add_ons.step_ahead.prepare(self.named.items(), units, **pending)
             if self._over > 1:
                 self._displace_by_what_waits(self.ahead)
             self.ahead.attach(model)
