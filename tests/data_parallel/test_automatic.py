@@ -55,7 +55,8 @@ def test_auto_stands_for_the_class_safe_and_a_class_given_beside_it_wins() -> No
     [
         ({}, "step_ahead", 4, 0.99, "bf16"),
         ({}, "step_ahead", 5, 0.96, "int4"),
-        ({"min_numel": 100}, "step_ahead", 64, 0.96, "int4"),
+        ({"min_numel": 100}, "step_ahead", 32, 0.96, "int4"),
+        ({}, "step_ahead", 33, 0.85, "int4"),
         ({"sparsity": 0.99}, "step_ahead", 8, 0.99, "bf16"),
         ({"value_dtype": "int8"}, "step_ahead", 8, 0.99, "int8"),
         ({"sparsity": "auto"}, "step_ahead", 8, 0.99, "bf16"),
