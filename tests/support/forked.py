@@ -15,6 +15,7 @@ import marshal
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import socket
 import sys
@@ -92,6 +93,7 @@ def forked_ranks() -> Iterator[None]:
 def _stand_in() -> str:
     """Start the process that forks, and return the path of the program that asks it."""
     folder = Path(tempfile.mkdtemp(prefix="forked-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address, program = folder / "address", folder / "python"
     program.write_text(_CLIENT.format(python=sys.executable, address=str(address)))
     program.chmod(0o700)
