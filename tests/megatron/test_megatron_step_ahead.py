@@ -223,7 +223,7 @@ def test_an_iteration_that_fails_leaves_the_weights_behind() -> None:
 def _refused(rank: int, world_size: int) -> dict[str, str]:
     """Messages of what stops in the first training iteration."""
     from dct_plugin.data_parallel import step_units
-    from dct_plugin.integrations.megatron import step_ahead as host
+    from dct_plugin.integrations.megatron import reductions as host
 
     def message(job: Job) -> str:
         try:
