@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from adam import held_out_loss, model_of, text_of
-from many_streams import BATCH, LAYERS, LR, LR_WARMUP, SEQUENCE, SYMBOLS, WEIGHT_DECAY, WIDTH, rows_of
+from adam import SYMBOLS, held_out_loss, model_of, text_of
+from many_streams import rows_of
 from optimizers import compare_residuals, look_ahead
+from tasks import BATCH, LAYERS, LR, LR_WARMUP, SEQUENCE, WEIGHT_DECAY, WIDTH
 from torch import Tensor, nn
 from torch.nn import functional
 
