@@ -106,12 +106,12 @@ class Owners:
         """
         return self._owned.get(rank, [])
 
-    @functools.cache  # noqa: B019 (both live as long)
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 (bounded: owners that are not asked for go)
     def largest_messages(self, ranks: range) -> list[int]:
         """Return bytes that messages with the shards of these ranks cannot reach, however they are coded."""
         return [sum(most_bytes(shard.stop - shard.start) for _, shard in self.of(rank)) for rank in ranks]
 
-    @functools.cache  # noqa: B019
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
     def spans(self, ranks: range) -> np.ndarray:
         """Return the shards of these ranks as :meth:`.kernels.Backend.sum_slots` takes them."""
         found = np.full((len(ranks), max(len(self.of(rank)) for rank in ranks), 3), -1)
@@ -121,7 +121,7 @@ class Owners:
         return found
 
 
-_owners_of = functools.lru_cache(maxsize=256)(Owners)
+_owners_of = functools.lru_cache(maxsize=1024)(Owners)
 
 
 @dataclass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -268,6 +270,19 @@ def test_a_plan_is_cut_between_tensors_and_leaves_no_scraps() -> None:
     assert cut(600, 0.1) == [[60_000], [2_000, 70_000, 64, 64]]
     assert cut(100, 0.1) == [[60_000], [2_000], [70_000], [64, 64]]
     assert plan.ReductionPlan("direct", []).chunks(lambda _: 1.0, 100)[0].tensors == []
+
+
+def test_owners_of_plans_that_are_gone_are_not_kept() -> None:
+    """A job may have more buckets than plans are remembered."""
+    for bucket in range(1500):
+        tensor = plan.PlannedTensor(f"kept {bucket}", torch.zeros(64), [Shard(0, 0, 64)], False)
+        owners = plan.ReductionPlan("sum", [tensor]).owners
+        owners.spans(range(1))
+        owners.largest_messages(range(1))
+        if not bucket:
+            first = weakref.ref(owners)
+    gc.collect()
+    assert first() is None
 
 
 def _in_pieces(rank: int, world_size: int, kept: int, kind: str) -> tuple[list[torch.Tensor], int]:
