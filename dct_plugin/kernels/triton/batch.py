@@ -122,7 +122,7 @@ class _Entrywise(NamedTuple):
     tensors: tuple[Tensor | None, ...]
     entries: int
     numbers: Mapping[int, int] = MappingProxyType({})
-    """By place in the row, what stands there."""
+    """Keys are places in the row, and values are the numbers that stand there."""
 
     def row(self, first: int) -> list[int]:
         """Return a row of the table of operations."""

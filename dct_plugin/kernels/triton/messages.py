@@ -70,7 +70,7 @@ class OpenedMessages(NamedTuple):
         firsts = np.column_stack([bounds, payloads])
         table = upload(np.concatenate([firsts, targets.reshape(-1, 3)]), where)
         places, meta = table[:several], table[several:].view(targets.shape)
-        stride = meta.stride(0) if len(meta) > 1 else 0
+        stride = _stride(meta)
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
         missing = torch.zeros(several, dtype=torch.int64, device=where)
         sums = -(-at_most // CHUNK) + count
@@ -118,13 +118,12 @@ class OpenedMessages(NamedTuple):
         with each.
         """
         count = self.targets.shape[1]
-        stride = self.targets.stride(0) if len(self.targets) > 1 else 0
         with launched_on(self.buffer.device):
             launch(
                 device.add,
                 (self.sums, len(messages)),
                 *(self.buffer, self.rows, self.targets, self.positions, wrong, scale, messages.start),
-                *(count, stride, self.positions.shape[-1]),
+                *(count, _stride(self.targets), self.positions.shape[-1]),
                 SCALED=scale != 1.0,
             )
 
@@ -154,6 +153,11 @@ def add_up(
         pairs = [pair for pair in zip(outs, totals, strict=True) if pair[0] is not pair[1]]
         torch._foreach_copy_([out for out, _ in pairs], [total for _, total in pairs])
     return wrong, opened.missing
+
+
+def _stride(targets: Tensor) -> int:
+    """Return the numbers from the targets of a message to those of the next; 0 if all have the same ones."""
+    return targets.stride(0) if len(targets) > 1 else 0
 
 
 def _targets(outs: Sequence[Tensor], spans: np.ndarray | None = None) -> np.ndarray:
