@@ -1,4 +1,7 @@
-"""What a device with one hardware queue gets in which order. torch.cuda is a stub: there is no device."""
+"""A device with one hardware queue gets its work in an order that blocks nobody.
+
+torch.cuda is a stub: there is no device.
+"""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_message_that_cannot_be_right_is_not_allocated(what: str, size: int) -
 
 
 def lose(folder: Path, how: str, world_size: int = 3, victim: int = 1) -> list[dict[str, Any]]:
-    """What every rank but the victim says."""
+    """Return the words of every rank but the victim."""
     store = str(folder / "store")
     processes = [fork(lost_peer.main, store, rank, world_size, victim, how) for rank in range(world_size)]
     others = [rank for rank in range(world_size) if rank != victim]

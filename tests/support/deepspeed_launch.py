@@ -63,7 +63,7 @@ def torchrun(world_size: int, *arguments: str) -> list[str]:
 
 
 def execute(
-    command: list[str], folder: Path, *, timeout: float = 800, **variables: str
+    command: list[str], folder: Path, *, timeout: float = processes.PATIENCE, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; after the time limit it is stopped with everything it started."""
     process = subprocess.Popen(

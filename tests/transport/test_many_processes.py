@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import fork
+from support.processes import PATIENCE, fork
 
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer
@@ -22,8 +22,6 @@ from dct_plugin.integrations.host import startup
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 RANKS, DIES = 32, 7
-#: Seconds for all of them on a busy machine of two cores.
-PATIENCE = 800.0
 
 
 class CountedStore(dist.PrefixStore):
