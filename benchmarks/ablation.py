@@ -40,7 +40,7 @@ from .links.perceptron import batch, perceptron, width_of
 Switch = Callable[[], Any]
 FLAT: dict[str, Switch] = {
     "own TCP connections": lambda: mock.patch.dict(os.environ, {"DCT_TRANSPORT": "gloo"}),
-    "overlap": lambda: mock.patch.object(ddp_state, "overlap_of", lambda of: Overlap(of, wanted=False)),
+    "overlap": lambda: mock.patch.object(ddp_state, "Overlap", partial(Overlap, wanted=False)),
 }
 IN_NODES: dict[str, Switch] = {
     "shared memory": lambda: mock.patch.object(node_ranks, "open_shared_memory", return_value=None),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -47,6 +48,43 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class SideStream:
+    """A stream for work that the current one does not wait for. Devices without streams do it at once.
+
+    Args:
+        priority: -1 for work that is to go first.
+    """
+
+    def __init__(self, priority: int = 0) -> None:
+        self._priority = priority
+        self._own: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def queue(self, *used: Tensor, device: torch.device | None = None) -> Iterator[None]:
+        """Queue the work of the block behind all work of the current stream so far.
+
+        Args:
+            used: Tensors that the block reads and that may be freed before it has run.
+            device: The device, if there are none.
+        """
+        where = device or used[0].device
+        if where.type != "cuda":
+            yield
+            return
+        if self._own is None:
+            self._own = torch.cuda.Stream(where, priority=self._priority)
+        self._own.wait_stream(torch.cuda.current_stream(where))
+        with torch.cuda.stream(self._own):
+            yield
+        for tensor in used:
+            tensor.record_stream(self._own)
+
+    def join(self) -> None:
+        """Let the current stream wait for what was queued."""
+        if self._own is not None:
+            torch.cuda.current_stream(self._own.device).wait_stream(self._own)
 
 
 def refuse_capture(device: torch.device) -> None:

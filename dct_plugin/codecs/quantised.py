@@ -97,6 +97,36 @@ class Quantiser(NamedTuple):
         return torch.where(errors[1] < errors[0], best, spanning)
 
 
+def round_rows(x: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows to levels as above, with bits of their own, which may stay on the device.
+
+    Args:
+        x: fp32 [rows, n], n not 0.
+        bits: int64 [rows], 0 to 10; 0: the row becomes zeros.
+
+    Returns:
+        Whole numbers, int32 [rows, n], and the distance of levels, fp32 [rows, 1], of bf16; a value is
+        ``(number + 0.5) * distance``.
+    """
+    half = torch.exp2(bits - 1.0).unsqueeze(1)
+    table = [_BEST_STEP.get(each, 0.0) for each in range(11)]
+    best = x.square().mean(dim=1).sqrt_() * torch.tensor(table).to(x.device)[bits]
+    best = torch.where(bits == 1, x.abs().mean(dim=1) * 2, best).unsqueeze(1)
+    steps = [_stored(x.abs().amax(dim=1, keepdim=True) / half), _stored(best)]
+    numbers = [
+        (x / step.clamp_min(torch.finfo(torch.float32).tiny)).floor_().maximum(-half).minimum(half - 1)
+        for step in steps
+    ]
+    errors = [
+        ((number + 0.5).mul_(step).sub_(x)).square_().sum(dim=1, keepdim=True)
+        for number, step in zip(numbers, steps, strict=True)
+    ]
+    better = errors[1] < errors[0]
+    step = torch.where(better, steps[1], steps[0])
+    number = torch.where(better, numbers[1], numbers[0]).to(torch.int32)
+    return number, torch.where(bits.unsqueeze(1) > 0, step, 0.0)
+
+
 def _stored(step: Tensor) -> Tensor:
     """Return ``step`` as the receiver will read it."""
     return step.to(torch.bfloat16).to(torch.float32)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..codecs import planes
 from ..codecs.changes import apply_changes, encode_changes
 from ..codecs.index import CODECS, IndexEncoding, decode_indices, encode_indices
 from ..codecs.message import MessageWriter
@@ -237,6 +238,16 @@ class Backend(ABC):
     def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
         """See :func:`dct_plugin.codecs.index.decode_indices`."""
         return decode_indices(encoding, param, data, nnz, numel)
+
+    # -- whole numbers of few bits ---
+
+    def pack_planes(self, numbers: Tensor, widths: Tensor, groups: Tensor, nbytes: int) -> Tensor:
+        """See :func:`dct_plugin.codecs.planes.pack`."""
+        return planes.pack(numbers, widths, groups, nbytes)
+
+    def unpack_planes(self, data: Tensor, widths: Tensor, groups: Tensor, count: int) -> Tensor:
+        """See :func:`dct_plugin.codecs.planes.unpack`."""
+        return planes.unpack(data, widths, groups, count)
 
     # -- messages in slots of fixed size (codecs.slots), where lengths stay on the device ---
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dct_plugin.integrations.host.overlap import StreamOverlap
+from dct_plugin.integrations.host.overlap import Overlap
 
 BUCKETS = range(4)
 
@@ -33,7 +33,7 @@ def test_a_bucket_is_decoded_when_the_next_one_is_submitted(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     reducer: Any = SimpleNamespace(device=torch.device("cuda"), finish=lambda: queue.append("figures"))
-    overlap = StreamOverlap(reducer)
+    overlap = Overlap(reducer)
     for bucket in BUCKETS:
         queue.append(f"backward {bucket}")
         reduction: Any = SimpleNamespace(

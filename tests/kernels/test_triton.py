@@ -652,6 +652,21 @@ def test_cuda_tensors_take_triton_where_there_is_triton(
     assert "plain torch on cuda tensors" in warnings[0]
 
 
+@pytest.mark.parametrize("groups", [[4, 2, 1, 0, 130, 5], [0, 0, 0, 0, 0, 0]])
+def test_planes_of_numbers_of_few_bits(groups: list[int]) -> None:
+    count = sum(groups)
+    generator = torch.Generator().manual_seed(count)
+    widths = torch.tensor([3, 0, 32, 7, 10, 1])
+    numbers = torch.randint(-(2**31), 2**31, (count, 8), generator=generator).to(torch.int32)
+    described, nbytes = (widths, torch.tensor(groups)), int((widths * torch.tensor(groups)).sum())
+    with HostReads() as reads:
+        packed = TritonBackend().pack_planes(numbers, *described, nbytes)
+        found = TritonBackend().unpack_planes(packed, *described, count)
+    assert not reads.places
+    assert torch.equal(packed, ReferenceBackend().pack_planes(numbers, *described, nbytes))
+    assert torch.equal(found, ReferenceBackend().unpack_planes(packed, *described, count))
+
+
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu() -> None:
     """What the interpreter takes, the compiler may refuse: machine code for sm_90, which needs no GPU."""

@@ -16,6 +16,8 @@ _READS = {
     *(Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.nonzero, Tensor.masked_select),
     *(Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__),
     *(torch.nonzero, torch.masked_select, torch.unique, torch.equal, torch.bincount),
+    # Those that look whether they succeeded; qr and cholesky_ex do not.
+    *(torch.linalg.eigh, torch.linalg.svd, torch.linalg.solve, torch.linalg.inv, torch.linalg.cholesky),
 }
 _LIBRARY = str(Path(dct_plugin.__file__).parent)
 

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dct_plugin.kernels.triton import message_kernels, selection_kernels, step_ahead_kernels
+from dct_plugin.kernels.triton import message_kernels, planes, selection_kernels, step_ahead_kernels
 from dct_plugin.kernels.triton.launch import OPTIONS
 
 _POINTERS = {
@@ -17,7 +17,8 @@ _POINTERS = {
     **dict.fromkeys(("words", "positions", "kept_counts", "errors", "others", "magnitudes"), "*i32"),
     **dict.fromkeys(("table", "state", "sums", "counts", "bounds", "meta", "rows", "row"), "*i64"),
     **dict.fromkeys(("mask_rows", "missing", "places", "offsets", "incomplete"), "*i64"),
-    **dict.fromkeys(("out", "mask", "buffer", "slot"), "*u8"),
+    **dict.fromkeys(("out", "mask", "buffer", "slot", "planes"), "*u8"),
+    "numbers": "*i32",
     **dict.fromkeys(("outs", "x", "decoded"), "*fp32"),
     **dict.fromkeys(("segments", "parts", "plans", "sizes", "status"), "*i64"),
     **dict.fromkeys(("largest", "halves", "checks", "advances", "powers"), "*i32"),
@@ -92,13 +93,15 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "partial_sums": [{"GRAD": grad} for grad in range(3)],
     "add_partial_sums": [{}],
     "mean_rows": [{}],
+    "write_planes": [{}],
+    "read_planes": [{}],
     "displace": [{"WEIGHT": weight} for weight in range(3)],
 }
 
 
 def compiled(name: str, constants: dict[str, Any]) -> Any:
     """Machine code of one form of a kernel, for sm_90."""
-    modules = (message_kernels, selection_kernels, step_ahead_kernels)
+    modules = (message_kernels, planes, selection_kernels, step_ahead_kernels)
     kernel = next(vars(module)[name] for module in modules if name in vars(module))
     types = _POINTERS | _OTHERWISE.get(name, {})
     signature = {

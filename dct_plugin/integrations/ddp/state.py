@@ -29,7 +29,7 @@ from dct_plugin.transport.nodes import Nodes, layout_of
 
 from ..host import attachments, lost_peers, startup
 from ..host.checkpoint import FRESH, ReducerFiles, mean_residuals
-from ..host.overlap import Overlap, overlap_of
+from ..host.overlap import Overlap
 from ..host.replica_checksums import ReplicaChecksums
 from ..host.reporting import Reporting
 from ..host.settings import check_parameters, optimizers_of, resolve_settings
@@ -315,7 +315,7 @@ class DCTState:
         if reducer.group_rank == 0 and reducer.group_size > 1:
             what = f"torch DDP, {_coverage(self._model)}{reducer.group_size} ranks"
             startup.log_active(what, self.config, self._note or "", reducer.config)
-        return overlap_of(reducer)
+        return Overlap(reducer)
 
     def _resolve(self, step_ahead_unavailable: str = "") -> None:
         """Let the settings follow the optimizer, once; the argument says why step-ahead cannot be had."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.reducer import Reduction
 
-from ..host.overlap import overlap_of
+from ..host.overlap import Overlap
 from ..host.patching import Function, Patches
 
 
@@ -96,7 +96,7 @@ class BucketReductions:
         keeps_buffer = optimizer.contiguous_gradients and optimizer.reduce_scatter
         self._overlaps = bool(optimizer.overlap_comm and keeps_buffer and reducer.group_size > 1)
         # On CUDA DeepSpeed calls on its own reduction stream.
-        self._overlap = overlap_of(reducer, wanted=self._overlaps, own_stream=False)
+        self._overlap = Overlap(reducer, wanted=self._overlaps, own_stream=False)
         self._uses: list[Callable[[], None]] = []
 
     def reduce(

@@ -11,23 +11,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
+from dct_plugin.codecs.copies import SideStream
 from dct_plugin.data_parallel.reducer import GradientReducer, Reduction
-
-
-def overlap_of(reducer: GradientReducer, *, wanted: bool = True, own_stream: bool = True) -> Overlap:
-    """Choose how the reductions of ``reducer`` run beside the backward pass.
-
-    Args:
-        reducer: The reducer of the buckets.
-        wanted: False for no overlap.
-        own_stream: On CUDA, whether reductions get a stream; False where the host submits on a stream of its
-            own.
-    """
-    if reducer.device.type == "cuda" and wanted and own_stream:
-        return StreamOverlap(reducer)
-    return Overlap(reducer, wanted=wanted)
 
 
 class PendingReduction:
@@ -44,13 +29,19 @@ class PendingReduction:
 class Overlap:
     """Runs the reductions of one reducer in the order in which they are submitted, the same on all ranks.
 
+    On CUDA they are queued on a stream, from the host's own thread. Kernels of a second thread would come in
+    between those of the model's other communication, in an order that differs from rank to rank.
+
     Args:
         reducer: The reducer of the buckets.
         wanted: False: a reduction is finished when it is submitted.
+        own_stream: Whether reductions get a stream; False where the host submits on a stream of its own.
     """
 
-    def __init__(self, reducer: GradientReducer, *, wanted: bool = True) -> None:
+    def __init__(self, reducer: GradientReducer, *, wanted: bool = True, own_stream: bool = True) -> None:
         self.reducer, self._wanted = reducer, wanted
+        # What is ready goes first: the others wait for it.
+        self._side = SideStream(priority=-1) if wanted and own_stream else None
         self._open: tuple[Reduction, Callable[[], None]] | None = None
 
     def submit(
@@ -83,6 +74,8 @@ class Overlap:
         with self._stream():
             self._collect()
             self.reducer.finish()
+        if self._side is not None:
+            self._side.join()
 
     def _collect(self) -> None:
         if self._open is not None:
@@ -90,30 +83,7 @@ class Overlap:
             reduction.finish()
             done()
 
-    def _stream(self) -> AbstractContextManager[Any]:
+    def _stream(self) -> AbstractContextManager[None]:
         """Surround work of the reducer."""
-        return contextlib.nullcontext()
-
-
-class StreamOverlap(Overlap):
-    """Queues reductions on a CUDA stream from the host's own thread.
-
-    Kernels of a second thread would come in between those of the model's other communication, in an order
-    that differs from rank to rank.
-    """
-
-    def __init__(self, reducer: GradientReducer) -> None:
-        super().__init__(reducer)
-        # What is ready goes first: the others wait for it.
-        self._own = torch.cuda.Stream(reducer.device, priority=-1)
-
-    def wait(self) -> None:
-        """See :meth:`Overlap.wait`."""
-        super().wait()
-        torch.cuda.current_stream(self._own.device).wait_stream(self._own)
-
-    @contextlib.contextmanager
-    def _stream(self) -> Any:
-        self._own.wait_stream(torch.cuda.current_stream(self._own.device))
-        with torch.cuda.stream(self._own):
-            yield
+        side = self._side
+        return contextlib.nullcontext() if side is None else side.queue(device=self.reducer.device)

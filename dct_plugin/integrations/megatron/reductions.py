@@ -24,7 +24,7 @@ from dct_plugin.data_parallel.step_units import StepUnit, units_of, unwrapped
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy.optimizers import OptimizerFamily, family_of
 
-from ..host.overlap import Overlap, PendingReduction, overlap_of
+from ..host.overlap import Overlap, PendingReduction
 from ..host.patching import Function, Patches
 from .buckets import (
     NAME,
@@ -234,7 +234,7 @@ class Reductions:
         if reducer.group_rank == 0:
             log_once(f"dct: gradients, {name}: {reducer.config.summary}, {reducer.world_size} ranks or nodes")
         wanted = group.ddp_config.overlap_grad_reduce
-        overlap = overlap_of(reducer, wanted=wanted)
+        overlap = Overlap(reducer, wanted=wanted)
         unit, saved = unit_of_gradients(group), self._loaded.pop(name, None)
         if saved is not None:
             reducer.load_state_dict(checkpoint.in_unit(saved["state"], unit / saved["unit"]))

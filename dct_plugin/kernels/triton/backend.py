@@ -37,7 +37,7 @@ try:
     import triton
 
     from . import message_kernels as reading
-    from . import step_ahead
+    from . import planes, step_ahead
     from .batch import ROOM, Batch, launched_on, upload
     from .launch import launch
     from .messages import OpenedMessages, add_up
@@ -246,6 +246,18 @@ class TritonBackend(Backend):
             return
         with self._batch(held.device) as batch:
             batch.difference(wanted, held, out)
+
+    # -- whole numbers of few bits ---
+
+    def pack_planes(self, numbers: Tensor, widths: Tensor, groups: Tensor, nbytes: int) -> Tensor:
+        out = torch.empty(nbytes, dtype=torch.uint8, device=numbers.device)
+        planes.run(planes.write_planes, numbers.contiguous(), widths, groups, out)
+        return out
+
+    def unpack_planes(self, data: Tensor, widths: Tensor, groups: Tensor, count: int) -> Tensor:
+        out = torch.empty(count, 8, dtype=torch.int32, device=data.device)
+        planes.run(planes.read_planes, out, widths, groups, data)
+        return out
 
     # -- step-ahead ---
 

@@ -3,49 +3,58 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...codecs.quantised import Quantiser
+from ...codecs.copies import SideStream, start_to_host, to_device
+from ...codecs.planes import GROUP
+from ...codecs.quantised import round_rows
+from ...compression.stream import backend_beside
 from ...config.methods import TransformMethod
 from ...errors import PayloadError
 from .compressor import ActivationCompressor, Site, add, rows_of, size_of_rows
 
-#: The code of directions that cross: 8 bits an entry, with a scale for as many entries.
-_DIRECTIONS = Quantiser(bits=8, group=64)
+#: Bits of a direction's entries beyond those of its coordinates.
+_MORE_BITS = 2
 #: Share of normal values' variance that 0, 1, ... bits leave, at best (Max, IRE Trans. Inf. Theory 1960).
 _LEFT = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035, 0.0000869)
 _MOST_BITS = len(_LEFT) - 1
 #: Weight of the covariance known so far when a step adds its own.
 _DECAY = 0.8
-_ITERATIONS = 3
+#: Steps of the power iteration, from random directions and from those of before.
+_ITERATIONS, _MORE_ITERATIONS = 4, 2
 #: Most steps from one set of directions that crosses to the next.
 _BASIS_INTERVAL = 10
 
 
 class Transformed(ActivationCompressor[TransformMethod]):
-    """Rows X [rows, hidden] cross as their mean m and coordinates (X - m) V, V [hidden, directions].
+    """Rows X [rows, hidden] cross as their mean m and the coordinates of X - m in some directions.
 
     Transform coding (Huang and Schultheiss, IEEE Trans. Commun. Syst. 1963): a row takes ``rate`` times
-    ``hidden`` bits, of which a direction has as many as lower the squared error most, 8 to none. V
-    are principal directions by the covariance of the last steps' first messages. They cross, with their bits,
-    in every step at first, then ever less often, at last in every tenth step. Gradients pass
-    straight through and have directions of their own: what they say outside those of the activations is what
-    lets new ones grow.
+    ``hidden`` bits, of which a direction has as many as lower the squared error most, 8 to none. Directions
+    are the principal ones by the covariance of the last steps' first messages. They cross, with their bits,
+    in every step at first, then ever less often, at last in every tenth step. A direction that is used finely
+    is written finely; coordinates are those of least squares in the directions as they are written. Gradients
+    pass straight through and have directions of their own: what they say outside those of the activations is
+    what lets new ones grow.
+
+    The host waits for nothing: bits stay on the device. Directions that arrive damaged decode to NaN, and
+    raise a :class:`~dct_plugin.errors.PayloadError` in :meth:`end_step`.
     """
 
     def __init__(self, config: Any, site: Site) -> None:
         super().__init__(config, site)
         self._states: dict[int, _State] = {}  # by hidden
+        self._side = SideStream()
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         rows, hidden = size_of_rows(shape)
         sizes = self._sizes(hidden)
         head = sizes.code if self._sends_directions(self._state(hidden)) else 0
-        return head + 2 * hidden + 2 * sizes.directions + sizes.bits * -(-rows // 8)
+        return head + 2 * hidden + _nbytes(sizes.directions, sizes.bits, rows)
 
     def encode_one(self, part: Tensor) -> tuple[Tensor, None]:
         rows = rows_of(part)
@@ -54,65 +63,66 @@ class Transformed(ActivationCompressor[TransformMethod]):
         rows = rows - mean.to(torch.float32)
         if self.site.training and state.scatter is None:
             state.scatter = rows.t() @ rows
-        # Before a step is over, every message has directions of its own.
-        code = state.own or self._code(rows.t() @ rows, None)
-        head = [code.stored.to(part.device)] if self._sends_directions(state) else []
-        sections = [*head, mean.view(torch.uint8)]
-        coordinates = torch.nn.functional.pad(
-            (rows @ code.basis.to(part.device)).t(), (0, -rows.shape[0] % 8)
-        )
-        for quantiser, place in code.widths(coordinates.shape[1]):
-            sections.append(quantiser.encode(coordinates[place]))
-        spare = self.nbytes(part.shape, part.dtype) - sum(section.numel() for section in sections)
-        return torch.cat([*sections, rows.new_zeros(spare, dtype=torch.uint8)]), None
+        self._side.join()
+        if state.own is None:  # before a step is over, every message has directions of its own
+            code = self._fitted(rows.t() @ rows, None)
+        else:
+            code = state.own = state.own.on(part.device)
+        head = [code.stored] if self._sends_directions(state) else []
+        written = self._write(code.dual.t() @ rows.t(), code.bits, self._sizes(part.shape[-1]).bits)
+        return torch.cat([*head, mean.view(torch.uint8), written]), None
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> None:
         rows, hidden = size_of_rows(out.shape)
-        state = self._state(hidden)
+        state, sizes = self._state(hidden), self._sizes(hidden)
         needed = self.nbytes(out.shape, out.dtype)
         if message.numel() < needed:
             raise PayloadError(f"{rows} rows take {needed} bytes, got {message.numel()}")
         code = state.peers.get(peer)
         if self._sends_directions(state):
-            size = self._sizes(hidden).code
-            code, message = self._read(message[:size].clone(), hidden), message[size:]
+            code, valid = self._read_code(message[: sizes.code].clone(), hidden)
+            state.valid[peer] = start_to_host(valid)
+            message = message[sizes.code :]
         if code is None:
             raise PayloadError(f"directions of rank {peer} of the group have not arrived")
-        mean = message[: 2 * hidden].clone().view(torch.bfloat16).to(torch.float32)
-        message = message[2 * hidden :]
+        code = code.on(out.device)
         if self.site.training:
             state.arrived[peer] = code
-        padded = rows + -rows % 8
-        basis = code.basis.to(out.device)
-        coordinates = torch.zeros(basis.shape[1], padded, device=out.device)
-        for quantiser, place in code.widths(padded):
-            count = (place.stop - place.start) * padded
-            coordinates[place] = quantiser.decode(message, count).view(place.stop - place.start, padded)
-            message = message[quantiser.nbytes(count) :]
-        add(out, coordinates[:, :rows].t() @ basis.t() + mean)
+        mean = message[: 2 * hidden].clone().view(torch.bfloat16).to(torch.float32)
+        coordinates = self._read(message[2 * hidden :], code.bits, sizes.bits, rows)
+        add(out, coordinates.t() @ code.basis.t() + mean)
 
     def end_step(self) -> None:
         for state in self._states.values():
+            for peer, valid in state.valid.items():
+                if not bool(valid()):
+                    raise PayloadError(
+                        f"{self.site.name}: directions of rank {peer} of the group are damaged"
+                    )
+            state.valid = {}
             if state.scatter is None and not state.arrived:
                 continue
             state.age += 1
             state.peers |= state.arrived
             if state.scatter is not None:
-                state.update_covariance()
-                if self._sends_directions(state):
-                    assert state.covariance is not None
-                    state.own = self._code(state.covariance, state.own)
+                with self._side.queue(state.scatter):
+                    state.update_covariance()
+                    if self._sends_directions(state):
+                        assert state.covariance is not None
+                        state.own = self._fitted(state.covariance, state.own)
             state.scatter, state.arrived = None, {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"transform": {hidden: state.state_dict() for hidden, state in self._states.items()}}
+        self._side.join()
+        return {"directions": {hidden: state.state_dict() for hidden, state in self._states.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._states = {}
-        for hidden, part in state["transform"].items():
+        for hidden, part in state["directions"].items():
             self._states[hidden] = mine = _State(part["age"], part["covariance"])
-            mine.own = None if part["own"] is None else self._read(part["own"], hidden)
-            mine.peers = {peer: self._read(code, hidden) for peer, code in part["peers"].items()}
+            if part["own"] is not None:
+                mine.own = self._read_code(part["own"], hidden)[0].for_sending()
+            mine.peers = {peer: self._read_code(code, hidden)[0] for peer, code in part["peers"].items()}
 
     def _state(self, hidden: int) -> _State:
         return self._states.setdefault(hidden, _State())
@@ -123,42 +133,81 @@ class Transformed(ActivationCompressor[TransformMethod]):
 
     def _sizes(self, hidden: int) -> _Sizes:
         bits = max(1, round(self.config.rate * hidden))
-        directions = min(max(1, 3 * bits // 8), hidden)  # of activations half of these bear a bit, or fewer
-        return _Sizes(directions, bits, directions + _DIRECTIONS.nbytes(hidden * directions))
+        directions = min(max(1, 3 * bits // 10), hidden)  # most of which bear a bit
+        code = directions + _nbytes(directions, bits + _MORE_BITS * directions, hidden)
+        return _Sizes(directions, bits, code)
 
-    def _code(self, covariance: Tensor, before: _Code | None) -> _Code:
+    # -- numbers: rows of few bits, with a step of bf16 each, then their bit planes ---
+
+    def _write(self, x: Tensor, bits: Tensor, total: int) -> Tensor:
+        """Write ``x``, fp32 [directions, n], in ``bits`` (int64 [directions], ``total`` in all) each."""
+        x = torch.nn.functional.pad(x, (0, _groups(x.shape[1]) * GROUP - x.shape[1]))
+        numbers, steps = round_rows(x, bits)
+        groups = torch.full_like(bits, x.shape[1] // GROUP)
+        kernels = backend_beside(self.site.kernels, x.device)
+        planes = kernels.pack_planes(numbers.view(-1, GROUP), bits, groups, total * x.shape[1] // GROUP)
+        return torch.cat([steps.to(torch.bfloat16).view(-1).view(torch.uint8), planes])
+
+    def _read(self, data: Tensor, bits: Tensor, total: int, n: int) -> Tensor:
+        """Read what :meth:`_write` wrote; more bytes may follow. Return fp32 [directions, n]."""
+        count, groups = len(bits), _groups(n)
+        steps = data[: 2 * count].clone().view(torch.bfloat16).to(torch.float32).unsqueeze(1)
+        planes = data[2 * count : 2 * count + total * groups]
+        kernels = backend_beside(self.site.kernels, data.device)
+        numbers = kernels.unpack_planes(planes, bits, torch.full_like(bits, groups), count * groups)
+        return (numbers.view(count, -1)[:, :n] + 0.5) * steps
+
+    # -- directions ---
+
+    def _fitted(self, covariance: Tensor, before: _Code | None) -> _Code:
         """Find principal directions and their bits, by block power iteration from those ``before``."""
         hidden, device = covariance.shape[0], covariance.device
         sizes = self._sizes(hidden)
-        if not bool(torch.isfinite(covariance).all()):
-            covariance = torch.eye(hidden, device=device)
+        unknown = torch.eye(hidden, device=device)
+        covariance = torch.where(torch.isfinite(covariance).all(), covariance, unknown)
         if before is None:
-            basis = _random_basis(self.site.name, hidden, sizes.directions).to(device)
+            basis = to_device(_random_directions(self.site.name, hidden, sizes.directions), device)
         else:
-            basis = before.basis.to(device)
-        for _ in range(_ITERATIONS):
+            basis = before.on(device).basis
+        for _ in range(_ITERATIONS if before is None else _MORE_ITERATIONS):
             basis = torch.linalg.qr(covariance @ basis)[0]
-        variances, turn = torch.linalg.eigh(basis.t() @ covariance @ basis)
-        earned = variances.flip(0).unsqueeze(1) * -torch.tensor(_LEFT, device=device).diff()
+        variances = ((covariance @ basis) * basis).sum(dim=0).clamp_min(0.0)
+        earned = variances.unsqueeze(1) * -torch.tensor(_LEFT).diff().to(device)
         taken = earned.reshape(-1).topk(sizes.bits).indices // _MOST_BITS
-        bits = taken.bincount(minlength=sizes.directions).sort(descending=True)[0]
-        stored = torch.cat([bits.to(torch.uint8), _DIRECTIONS.encode((basis @ turn).flip(1))])
-        return self._read(stored, hidden)
+        bits = torch.zeros(sizes.directions, dtype=torch.int64, device=device)
+        bits.index_add_(0, taken, torch.ones_like(taken))
+        total = sizes.bits + _MORE_BITS * sizes.directions
+        written = self._write(basis.t(), bits + _MORE_BITS, total)
+        return self._read_code(torch.cat([bits.to(torch.uint8), written]), hidden)[0].for_sending()
 
-    def _read(self, stored: Tensor, hidden: int) -> _Code:
-        """Return the stored form of :meth:`_code` as both ends use it."""
+    def _read_code(self, stored: Tensor, hidden: int) -> tuple[_Code, Tensor]:
+        """Return the stored form of :meth:`_fitted` as both ends use it, and whether it is valid, bool [].
+
+        An invalid one has directions of NaN.
+        """
         sizes = self._sizes(hidden)
-        bits = stored[: sizes.directions].tolist()
-        if sum(bits) != sizes.bits or max(bits) > _MOST_BITS or bits != sorted(bits, reverse=True):
-            raise PayloadError(f"bits of {sizes.directions} directions are {bits}, not {sizes.bits} in all")
-        basis = _DIRECTIONS.decode(stored[sizes.directions :], hidden * sizes.directions)
-        return _Code(stored, basis.view(hidden, sizes.directions), bits)
+        bits = stored[: sizes.directions].to(torch.int64)
+        valid = (bits.sum() == sizes.bits) & (bits.max() <= _MOST_BITS)
+        others = sizes.bits - _MOST_BITS * torch.arange(sizes.directions, device=bits.device)
+        bits = torch.where(valid, bits, others.clamp(0, _MOST_BITS))
+        total = sizes.bits + _MORE_BITS * sizes.directions
+        basis = self._read(stored[sizes.directions :], bits + _MORE_BITS, total, hidden).t()
+        return _Code(stored, torch.where(valid, basis, torch.nan), bits, basis), valid
 
 
-def _random_basis(name: str, hidden: int, rank: int) -> Tensor:
-    """Return an orthonormal basis, fp32 [hidden, rank], that depends on the name alone."""
+def _groups(n: int) -> int:
+    return max(1, -(-n // GROUP))
+
+
+def _nbytes(directions: int, bits: int, n: int) -> int:
+    """Return the bytes of ``n`` numbers of each direction, with ``bits`` bits in all."""
+    return 2 * directions + bits * _groups(n)
+
+
+def _random_directions(name: str, hidden: int, count: int) -> Tensor:
+    """Return directions, fp32 [hidden, count], that depend on the name alone."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.linalg.qr(torch.randn(hidden, rank, generator=generator))[0].contiguous()
+    return torch.randn(hidden, count, generator=generator)
 
 
 class _Sizes(NamedTuple):
@@ -174,17 +223,22 @@ class _Code(NamedTuple):
     """As it crosses, uint8."""
     basis: Tensor
     """fp32 [hidden, directions]"""
-    bits: list[int]
-    """Bits of each direction, descending."""
+    bits: Tensor
+    """Bits of each direction, int64."""
+    dual: Tensor
+    """fp32 [hidden, directions]: X times it are the coordinates of X by least squares, at the sender."""
 
-    def widths(self, rows: int) -> Iterator[tuple[Quantiser, slice]]:
-        """Yield directions with the same number of bits, and the code of ``rows`` coordinates of each."""
-        start = 0
-        while start < len(self.bits) and self.bits[start]:
-            width = self.bits[start]
-            count = self.bits.count(width)
-            yield Quantiser(width, max(rows, 8)), slice(start, start + count)
-            start += count
+    def on(self, device: torch.device) -> _Code:
+        """Return the code on a device."""
+        same = self.bits.device == device
+        return self if same else _Code(*(to_device(each, device) for each in self))
+
+    def for_sending(self) -> _Code:
+        """Return the code with its ``dual``."""
+        gram = self.basis.t() @ self.basis
+        gram.diagonal().add_(1e-3)
+        factor = torch.linalg.cholesky_ex(gram)[0]  # the one that does not wait
+        return self._replace(dual=torch.cholesky_solve(self.basis.t(), factor).t())
 
 
 class _State:
@@ -197,6 +251,7 @@ class _State:
         peers: Directions of the messages it receives, by rank of the group.
         scatter: Scatter matrix of the first message of the step.
         arrived: Directions that arrived in this step; the next ``peers``.
+        valid: Whether they are what a sender may send, by rank; copies to the host that were started.
     """
 
     def __init__(self, age: int = 0, covariance: Tensor | None = None) -> None:
@@ -205,19 +260,20 @@ class _State:
         self.peers: dict[int, _Code] = {}
         self.scatter: Tensor | None = None
         self.arrived: dict[int, _Code] = {}
+        self.valid: dict[int, Callable[[], Tensor]] = {}
 
     def update_covariance(self) -> None:
         """Add the step's covariance to those before; leave out one of NaN, infinity or zeros alone."""
         assert self.scatter is not None
-        trace = self.scatter.trace()
-        usable = bool(torch.isfinite(self.scatter).all() & (trace > 0))
+        trace, hidden = self.scatter.trace(), self.scatter.shape[0]
+        usable = torch.isfinite(self.scatter).all() & (trace > 0)
         if self.covariance is None:
-            hidden = self.scatter.shape[0]
-            unknown = torch.eye(hidden, device=self.scatter.device) / hidden
-            self.covariance = self.scatter / trace if usable else unknown
-        elif usable:
-            before = self.covariance.to(trace.device)
-            self.covariance = before.lerp(self.scatter / trace, 1 - _DECAY)
+            before = torch.eye(hidden, device=trace.device) / hidden
+            after = self.scatter / trace
+        else:
+            before = to_device(self.covariance, trace.device)
+            after = before.lerp(self.scatter / trace, 1 - _DECAY)
+        self.covariance = torch.where(usable, after, before)
 
     def state_dict(self) -> dict[str, Any]:
         return {
