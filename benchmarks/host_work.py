@@ -31,6 +31,8 @@ from dct_plugin.codecs.slots import WORDS
 from dct_plugin.compression import feedback
 from dct_plugin.config import DataParallelConfig, KernelConfig
 from dct_plugin.data_parallel import GradientReducer, pending_exchanges
+from dct_plugin.data_parallel.parameters import ParameterUpdates
+from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.kernels import register_backend
 from dct_plugin.kernels.triton import backend, batch, messages, step_ahead
@@ -93,9 +95,11 @@ def counted() -> Iterator[Counter[str]]:
         elif name == "kth_largest":
             arguments[2].fill_(1.0)
         elif name == "begin_slots":
-            places, fingerprint = arguments[0], arguments[4]
-            for _, parts, address, _ in places[: arguments[3]].tolist():
-                head = torch.tensor([_NBYTES * parts, fingerprint, 0, 0])
+            places, slots, fingerprint = arguments[0].tolist(), arguments[3], arguments[4]
+            for first, parts, address, _ in places[:slots]:
+                payloads = places[slots + first :][:parts]
+                nbytes = sum(ctypes.c_int64.from_address(figures).value for _, _, figures, _ in payloads)
+                head = torch.tensor([nbytes, fingerprint, 0, 0])
                 ctypes.memmove(address, head.data_ptr(), 8 * WORDS)
 
     def counted_upload(table: Any, where: torch.device) -> Tensor:
@@ -203,6 +207,22 @@ def displacement(tensors: int = 200, *, width: int = 64, steps: int = 5) -> Host
     return _measured(step, steps)
 
 
+def exact_updates(*, entries: int = ENTRIES, steps: int = 5) -> HostWork:
+    """Return the work for exact updates of bf16 weights, of which two ranks own a half each."""
+    register_backend("counted", backend.TritonBackend)
+    config = DataParallelConfig(parameters="exact")
+    updates = ParameterUpdates(config, LoopedPeers(0, range(2)), kernels=KernelConfig(backend="counted"))
+    before = torch.zeros(entries // 2, dtype=torch.bfloat16)
+    shards = shards_in(0, entries, entries // 2)
+    weights = [(f"bucket {i}", torch.zeros(entries, dtype=torch.bfloat16), shards) for i in range(TENSORS)]
+
+    def step() -> None:
+        updates.update(weights, lambda name: before)
+        updates.end_step()
+
+    return _measured(step, steps)
+
+
 ROWS: dict[str, Callable[..., HostWork]] = {
     **{
         f"{ranks} ranks, {exchange}": partial(bucket, ranks, exchange)
@@ -210,6 +230,7 @@ ROWS: dict[str, Callable[..., HostWork]] = {
         for exchange in ("direct", "two_phase")
     },
     "step-ahead with AdamW, 200 tensors": displacement,
+    "2 ranks, exact updates": exact_updates,
 }
 
 

@@ -13,9 +13,10 @@ counted apart; ZeRO-3 also runs with a copy of the weights in each node (hpZ), w
 
     python benchmarks/wire.py --stages 3 --nodes 2 --ranks 4 --bf16
 
-The bytes of weights alone, in exact updates of a training in large steps:
+Exact updates by learning rate of AdamW, in the form that CPUs send (records) and in that of devices (slots, by
+kernels of the tests); gradients in int8. Bytes are those of links on which exact updates are faster:
 
-    python benchmarks/wire.py --stages 1 --nodes 2 --bf16 --lr 2e-3 --sparsity 0 --value-dtype fp32
+    python benchmarks/wire.py --stages 1 --nodes 2 --bf16 --lr 1e-6 1e-5 1e-3 --sparsity 0 --value-dtype int8
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,10 +41,21 @@ class Variant(NamedTuple):
     dct: bool
     hpz: bool = False
     exact: bool = False
+    lr: float | None = None
+    """AdamW at this rate in place of SGD."""
+    backend: str = "auto"
 
 
-def variants(stage: int, nodes: int, *, bf16: bool) -> list[Variant]:
+def variants(stage: int, nodes: int, *, bf16: bool, rates: Sequence[float] = ()) -> list[Variant]:
     """DeepSpeed's own first; with hpZ last, since DeepSpeed keeps its groups for all later engines."""
+    if rates:
+        forms = [("records", "auto"), ("slots", "deferred")]
+        exact = [
+            Variant(f"DCT, exact at {rate:g}, {form}", True, exact=True, lr=rate, backend=backend)
+            for rate in rates
+            for form, backend in forms
+        ]
+        return [Variant("dense", False, lr=rates[0]), *exact]
     if stage < 3 or nodes == 1:
         exact = [Variant("DCT, exact", True, exact=True)] if bf16 and stage in (1, 2) else []
         return [Variant("dense", False), Variant("DCT", True), *exact]
@@ -90,8 +103,8 @@ def config_of(args: argparse.Namespace, stage: int, variant: Variant) -> dict[st
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}}
-        if args.lr is None
-        else {"type": "AdamW", "params": {"lr": args.lr, "torch_adam": True}},
+        if variant.lr is None
+        else {"type": "AdamW", "params": {"lr": variant.lr, "torch_adam": True}},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": args.bf16},
@@ -101,6 +114,7 @@ def config_of(args: argparse.Namespace, stage: int, variant: Variant) -> dict[st
         config["optimizer"] = json.loads(args.config.read_text())["optimizer"]
     if variant.dct:
         config["dct"] = dct_section(args, stage, exact=variant.exact)
+        config["dct"]["kernels"] = {"backend": variant.backend}
     return config
 
 
@@ -110,14 +124,23 @@ def worker(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
+    from dct_plugin.codecs.index import IndexEncoding
+    from dct_plugin.data_parallel import gather_choice
+    from dct_plugin.kernels import register_backend
     from dct_plugin.links.team import DATA
     from dct_plugin.metrics.network_counters import InterfaceCounter
 
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from support.deferred_backend import DeferredBackend
+
+    written = (IndexEncoding.DENSE, IndexEncoding.BITMAP, IndexEncoding.GAPS8, IndexEncoding.BLOCK16)
+    register_backend("deferred", lambda: DeferredBackend(written))
+    gather_choice.clock = lambda: 0.0  # as on a link where exact updates are the faster way
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     results = []
     for stage in args.stages:
-        for variant in variants(stage, args.nodes, bf16=args.bf16):
+        for variant in variants(stage, args.nodes, bf16=args.bf16, rates=args.lr):
             dct = variant.dct
             model, batch = model_and_data()
             section = config_of(args, stage, variant)
@@ -150,7 +173,8 @@ def worker(args: argparse.Namespace) -> None:
                 flat = torch.cat([p.detach().float().reshape(-1) for p in parameters])
             digests: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(digests, hash(flat.numpy().tobytes()))
-            density = engine.dct.metrics.summary().classes["gradient"].density if dct else None
+            cls = "gradient" if variant.lr is None else "parameter_exact"
+            density = engine.dct.metrics.summary().classes[cls].density if dct else None
             results.append(
                 {
                     "stage": stage,
@@ -201,7 +225,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--config", type=Path, help="DeepSpeed JSON whose dct section and optimizer to take")
     parser.add_argument("--sparsity", type=float, default=0.99)
-    parser.add_argument("--lr", type=float, help="AdamW at this rate in place of SGD")
+    parser.add_argument(
+        "--lr", type=float, nargs="*", default=[], help="AdamW at these rates in place of SGD, exact updates"
+    )
     parser.add_argument("--parameters", type=float, default=0.97, help="sparsity of updated parameters")
     parser.add_argument("--parameters-dtype", default="bf16")
     parser.add_argument("--value-dtype", default="bf16")
@@ -250,7 +276,7 @@ def main() -> None:
             format_bytes(round(row["bytes_per_step"])),
             format_bytes(round(row["bytes_inside"])) if args.nodes > 1 else "",
             f"{row['ratio']:.1f}x",
-            f"{row['second_ratio']:.1f}x",
+            "" if args.lr else f"{row['second_ratio']:.1f}x",
             "" if row["density"] is None else f"{row['density']:.4f}",
             "identical" if row["ranks_identical"] else "DIFFERENT",
         )

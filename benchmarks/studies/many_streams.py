@@ -284,9 +284,9 @@ class Rank:
     @torch.no_grad()
     def _update(self, updates: ParameterUpdates) -> None:
         """Bring the working weights to the masters: all of them, or those that pass a threshold."""
-        if updates.full("weights", torch.float32):
+        if updates.full(torch.float32):
             self.gather_weights()
-            updates.record_full("weights", sum(parameter.numel() for parameter in self.named.values()), 4)
+            updates.record_full(sum(parameter.numel() for parameter in self.named.values()), 4)
         else:
             entries = [(name, p.data.view(-1), self.shards[name]) for name, p in self.named.items()]
             updates.update(entries, lambda name: self.masters[name].data)

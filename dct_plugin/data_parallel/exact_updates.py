@@ -11,63 +11,27 @@ than the weights, or a change has no code, the message is the weights as they ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..codecs.changes import add_steps, record_bound, steps_between
+from ..codecs.copies import to_device
 from ..codecs.message import MessageWriter
 from ..codecs.stats import Figures, Stats
 from ..codecs.values import ValueDtype
 from ..compression.stream import Encoded, encode_all
 from ..transport.slots import Slots
 from .plan import ReductionPlan
-from .plan_exchange import ExchangedChunk
 from .stream_group import WrittenTensor
 from .topology import Destination, OwnersToAll
 
 #: Class in the metrics.
 EXACT_CLASS = "parameter_exact"
-#: Messages with a larger share of the bytes of their weights do not pay, and are left out for at most so
-#: many steps.
-_WORTH, _MOST_STEPS = 0.95, 64
 #: Most entries of a record: positions and differences stay in a cache. Most entries of two payloads.
 _RECORD, _PART = 1 << 20, 1 << 24
-
-
-class WholeGathers:
-    """Decides in which steps the host gathers weights whole: the first one, since weights may have been
-    loaded; and 1, 2, 4, ... steps after messages that were not smaller. All ranks get all messages, and
-    decide alike.
-    """
-
-    def __init__(self) -> None:
-        self._due: dict[str, tuple[int, int]] = {}
-        """Each name has the last step of its whole gathers, and their number."""
-
-    def clear(self) -> None:
-        """Forget all: weights were loaded."""
-        self._due.clear()
-
-    def due(self, name: str, step: int) -> bool:
-        """Return whether weights are to be gathered whole in a step."""
-        return name not in self._due or step <= self._due[name][0]
-
-    def gathered(self, name: str) -> None:
-        """Note that the host has gathered weights whole."""
-        self._due.setdefault(name, (-1, 0))
-
-    def end_update(self, step: int, chunks: Iterable[ExchangedChunk]) -> None:
-        """Decide by the messages of this step."""
-        for chunk in chunks:
-            sent = sum(chunk.sent[0].received.values())
-            whole = sum(each.tensor.nbytes for each in chunk.plan.tensors)
-            for name in [each.name for each in chunk.plan.tensors]:
-                count = min(2 * self._due.get(name, (-1, 0))[1] or 1, _MOST_STEPS)
-                self._due[name] = (step + count, count) if sent > _WORTH * whole else (-1, 0)
 
 
 class ChangesToAll(OwnersToAll):
@@ -77,13 +41,14 @@ class ChangesToAll(OwnersToAll):
         group, writer, written = self.group, writers[0], []
         copies, self.unreadable = group.world_size - 1, None
         self._cut: list[Tensor] = []
-        for each, shard in plan.owned_by(group.rank):
-            held, encoded = each.view(shard), Encoded(numel=shard.stop - shard.start, density=0.0)
-            size = _RECORD if group.backend.lengths_on_host else _PART
-            for new, old in zip(held.split(size), self.masters(each.name).split(size), strict=True):
-                encoded.stats += self._changes(new, old, writer)
-            dense = copies * held.nbytes
-            written.append(WrittenTensor(None, EXACT_CLASS, encoded, None, dense, []))
+        with group.backend.batched():
+            for each, shard in plan.owned_by(group.rank):
+                held, encoded = each.view(shard), Encoded(numel=shard.stop - shard.start, density=0.0)
+                size = _RECORD if group.backend.lengths_on_host else _PART
+                for new, old in zip(held.split(size), self.masters(each.name).split(size), strict=True):
+                    encoded.stats += self._changes(new, old, writer)
+                dense = copies * held.nbytes
+                written.append(WrittenTensor(None, EXACT_CLASS, encoded, None, dense, []))
         if written and not group.backend.lengths_on_host:
             self._replace_large(plan.views_of(group.rank), written, writer)
         return [each._replace(copies=[copies] * len(each.encoded.stats)) for each in written]
@@ -109,11 +74,12 @@ class ChangesToAll(OwnersToAll):
         figures = [stats.device_counts for each in written for stats in each.encoded.stats]
         large = torch.stack(figures)[:, 0].sum() >= sum(each.nbytes for each in weights)
         self.unreadable = replaced = (large | torch.stack(self._cut).any()).to(torch.int64)
-        for counts in figures:
-            counts[0].mul_(1 - replaced)
-        for held, each in zip(weights, written, strict=True):
+        torch._foreach_mul_([counts[:1] for counts in figures], 1 - replaced)
+        sizes = torch.tensor([[held.nbytes, 0, 0, 0] for held in weights])
+        table = Figures(to_device(sizes, replaced.device) * replaced)
+        for number, (held, each) in enumerate(zip(weights, written, strict=True)):
             writer.reserve(held.nbytes).copy_(held.view(torch.uint8))
-            stats = Stats.on_device(Figures(pad((replaced * held.nbytes).view(1, 1), (0, 3))))
+            stats = Stats.on_device(table, number)
             writer.advance(stats)
             each.encoded.stats.append(stats)
 

@@ -28,7 +28,8 @@ from ..config import DataParallelConfig, NoFeedback, ParametersConfig
 from ..kernels.checks import split_message
 from ..metrics import Record
 from ..transport.slots import Slots
-from .exact_updates import EXACT_CLASS, ChangesToAll, WholeGathers
+from .exact_updates import EXACT_CLASS, ChangesToAll
+from .gather_choice import GatherChoice
 from .pending_exchanges import PendingExchanges
 from .plan import PlannedTensor, ReductionPlan, Shard
 from .stream_group import GroupOptions, Ranks, StreamGroup, WrittenTensor
@@ -49,6 +50,9 @@ class ParameterUpdates(StreamGroup):
             nodes have, and owners of shards are nodes: nothing is gathered inside.
         options: ``metrics``, which records bytes, density and times; ``device`` of the weights; ``kernels``,
             the defaults when None; ``step``, optimizer steps so far.
+
+    Attributes:
+        choice: Chooses between exact updates and the host's gathers, which the host times by it.
     """
 
     def __init__(
@@ -83,29 +87,28 @@ class ParameterUpdates(StreamGroup):
         self._value_dtype = ValueDtype.parse(self.config.value_dtype)
         self._cls = EXACT_CLASS if self.exact else "parameter"
         self._exchanges = PendingExchanges(self, self._cls)
-        self._whole = WholeGathers()
+        self.choice = GatherChoice(self)
         self._phase: OwnersToAll = ChangesToAll(self) if self.exact else _MastersToAll(self)
 
-    def full(self, name: str, dtype: torch.dtype) -> bool:
+    def full(self, dtype: torch.dtype) -> bool:
         """Return whether in this step the host is to gather weights of ``dtype`` by itself, in full.
 
         The same on all ranks. True in warm-up steps, every ``full_every`` steps, and where nothing would be
-        saved or rounded; for exact updates in the first step, and where those of ``name`` do not pay.
+        saved or rounded. With exact updates, :attr:`choice` says it, in a collective now and then.
         """
         every = self.config.full_every
         if self.world_size == 1 or (every is not None and (self.step + 1) % every == 0):
             return True
         if self.exact:
-            return self._whole.due(name, self.step)
+            return self.choice.is_whole(self.step)
         if self.schedule.density(self.step) < 1.0:
             return False
         lossless = self._value_dtype in (ValueDtype.FP32, ValueDtype.lossless(dtype))
         return lossless or self.step < self.schedule.warmup_steps
 
-    def record_full(self, name: str, numel: int, element_size: int) -> None:
+    def record_full(self, numel: int, element_size: int) -> None:
         """The host has gathered ``numel`` weights in full: nothing is pending."""
         self.forget()
-        self._whole.gathered(name)
         # What a rank sends in a ring: the transport does not tell.
         size = (self.world_size - 1) / self.world_size * numel * element_size
         if self.metrics is not None and size:
@@ -129,6 +132,10 @@ class ParameterUpdates(StreamGroup):
             ValueError: The shards of a tensor do not cover it.
         """
         self._phase.masters = master_of
+        with self.choice.timed(sum(tensor.numel() for _, tensor, _ in entries), whole=False):
+            self._update(entries)
+
+    def _update(self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]]) -> None:
         between = self._between_nodes
         with self.recorded(self._cls) as whole:
             with self.exchange.preparing():
@@ -145,9 +152,7 @@ class ParameterUpdates(StreamGroup):
             exchange.post()
             self._exchanges.complete(exchange)
         self._exchanges.finish()
-        if between is None:  # the ranks of a node do not know each other's messages
-            self._whole.end_update(self.step, exchange.chunks)
-        else:
+        if between is not None:
             between.gather(entries, self._phase.pending_of)
 
     def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
@@ -180,7 +185,7 @@ class ParameterUpdates(StreamGroup):
         """Restore :meth:`state_dict`; None measures thresholds anew, ``step`` steps into the training."""
         self.streams.clear()
         self.forget()
-        self._whole.clear()
+        self.choice.clear()
         self.step = step if state is None else int(state["step"])
         self.loaded = {} if state is None else dict(state["streams"])
 

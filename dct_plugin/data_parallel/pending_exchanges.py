@@ -4,8 +4,8 @@ Lengths, figures and errors of all pending exchanges are read in one copy: those
 when the host framework needs the sums; those of updates of weights before the weights are used again.
 
 A message that turns out too long for its slot was added nowhere: weights stay as they were, and sums became
-NaN, which leaves residuals alone; an owner that lacked a message says so in its answer. Such messages are
-sent again, whole, and what depends on them is computed again. The bits are those of a message that had fit.
+NaN, which leaves residuals alone; an owner that lacked a message says so in its answer. What did not fit is
+sent then, and what depends on it is computed again. The bits are those of a message that had fit.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class PendingExchanges:
                 raise PayloadError(f"rank {own}: message from rank {sender} of the group: {problem}")
 
     def _resend(self, capacities: AgreedCapacities, result: _Result) -> list[Tensor]:
-        """Send again what did not fit; return all messages, if one to this rank did not."""
+        """Send what did not fit; return all messages, if one to this rank did not."""
         writers, rank = result.sent.writers, self._group.rank
         arrived = capacities.resend(
             result.slots,

@@ -162,9 +162,11 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
     if total.density is not None and total.density_target is not None:
         parts.append(f"density {total.density:#.3g} (target {total.density_target:#.3g})")
     if "parameter_exact" in total.classes:
-        parts.append(
-            f"{_percent(total.classes['parameter_exact'].density or 0.0)} of the weights change in a step"
-        )
+        exact, full = total.classes["parameter_exact"], total.classes.get("parameter_full")
+        parts.append(f"{_percent(exact.density or 0.0)} of the weights change in a step")
+        if full is not None:
+            share = full.dense_bytes / (full.dense_bytes + exact.dense_bytes)
+            parts[-1] += f", {_percent(share)} of their gathers are whole"
     if total.intra_node:
         parts.append(f"{_bytes(total.intra_node)} inside its node")
     select, encode, exchange, decode, waited = (

@@ -49,7 +49,7 @@ def _waiting(run: Run) -> Iterator[Advice]:
 
 def _classes(run: Run) -> Iterator[Advice]:
     gathers = run.share(f"{HOST}all_gather", "parameter_full")
-    if gathers > 0.5:
+    if gathers > 0.5 and "parameter_exact" not in run.classes:  # else they were chosen
         yield Advice(
             'Send updated weights where they changed, or threshold them: "parameters": "exact" or {} in '
             "dct.data_parallel (ZeRO-1 and 2, Megatron's distributed optimizer).",

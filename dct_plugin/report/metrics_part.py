@@ -240,4 +240,4 @@ def _decisions(run: Run) -> Section:
         times = (formatted(ms, ".1f") for ms in (each.predicted_ms, each.measured_ms))
         rows.append([str(each.step), each.setting, each.reason, *times])
     header = ["step", "setting", "reason", "predicted ms", "measured ms"]
-    return Section(Table("Decisions of the automatic mode", header, rows))
+    return Section(Table("Decisions by measured times", header, rows))

@@ -2,8 +2,8 @@
 
 The kernels of a device write a message whose length the host does not know. So that the host need not wait
 for it, the message travels in a slot (:mod:`dct_plugin.codecs.slots`). Sender and receiver compute the same
-capacity from the lengths of the last messages between the two. A message that does not fit is sent again,
-whole. The first messages are exchanged with their lengths, which also proves that all ranks exchange the same
+capacity from the lengths of the last messages between the two. What did not fit of a message is sent behind
+it. The first messages are exchanged with their lengths, which also proves that all ranks exchange the same
 tensors.
 """
 
@@ -153,7 +153,7 @@ class AgreedCapacities:
         message_to: Callable[[int], Tensor],
         received: Mapping[int, int],
     ) -> dict[int, Tensor]:
-        """Exchange the messages that did not fit; return those that arrive, by sender.
+        """Exchange what did not fit of messages; return those that arrive, whole, by sender.
 
         Args:
             slots: The slots of the exchange.
@@ -167,10 +167,10 @@ class AgreedCapacities:
             return {}
         nothing = slots.received[:0]
         arrived = self.exchange.transfer(
-            [message_to(r).to(nothing.device) if r in truncated_to else nothing for r in ranks],
-            [received[r] if r in truncated_from else 0 for r in ranks],
+            [message_to(r)[slots.room_to(r) :] if r in truncated_to else nothing for r in ranks],
+            [received[s] - slots.room_from(s) if s in truncated_from else 0 for s in ranks],
         )
-        return {sender: arrived[sender] for sender in truncated_from}
+        return {s: torch.cat([slots.slot_from(s)[PREFIX:], arrived[s]]) for s in truncated_from}
 
     def remember(self, sent: Mapping[int, int], received: Mapping[int, int]) -> None:
         """Remember the bytes of messages by receiver, and by sender, for the next capacities."""

@@ -51,6 +51,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
             run("exact", name, EXACT, overwrite=[7], save=save, save_after=12),
             run("rest", name, EXACT, load=save, seed=2),
         ]
+    plan += [run("chosen", name, EXACT, overwrite=[7], whole_gathers=True) for name in CASES]
     plan += [run("device", name, ON_DEVICE, overwrite=[7]) for name in ("zero1-bf16", "zero2-fp16")]
     name = "zero1-bf16"
     verified = {"data_parallel": {**EXACT["data_parallel"], "verify": {"every": 1}}}
@@ -113,6 +114,22 @@ def test_training_is_deepspeeds_where_figures_stay_on_a_device(two: Results, nam
         assert part["density"] == pytest.approx(
             rank[f"exact/{name}"]["classes"]["parameter_exact"]["density"], rel=0.5
         )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_deepspeeds_where_gathers_are_chosen(two: Results, name: str) -> None:
+    """Ranks go from gathers to exact updates and back, in trials."""
+    for rank in two:
+        plain, chosen = rank[f"plain/{name}"], rank[f"chosen/{name}"]
+        for what in ("losses", "hash", "after", "skipped"):
+            assert chosen[what] == plain[what], what
+        dense = {part: chosen["classes"][f"parameter_{part}"]["dense"] for part in ("full", "exact")}
+        share = dense["full"] / (dense["full"] + dense["exact"])
+        # Of six steps three are whole: two of a trial, and one after its decision, which may be skipped.
+        whole = sum(step % 6 in (0, 1, 5) for step in range(STEPS)) / STEPS
+        assert share == pytest.approx(whole, rel=0.2 if plain["skipped"] else 0.01)
+    said = [line for line in two[0][f"chosen/{name}"]["log"] if "cross in whole gathers" in line]
+    assert len(said) == 1
 
 
 def test_step_ahead_is_that_of_gathered_weights(two: Results) -> None:

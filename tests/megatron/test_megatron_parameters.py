@@ -191,19 +191,25 @@ def test_exact_updates_are_the_default_of_thresholded_gradients() -> None:
 def test_exact_updates_are_megatrons_gathers() -> None:
     """Bitwise, also with gathers that the forward pass asks for, and in fewer bytes at a small step."""
     exact = {"data_parallel": {**section(0.0, 0.0, "fp32")["data_parallel"], "parameters": "exact"}}
-    whole = 0
     for kind in ("bf16", "fp16"):
         base = replace(BASE, **{kind: True}, loss_scale=2.0**10)
         both = replace(base, overlap_grad_reduce=True)  # and overlap_param_gather
-        plain, same, overlapped, updated = run(
-            2, base, base.with_dct(exact, through_codec=True), both, both.with_dct(exact, through_codec=True)
+        jobs = [job.with_dct(exact, through_codec=True) for job in (base, both)]
+        plain, same, chosen, overlapped, updated, chosen_too = run(
+            2,
+            *(base, jobs[0], replace(jobs[0], whole_gathers=True)),
+            *(both, jobs[1], replace(jobs[1], whole_gathers=True)),
         )
-        for theirs, ours in (*zip(plain, same, strict=True), *zip(overlapped, updated, strict=True)):
+        pairs = [(plain, same), (plain, chosen), (overlapped, updated), (overlapped, chosen_too)]
+        for theirs, ours in (pair for both in pairs for pair in zip(*both, strict=True)):
             assert ours.losses == theirs.losses
             assert ours.parameters == theirs.parameters
             part = ours.classes["parameter_exact"]
             assert 0 < part["density"] <= 1
             assert part["sent_bytes"] < part["dense_bytes"]
-            # Buckets whose weights nearly all changed are Megatron's to gather.
-            whole += ours.classes.get("parameter_full", {"sent_bytes": 0})["sent_bytes"]
-    assert whole > 0
+        for each, steps in ((same, 2), (chosen, 5), (updated, 2), (chosen_too, 5)):  # of 8
+            for ours in each:
+                gathers, updates = (
+                    ours.classes[f"parameter_{kind}"]["dense_bytes"] for kind in ("full", "exact")
+                )
+                assert gathers / (gathers + updates) == pytest.approx(steps / 8, rel=0.01)

@@ -333,6 +333,10 @@ def test_summary_lines_of_special_runs() -> None:
     assert (
         "400 bytes (1.1x more); 100 % of it tensors below min_numel; plugin 0.0 ms" in recorder.summary_line()
     )
+    recorder = make()
+    for cls, dense in (("parameter_exact", 100.0), ("parameter_full", 900.0)):
+        recorder.record(Record(cls, dense, 90.0, numel=100, nnz=12, target_density=0.12))
+    assert "12 % of the weights change in a step, 90 % of their gathers are whole" in recorder.summary_line()
 
 
 RECORDS = st.lists(

@@ -148,7 +148,7 @@ def test_figures_of_the_page_are_those_of_the_metrics(page: Path) -> None:
     (title,) = (title for title in tables if "miss their density" in title)
     assert [row[0] for row in tables[title][1:]] == ["head.$weight", "body.weight<b>"]
     assert tables[title][1][1:] == ["0.06", "0.01", "0.5"]
-    assert tables["Decisions of the automatic mode"][1] == ["40", "0.99", "the <link>", "2.0", "3.0"]
+    assert tables["Decisions by measured times"][1] == ["40", "0.99", "the <link>", "2.0", "3.0"]
     waits = tables["Wait for slower ranks, ms per step after the start"]
     assert waits[1:] == [["0", "0.500"], ["1", "1.500"]]
 
@@ -402,6 +402,9 @@ def test_advice_has_its_reason(rows: list[dict[str, Any]], said: str) -> None:
 def test_the_share_of_weights_that_change_is_said() -> None:
     rows = [{}, {"class": "parameter_exact", "density": 0.0391, "density_target": 0.0391}]
     assert verdict(run_of(*rows))[0].endswith("; 3.9 % of the weights change in a step.")
+    chosen = {"class": "parameter_full", "sent_bytes": 500, "density": None}
+    assert any('"exact"' in each.try_this for each in advice(run_of({}, chosen)))
+    assert not any('"exact"' in each.try_this for each in advice(run_of(*rows, chosen)))
 
 
 def test_a_good_run_gets_no_advice_and_a_slow_rank_is_named() -> None:

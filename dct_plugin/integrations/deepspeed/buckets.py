@@ -7,7 +7,7 @@ for the bucket's buffer is filled again. Two classes decide how long the host wa
   pass goes on, on CUDA on DeepSpeed's reduction stream. The copies are made before the next bucket is handed
   over, or at the end of the pass.
 - :class:`DeferredReductions`, on a device, waits once, at the end of the backward pass. A message that did
-  not fit its slot is sent again then, and its sums are corrected where DeepSpeed has copied the others.
+  not fit its slot is completed then, and its sums are corrected where DeepSpeed has copied the others.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class NodeCopies(WeightUpdates):
         """True if nothing is thresholded in this step."""
         if not self.slices or self.updates.exact:
             return not self.slices
-        return self.updates.full("", self.slices[0].parameter.ds_tensor.dtype)
+        return self.updates.full(self.slices[0].parameter.ds_tensor.dtype)
 
     # -- which weights passes gather ---
 

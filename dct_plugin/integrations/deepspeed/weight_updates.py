@@ -146,7 +146,7 @@ class UpdatedWeights(WeightUpdates):
 
     def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
         dtypes = [flat.dtype for flat in self._flat]
-        updated = [i for i in self._groups if not self.updates.full(f"group {i}", dtypes[i])]
+        updated = [index for index in self._groups if not self.updates.full(dtypes[index])]
         self._known = {i: self._part(i).clone() for i in updated}
         with Patches() as patches:  # for this step alone: the function is shared by all engines
             patches.intercept(sys.modules[type(self._optimizer).__module__], _GATHER, self._gather)
@@ -162,12 +162,14 @@ class UpdatedWeights(WeightUpdates):
     ) -> None:
         dense = [index for index in range(len(groups_flat)) if index not in self._known]
         self._update(groups_flat)
-        original(
-            groups_flat=[groups_flat[i] for i in dense],
-            partitioned_param_groups=[partitioned_param_groups[i] for i in dense],
-            dp_process_group=[dp_process_group[i] for i in dense],
-            **keywords,
-        )
+        gathered = sum(groups_flat[index].numel() for index in dense if index in self._groups)
+        with self.updates.choice.timed(gathered, whole=True):
+            original(
+                groups_flat=[groups_flat[i] for i in dense],
+                partitioned_param_groups=[partitioned_param_groups[i] for i in dense],
+                dp_process_group=[dp_process_group[i] for i in dense],
+                **keywords,
+            )
 
     @torch.no_grad()
     def _update(self, flats: Sequence[Tensor]) -> None:
@@ -213,4 +215,4 @@ class UpdatedWeights(WeightUpdates):
 
     def _record_full(self, index: int) -> None:
         flat = self._flat[index]
-        self.updates.record_full(f"group {index}", flat.numel(), flat.element_size())
+        self.updates.record_full(flat.numel(), flat.element_size())

@@ -51,8 +51,6 @@ class _Owner:
     """This rank's part of each bucket before the step, by name of the bucket, for exact updates."""
     waiting: set[int] = field(default_factory=set)
     """Identities of the buckets whose update has not been sent yet."""
-    whole: set[int] = field(default_factory=set)
-    """Identities of the buckets that Megatron is still to gather in this step."""
     sparse: bool = False
     """True if the last step's update is thresholded."""
 
@@ -153,33 +151,24 @@ class ParameterHook(Hook):
             return
         buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
         owner.updates.step = self.session.step
-        whole = [
-            bucket
-            for bucket in buckets
-            if owner.updates.full(owner.names[id(bucket)], bucket.param_data.dtype)
-        ]
-        if len(whole) == len(buckets):
+        if all(owner.updates.full(bucket.param_data.dtype) for bucket in buckets):
             self._copy_in_full(owner, optimizer)
             return
         owner.sparse, owner.waiting = True, {id(bucket) for bucket in buckets}
         if owner.updates.exact:
-            owner.whole = {id(bucket) for bucket in whole}
-            owner.waiting -= owner.whole
             self._copy_exactly(owner, optimizer, buckets)
-            _record_full(owner, whole)
 
     def _start_param_sync(self, original: Function, group: Any, force_sync: bool = False) -> None:
         owner = self._owner_of(group)
-        if owner is None or not owner.sparse:
+        if owner is None:
             original(group, force_sync=force_sync)
             return
-        waiting = [bucket for bucket in group.buckets if id(bucket) in owner.waiting]
-        if any(id(bucket) in owner.whole for bucket in group.buckets):
-            owner.whole -= {id(bucket) for bucket in group.buckets}
-            original(group, force_sync=force_sync or bool(waiting))
-            if not waiting:
-                return
-        self._update(owner, waiting)
+        if not owner.sparse:
+            weights = sum(bucket.param_data.numel() for bucket in group.buckets)
+            with owner.updates.choice.timed(weights, whole=True) as measured:
+                original(group, force_sync=force_sync or measured)
+            return
+        self._update(owner, [bucket for bucket in group.buckets if id(bucket) in owner.waiting])
         group.param_gather_handle, group.param_gather_dispatched = None, True
 
     # -- inside ---
@@ -245,16 +234,18 @@ class ParameterHook(Hook):
         """Copy the masters as Megatron does, and keep what this rank's parts were before."""
         rank, size = owner.updates.group_rank, owner.updates.group_size
         for bucket in buckets:
-            if id(bucket) in owner.waiting:
-                flat = bucket.param_data.view(-1)
-                part = flat[rank * (flat.numel() // size) :][: flat.numel() // size]
+            flat = bucket.param_data.view(-1)
+            part = flat[rank * (flat.numel() // size) :][: flat.numel() // size]
+            if owner.names[id(bucket)] not in owner.before:  # else ranks lack what an earlier step changed
                 owner.before[owner.names[id(bucket)]] = part.clone()
         self._copy(optimizer)
 
     def _copy_in_full(self, owner: _Owner, optimizer: Any) -> None:
         owner.sparse = False
+        owner.before.clear()
         self._copy(optimizer)
-        _record_full(owner, [bucket for buffer in optimizer.buffers for bucket in buffer.buckets])
+        for bucket in [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]:
+            owner.updates.record_full(bucket.param_data.numel(), bucket.param_data.element_size())
 
     @torch.no_grad()
     def _update(self, owner: _Owner, buckets: list[Any]) -> None:
@@ -278,13 +269,6 @@ class ParameterHook(Hook):
         if entries:
             owner.updates.update(entries, master_of)
         owner.waiting -= {id(bucket) for bucket in buckets}
-
-
-def _record_full(owner: _Owner, buckets: list[Any]) -> None:
-    """Note that Megatron gathers these buckets in full."""
-    for bucket in buckets:
-        data = bucket.param_data
-        owner.updates.record_full(owner.names[id(bucket)], data.numel(), data.element_size())
 
 
 def _unsupported(optimizer: Any, buckets: list[Any], *, exact: bool) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,33 @@
+"""Times of whole gathers and of exact updates that a test gives: no clock decides between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from dct_plugin.data_parallel import gather_choice
+from dct_plugin.data_parallel.gather_choice import PERIOD, GatherChoice
+
+_TIMED = GatherChoice.timed
+
+
+def give(seconds: Callable[[bool], float], period: int = PERIOD) -> None:
+    """In this process, gathers (True) and exact updates (False) take so many seconds from now on, and the
+    next trial begins ``period`` steps after a decision.
+    """
+    now = [0.0]
+
+    @contextmanager
+    def timed(choice: GatherChoice, weights: int, *, whole: bool) -> Iterator[bool]:
+        with _TIMED(choice, weights, whole=whole) as measured:
+            yield measured
+            now[0] += seconds(whole)
+
+    gather_choice.clock = lambda: now[0]
+    gather_choice.PERIOD = period
+    GatherChoice.timed = timed  # type: ignore[method-assign]
+
+
+def exact_updates_are_faster() -> None:
+    """Gathers take two seconds, exact updates one."""
+    give(lambda whole: 1.0 + whole)
