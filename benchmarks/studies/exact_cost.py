@@ -3,6 +3,8 @@
 Two ranks train a perceptron of 5M parameters under DeepSpeed's ZeRO-1 in bf16, from the same weights and in
 turns: with DeepSpeed's gathers, and with exact updates, gradients dense in both. *Processor*: time of the
 thread that trains; *wall-clock*: needs two idle cores. *Bytes*: those of the updates, as a share of gathers.
+Figures are those of the steps behind the first trial of gathers and exact updates; what a trial costs is said
+beside them, spread over the steps to the next one. ``--always`` keeps exact updates, whatever they cost.
 
     torchrun --nproc-per-node 2 benchmarks/studies/exact_cost.py --lr 1e-3
 """
@@ -19,9 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dct_plugin.data_parallel import gather_choice
+
 SIZE = 512
-#: Steps in which memory is allocated.
-FIRST = 3
+#: Steps of a trial.
+TRIAL = gather_choice.WHOLE + gather_choice.EXACT
 
 
 def engine_of(lr: float, parameters: str | None) -> Any:
@@ -61,7 +65,10 @@ def main() -> None:
     )
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--always", action="store_true", help="keep exact updates, whatever they cost")
     args = parser.parse_args()
+    if args.always:
+        gather_choice.clock = lambda: 0.0
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     engines = {"gathers": engine_of(args.lr, None), "exact": engine_of(args.lr, "exact")}
@@ -80,8 +87,14 @@ def main() -> None:
         return
     print("| | processor, ms | wall-clock, ms |\n|---|--:|--:|")
     for name, times in steps.items():
-        processor, wall = (statistics.fmean(column) for column in zip(*times[FIRST:], strict=True))
+        processor, wall = (statistics.fmean(column) for column in zip(*times[TRIAL:], strict=True))
         print(f"| {name} | {processor:.1f} | {wall:.1f} |")
+    pairs = [(dense[0], exact[0]) for dense, exact in zip(*steps.values(), strict=True)]
+    dense, exact = (sum(column) for column in zip(*pairs[TRIAL:], strict=True))
+    trial = sum(exact - dense for dense, exact in pairs[gather_choice.WHOLE + 1 : TRIAL])
+    trial *= gather_choice.EXACT / (gather_choice.EXACT - 1)  # the first one allocates memory
+    spread = trial / (gather_choice.PERIOD + TRIAL) / statistics.fmean(dense for dense, _ in pairs[TRIAL:])
+    print(f"processor time, of gathers: {exact / dense:.3f}, with trials {exact / dense + spread:.4f}")
     print("bytes, of a gather, by step:", " ".join(f"{share:.2f}" for share in shares))
 
 
