@@ -33,6 +33,7 @@ from ..links.team import tail
 from ..metrics import format_bytes
 from ..policy import resolve
 from ..policy.evidence import Training, Wanted, known_losses, suggestion
+from ..policy.memory import JOBS, memory
 from ..policy.rules import exchange_by_rule, safe_sparsity
 from ..policy.settings import Setting
 
@@ -149,7 +150,7 @@ class Figures(NamedTuple):
 
 
 def advise(
-    command: Annotated[list[str], typer.Argument(help="The launch line of the job, after --.")],
+    command: Annotated[list[str] | None, typer.Argument(help="The launch line of the job, after --.")] = None,
     link: Annotated[
         list[str] | None, typer.Option(help="Also predict for links of this rate, such as 1gbit.")
     ] = None,
@@ -157,12 +158,23 @@ def advise(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: milliseconds, bytes, bits per second.")
     ] = False,
+    shows_memory: Annotated[
+        bool, typer.Option("--memory", help="Print the memory of a rank by host, and run no job.")
+    ] = False,
+    parameters: Annotated[
+        list[float] | None, typer.Option(min=1, help="With --memory: parameters of the model.")
+    ] = None,
 ) -> None:
     """Run a job for some dense steps, and print what each setting would cost and save.
 
     The job is stopped when its steps are measured; nothing of it is changed. It trains with
     DistributedDataParallel, FSDP2 with replicas, DeepSpeed or Megatron.
     """
+    if shows_memory:
+        Console(width=None if sys.stdout.isatty() else 160).print(_memory(parameters or [125e6, 1e9, 8e9]))
+        return
+    if not command:
+        raise ConfigError("dct advise: the launch line of a job is missing, after --; or --memory")
     rates = check_rates(link or [], option="--link")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the job is ended, too
     figures = _measured(command, limit)
@@ -178,6 +190,26 @@ def advise(
         typer.echo(json.dumps(list(_rows(figures, models)), indent=1))
         return
     _print(figures, models, launch_line(command))
+
+
+def _memory(sizes: Sequence[float]) -> Table:
+    """Return the memory of a rank by host and setting, for models of these sizes."""
+    caption = (
+        "Bytes that a rank keeps for the plugin on a GPU, beside the framework's: eight ranks, or as many "
+        "nodes as a row says. A bucket, while it is selected, takes 4 bytes per entry more, at most 256 MiB."
+    )
+    table = Table(caption=caption, caption_justify="left", box=None, pad_edge=False)
+    for name in (
+        "host and setting",
+        *(f"{size / 1e9:g}B" if size >= 1e9 else f"{size / 1e6:g}M" for size in sizes),
+        "bytes per parameter",
+    ):
+        table.add_column(name, justify="left" if "e" in name else "right")
+    for job in JOBS:
+        each = memory(job, sizes[-1])
+        parts = ", ".join(f"{value / sizes[-1]:.2f} {what}" for what, value in each.items() if value)
+        table.add_row(job.name, *(format_bytes(sum(memory(job, n).values())) for n in sizes), parts)
+    return table
 
 
 def launch_line(command: Sequence[str]) -> list[str]:

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from .stats import Stats, read_stats
 
+#: Bytes, and times the bytes of the last message, up to which a buffer is kept.
+_KEPT_BYTES, _KEPT_TIMES = 1 << 22, 8
+
 
 class MessageWriter:
     """Growing uint8 buffer that payloads are encoded into in place.
@@ -32,7 +35,11 @@ class MessageWriter:
         self._unpacked: list[tuple[Tensor, int, int, int | Stats]] = []
 
     def clear(self) -> None:
-        """Start a new message; the memory is kept."""
+        """Start a new message. The memory is kept, unless it is large and the last message took a small part
+        of it: the first messages after a dense start are much larger than later ones.
+        """
+        if self._buffer.numel() > max(_KEPT_BYTES, _KEPT_TIMES * self._length) and self._length:
+            self._buffer = self._spare = self._buffer.new_empty(0)
         self._length = 0
         self._unpacked.clear()
 

@@ -34,6 +34,7 @@ from ...errors import ConfigError
 from ...kernels import Backend
 from ...kernels.displacement import Displacement, denominator
 from ...kernels.reference import ReferenceBackend
+from ...metrics import format_bytes
 from ...policy.evidence import BY_COMPRESSORS
 from ..add_on import AddOn, ReducerContext
 from ..module_hooks import register_hooks
@@ -42,7 +43,7 @@ from ..step_units import StepUnit
 from ..stream_group import Sparsity
 from .displaced_weights import DisplacedWeights
 from .residual_coefficients import INTERVAL, ResidualCoefficients
-from .second_moments import Moments, SecondMoments
+from .second_moments import Moments, SecondMoments, sizes
 from .tensor_densities import TensorDensities
 from .training_passes import TrainingPasses
 
@@ -429,7 +430,14 @@ class StepAheadAddOn(AddOn):
         Returns:
             An object to attach to the model, or to ask to displace and restore its weights.
         """
-        group = self._group
+        group, parameters = self._group, list(parameters)
+        large = [p for name, p in parameters if p.requires_grad and not group.is_small(name, p.numel())]
+        if not group.group_rank:
+            logger.warning(
+                "dct: step-ahead keeps %s of displaced weights on a rank, and %s of second moments",
+                format_bytes(sum(each.data.nbytes for each in large)),
+                format_bytes(sum(8 * sum(sizes(each.shape)) for each in large)),
+            )
         self._ahead = StepAhead(
             parameters,
             unit_of,

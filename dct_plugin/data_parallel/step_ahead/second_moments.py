@@ -53,11 +53,11 @@ class Moments:
         missed: int = 0,
         memory: Tensor | None = None,
     ) -> None:
-        sizes = _sizes(shape)
+        rows_columns = sizes(shape)
         self._numel = math.prod(shape)
-        self.memory = torch.zeros(2, sum(sizes), device=device) if memory is None else memory
+        self.memory = torch.zeros(2, sum(rows_columns), device=device) if memory is None else memory
         (self.rows, self.columns), (self._step_rows, self._step_columns) = (
-            each.split(sizes) for each in self.memory
+            each.split(rows_columns) for each in self.memory
         )
         self.steps = 0
         """Optimizer steps that went into the means."""
@@ -125,7 +125,7 @@ class Moments:
         self.steps, self.missed = int(state["steps"]), int(state["missed"])
 
 
-def _sizes(shape: torch.Size | tuple[int, ...]) -> list[int]:
+def sizes(shape: torch.Size | tuple[int, ...]) -> list[int]:
     """Return the numbers of rows and columns of a tensor."""
     return [int(shape[0]), math.prod(shape[1:])] if len(shape) > 1 else [1, 1]
 
@@ -196,14 +196,14 @@ class SecondMoments:
         if device not in self._memory:
             self._memory[device] = torch.zeros(2, max(ends.values(), default=0), device=device)
         parameter = self._parameters[name]
-        memory = self._memory[device][:, ends[name] - sum(_sizes(parameter.shape)) : ends[name]]
+        memory = self._memory[device][:, ends[name] - sum(sizes(parameter.shape)) : ends[name]]
         return Moments(parameter.shape, device, missed=missed, memory=memory.zero_())
 
     @functools.cached_property
     def _ends(self) -> dict[str, int]:
         """The end of each parameter's moments, by name."""
-        sizes = (sum(_sizes(parameter.shape)) for parameter in self._parameters.values())
-        return dict(zip(self._parameters, itertools.accumulate(sizes), strict=True))
+        lengths = (sum(sizes(parameter.shape)) for parameter in self._parameters.values())
+        return dict(zip(self._parameters, itertools.accumulate(lengths), strict=True))
 
     def of(self, name: str) -> Moments | None:
         """Return the moments of a stream; None before its first gradient."""

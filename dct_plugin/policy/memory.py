@@ -1,0 +1,98 @@
+"""The memory that a rank needs for the plugin, beside what its framework needs anyway.
+
+Source: sums over the buffers that are kept from step to step; ``tests/policy/test_memory.py`` compares them
+with what reducers hold.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from ..codecs.payload import payload_bound
+from ..codecs.values import ValueDtype
+from ..config import DataParallelConfig
+from .rules import exchange_by_rule, for_compressors
+
+#: Bytes of an entry of a residual, by ``residual_dtype``.
+_RESIDUAL = {"auto": 4.0, "fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 1 / 64}
+#: Entries kept by exchanges that wait for their check, from which on the next exchange makes it. Right after
+#: a dense start messages are as large as gradients, and their slots stay until then.
+MOST_PENDING = 1 << 26
+#: Room of a message beside its bytes: that of a buffer that grew, and that of a slot.
+_GROWN, _SLOT = 1.25, 9 / 8
+
+
+class Job(NamedTuple):
+    """A kind of training, as far as memory depends on it.
+
+    Attributes:
+        name: Host and setting, in words.
+        section: The section ``dct.data_parallel``, with the feedback that ``auto`` becomes.
+        ranks: Ranks, or nodes, that exchange messages.
+        inside: Ranks of a node, each of which has a part of the node's residual.
+        weight_bytes: Bytes of a weight that a rank trains with.
+        weights_inside: Ranks among which those are divided.
+        shards: Ranks among which the optimizer divides its states; 0 if it does not.
+        copies: True if the ranks of a node keep a copy of the weights.
+        transactional: True if skipped steps are taken back.
+        in_slots: True if a step's messages stay until its end, as on a GPU; else those of a bucket.
+    """
+
+    name: str
+    section: dict[str, Any]
+    ranks: int = 8
+    inside: int = 1
+    weight_bytes: float = 2.0
+    weights_inside: int = 1
+    shards: int = 0
+    copies: bool = False
+    transactional: bool = False
+    in_slots: bool = True
+
+
+_AHEAD: dict[str, Any] = {"feedback": "step_ahead"}
+_EXACT, _INT8 = _AHEAD | {"parameters": "exact"}, {"residual_dtype": "int8"}
+#: The rows of the table.
+JOBS = (
+    Job("DDP, torchft, fp32 weights", _AHEAD, weight_bytes=4.0),
+    Job("the same, two nodes of 8 ranks", _AHEAD, ranks=2, inside=8, weight_bytes=4.0),
+    Job("ZeRO-1 and 2, Megatron, bf16 weights", _EXACT, shards=8),
+    Job("the same, residual_dtype int8", _EXACT | _INT8, shards=8),
+    Job("the same, fp16 weights", _EXACT, shards=8, transactional=True),
+    Job("FSDP2, two replicas of 8 ranks", _AHEAD, ranks=2, inside=8, weight_bytes=4.0, weights_inside=8),
+    Job("ZeRO-3", _INT8 | {"feedback": "local"}, shards=8),
+    Job("ZeRO-3, copies in two nodes of 8", _EXACT | _INT8, 2, 8, 2.0, 8, shards=8, copies=True),
+)
+
+
+def memory(job: Job, parameters: float, *, width: int = 1024, bucket: int = 6_553_600) -> dict[str, float]:
+    """Return the bytes of each kind of buffer that a rank keeps after the start.
+
+    Args:
+        job: The training.
+        parameters: Number of its parameters.
+        width: Rows and columns of their matrices.
+        bucket: Entries that are exchanged together: 25 MiB of fp32.
+    """
+    settings = for_compressors(DataParallelConfig.of(job.section), job.ranks)
+    feedback, entries, weights = settings.feedback, parameters / job.inside, job.weight_bytes * parameters
+    kept = (1.0 + job.transactional) * _RESIDUAL[settings.residual_dtype] * feedback.keeps_residual * entries
+    answers = not job.shards and exchange_by_rule(settings, job.ranks) == "two_phase"
+    sent = min(entries, bucket + (MOST_PENDING / settings.density if job.in_slots else 0.0))
+    copies = 2.0 if job.shards else 3.0 if answers else job.ranks  # of a message, the own one with them
+    arrive = _SLOT * copies if job.in_slots else copies - 1.0
+    return {
+        "residual": kept,
+        "owners' residuals": kept / job.ranks * answers,
+        "displaced weights": weights / job.weights_inside * feedback.looks_ahead,
+        "second moments": 16.0 * parameters / width * feedback.looks_ahead,
+        "weights": weights / job.weights_inside * job.copies,
+        "updates": weights / job.shards if job.shards and settings.parameters else 0.0,
+        "messages": _GROWN * _message(settings, sent, 2.0) + arrive * _message(settings, sent, 1.0),
+    }
+
+
+def _message(settings: DataParallelConfig, entries: float, room: float) -> int:
+    kept = math.ceil(room * settings.density * entries)
+    return payload_bound(int(entries), kept, ValueDtype.parse(settings.value_dtype))

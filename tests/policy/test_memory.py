@@ -1,0 +1,137 @@
+"""The memory that ``dct advise --memory`` prints, beside what reducers of one rank hold.
+
+Messages go back to their sender: nothing but the transport differs from a job of so many ranks. Kernels of a
+GPU are stood for by a backend that leaves figures on its device, and so keeps a step's messages.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from support.deferred_backend import DeferredBackend, OnDevice
+from torch import nn
+from typer.testing import CliRunner
+
+pytest.importorskip("triton", reason="the looped transport is beside Triton's stubs")
+
+from benchmarks.host_work import LoopedPeers
+from dct_plugin import cli
+from dct_plugin.codecs.message import MessageWriter
+from dct_plugin.config import DataParallelConfig, KernelConfig
+from dct_plugin.data_parallel import GradientReducer, pending_exchanges
+from dct_plugin.data_parallel.step_units import units_of
+from dct_plugin.kernels import register_backend
+from dct_plugin.metrics import format_bytes
+from dct_plugin.policy import memory as memory_jobs
+from dct_plugin.policy.memory import Job, memory
+
+TENSORS, WIDTH = 8, 1 << 10
+STEPS = 4
+
+
+def _held() -> int:
+    """Return the bytes of all tensors that live."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+def _measured(job: Job, parameters: int, backend: str) -> int:
+    """Return the bytes that a reducer adds to those of weights and gradients, before a step is closed."""
+    shape = WIDTH, parameters // TENSORS // WIDTH
+    weights = [(f"layer {i}", nn.Parameter(torch.zeros(shape))) for i in range(TENSORS)]
+    gradients = [(name, torch.empty(weight.numel())) for name, weight in weights]
+    before, per = _held(), TENSORS // 4
+    reducer = GradientReducer(
+        DataParallelConfig.of(job.section),
+        LoopedPeers(0, range(job.ranks)),
+        transactional=job.transactional,
+        kernels=KernelConfig(backend=backend),
+    )
+    ahead = None
+    if reducer.config.feedback.looks_ahead:
+        optimizer = torch.optim.AdamW([weight for _, weight in weights])
+        ahead = reducer.add_ons.step_ahead.prepare(weights, units_of(optimizer))
+    generator = torch.Generator().manual_seed(0)
+    for step in range(STEPS):
+        for _, gradient in gradients:
+            gradient.normal_(generator=generator)
+        if ahead is not None:
+            ahead.displace()
+            ahead.restore()
+        for bucket in range(4):
+            reducer.begin(gradients[bucket * per : (bucket + 1) * per]).finish()
+        if step < STEPS - 1:
+            reducer.finish()
+            reducer.end_step()
+    return _held() - before
+
+
+AHEAD = {"feedback": "step_ahead"}
+JOBS = [
+    (Job("", {"feedback": "local"}, 2, in_slots=False), "auto"),
+    (Job("", AHEAD | {"sparsity": 0.99}, 2, weight_bytes=4.0, transactional=True, in_slots=False), "auto"),
+    (Job("", AHEAD, 8, weight_bytes=4.0, in_slots=False), "auto"),
+    (Job("", {"feedback": "local", "residual_dtype": "int8"}, 8, in_slots=False), "auto"),
+    (Job("", {"feedback": "local"}, 2), "deferred"),
+    (Job("", AHEAD, 8, weight_bytes=4.0), "deferred"),
+]
+
+
+@pytest.mark.parametrize("parameters", [25 << 20, pytest.param(100 << 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("job", "backend"), JOBS)
+def test_memory_is_what_a_reducer_holds(job: Job, backend: str, parameters: int) -> None:
+    register_backend("deferred", DeferredBackend)
+    parameters = parameters if backend == "auto" else parameters // 25
+    shape = WIDTH, parameters // TENSORS // WIDTH
+    found = _measured(job, parameters, backend)
+    # Moments are those of these shapes. Beside the kept buffers lies scratch memory: two tensors at most.
+    expected = memory(job, parameters, width=2 * parameters // (TENSORS * sum(shape)))
+    total, scratch = sum(expected.values()), 2 * 4 * parameters // TENSORS
+    assert 0.95 * total < found < 1.05 * total + scratch, expected
+
+
+def test_large_messages_are_checked_before_the_next_ones_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right after a dense start all entries cross. Memory for a step's would be that of several models."""
+    register_backend("deferred", DeferredBackend)
+
+    def reads(most: int) -> list[int]:
+        monkeypatch.setattr(pending_exchanges, "MOST_PENDING", most)
+        config = DataParallelConfig(sparsity=0.5, feedback="local")
+        kernels = KernelConfig(backend="deferred")
+        reducer = GradientReducer(config, LoopedPeers(0, range(2)), kernels=kernels)
+        found = []
+        for _ in range(3):
+            before = OnDevice.reads
+            for bucket in range(4):
+                reducer.begin([(f"weight {bucket}", torch.randn(20_000))]).finish()
+            reducer.finish()
+            reducer.end_step()
+            found.append(OnDevice.reads - before)
+        return found[1:]
+
+    assert reads(1 << 26) == [1, 1]
+    assert reads(15_000) == [2, 2]
+    assert reads(5_000) == [4, 4]
+
+
+def test_a_writer_gives_large_memory_back_after_a_small_message() -> None:
+    writer = MessageWriter(torch.device("cpu"))
+    for nbytes, kept in ((1 << 24, 1 << 24), (1 << 22, 1 << 24), (1 << 20, 1 << 24), (1 << 20, 1 << 20)):
+        writer.clear()
+        writer.reserve(nbytes)
+        writer.advance(nbytes)
+        assert kept <= writer._buffer.numel() < 1.5 * kept
+
+
+def test_the_command_prints_a_table_without_a_job() -> None:
+    result = CliRunner().invoke(cli.app, ["advise", "--memory", "--parameters", "7e9"])
+    assert result.exit_code == 0
+    rows = {line[:30].strip(): line for line in result.output.splitlines()}
+    assert "7B" in rows["host and setting"]
+    total = sum(memory(memory_jobs.JOBS[0], 7e9).values())
+    assert format_bytes(total) in result.output
+    assert "4.00 displaced weights" in result.output
