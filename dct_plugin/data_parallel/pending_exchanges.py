@@ -19,9 +19,11 @@ from ..codecs.stats import KERNEL_ERRORS, read_figures
 from ..errors import DesyncError, PayloadError
 from ..kernels import GRAD_DTYPES
 from ..metrics import Record
+from ..policy.memory import MOST_PENDING
+from ..transport import lost_ranks
 from ..transport.bounded_table import BoundedTable
 from ..transport.slots import AgreedCapacities, Slots
-from .plan import ReductionPlan
+from .plan import PlannedTensor, ReductionPlan
 from .plan_exchange import ExchangedChunk, PlanExchange, SendOrder, SentPhase
 from .stream_group import StreamGroup
 from .topology import Phase
@@ -43,22 +45,28 @@ class PendingExchanges:
         self._capacities: BoundedTable[list[AgreedCapacities]] = BoundedTable()
         """Those of each phase, by the fingerprint of a chunk."""
         self._pending: list[PlanExchange] = []
+        self._kept = 0.0
+        """Entries kept by the exchanges since the last check, the same on all ranks."""
         self._order = SendOrder()
 
     def begin(self, phases: Sequence[Phase], plan: ReductionPlan, whole: Record) -> PlanExchange:
         """Return an exchange of a plan, to be posted and given to :meth:`complete`."""
         group = self._group
-        chunks = plan.chunks(
-            lambda tensor: group.sparsity(tensor.name).density, group.backend.message_entries
-        )
+
+        def density(tensor: PlannedTensor) -> float:
+            return group.sparsity(tensor.name).density
+
+        chunks = plan.chunks(density, group.backend.message_entries)
         known = [self._known(phases, chunk) for chunk in chunks]
         in_slots = bool(chunks) and all(known)
         names = {tensor.name for tensor in plan.tensors}
         if chunks and not in_slots:
             self._compare_unknown(chunks[0].fingerprint)
         # The stream of a pending tensor needs to know what it sent.
-        if not in_slots or any(t.name in names for each in self._pending for t in each.plan.tensors):
+        again = any(t.name in names for each in self._pending for t in each.plan.tensors)
+        if not in_slots or again or self._kept > MOST_PENDING:
             self.finish()
+        self._kept += sum(t.tensor.numel() * (1.0 if t.small else density(t)) for t in plan.tensors)
         return PlanExchange(group, self._order, phases, plan, chunks, whole, known if in_slots else None)
 
     def complete(self, exchange: PlanExchange) -> None:
@@ -136,7 +144,7 @@ class PendingExchanges:
             DesyncError: A rank failed, or exchanges other tensors.
             PayloadError: A message arrived damaged.
         """
-        pending, self._pending = self._pending, []
+        pending, self._pending, self._kept = self._pending, [], 0.0
         if not pending:
             return
         chunks = [chunk for exchange in pending for chunk in exchange.chunks]
@@ -145,7 +153,11 @@ class PendingExchanges:
         ]
         stats = [part for sent, _ in phases for each in sent.written for part in each.encoded.stats]
         also = [t for sent, slots in phases for t in (slots.headers(), sent.errors)]
-        with self._group.exchange.guard("exchange of messages"):  # here the host waits, not where it sends
+        names = [each.name for exchange in pending for each in exchange.plan.tensors]
+        which = " to ".join(dict.fromkeys([*names[:1], *names[-1:]]))
+        what = f"exchange of messages of {len(names)} tensors, {which},"
+        with self._group.exchange.guard(what):  # here the host waits, not where it sends
+            lost_ranks.await_device(self._group.device)
             figures = iter(read_figures(stats, also))
         results = iter([_Result(sent, slots, next(figures), next(figures)) for sent, slots in phases])
         with self._group.recorded(self._cls) as whole:

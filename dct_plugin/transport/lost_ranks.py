@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from .. import processes
@@ -24,7 +25,9 @@ from ..errors import DCTError, DesyncError
 _REPORT = 3.0
 #: Seconds after that in which ranks of other groups say whom they have found to be lost.
 _VERDICT = 1.0
-_LOST = "dct_plugin/lost"
+_LOST, _FAILED = "dct_plugin/lost", "dct_plugin/failed"
+#: Seconds between two looks at a device that is waited for.
+_PAUSE = 5e-5
 #: In place of the call of a rank that another one reports to live.
 _UNKNOWN = "1"
 _SILENT = (
@@ -55,6 +58,8 @@ class Wait(NamedTuple):
 
 #: The calls that run now, by thread.
 waits: dict[int, Wait] = {}
+#: The statement of a rank that ended with an error, as far as this rank has looked for one.
+failure: list[str] = []
 
 
 def register_process() -> None:
@@ -68,10 +73,43 @@ def rejoin() -> None:
     """Clear what an earlier failure left in the store; called when this rank is connected to others again."""
 
     def clear() -> None:
-        for key in (key_of("alive", dist.get_rank()), key_of("waits", dist.get_rank()), _LOST):
+        for key in (key_of("alive", dist.get_rank()), key_of("waits", dist.get_rank()), _LOST, _FAILED):
             default_store().delete_key(key)
 
+    failure.clear()
     in_time(clear, _REPORT)
+
+
+def state_failure(error: BaseException) -> None:
+    """Tell the others in the store that an error ends this process; the first of several ranks is heard."""
+    text = f"rank {dist.get_rank()} ended with {type(error).__name__}: {str(error).strip()[:500]}"
+    in_time(lambda: default_store().compare_set(_FAILED, "", text), _REPORT)
+
+
+def look_for_failure() -> None:
+    """Look into the store whether a rank has ended with an error."""
+    failure[:] = filter(None, [stated(_FAILED)])
+
+
+def await_device(device: torch.device) -> None:
+    """Wait for the messages that are queued on the current stream. nccl waits for a rank that is gone, and
+    would let the host wait with it.
+
+    Raises:
+        DesyncError: A rank ended with an error, which it has stated in the store.
+    """
+    is_there = queued(device)
+    while not is_there():
+        if failure:
+            raise DesyncError(f"rank {dist.get_rank()}: {failure[0]}; see its own output")
+        time.sleep(_PAUSE)
+
+
+def queued(device: torch.device) -> Callable[[], bool]:
+    """Return a function that says whether all that is queued on the current stream is done."""
+    if device.type != "cuda":
+        return lambda: True
+    return torch.cuda.current_stream(device).record_event().query
 
 
 class reported:  # used as a statement

@@ -82,4 +82,5 @@ def test_a_wait_for_slots_is_a_wait_for_other_ranks(monkeypatch: pytest.MonkeyPa
             reducer.begin(gradients).finish()
             reducer.finish()
             reducer.end_step()
-    assert said == ["exchange of messages in step 1", "exchange of messages in step 2"]
+    call = "exchange of messages of 1 tensors, layer, in step"
+    assert said == [f"{call} 1", f"{call} 2"]

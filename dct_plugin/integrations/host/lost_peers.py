@@ -47,7 +47,10 @@ class _ExceptHook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if self._previous is not None:
             self._previous(kind, error, trace)
-        if self.jobs and dist.is_initialized() and lost_ranks.of_transport(error):
+        if not self.jobs or not dist.is_initialized():
+            return
+        lost_ranks.state_failure(error)
+        if lost_ranks.of_transport(error):
             what, group = _collective(trace)
             logger.error("dct: %s", lost_ranks.describe_failure(what, error, group, self.jobs[-1]()))
 
@@ -130,6 +133,9 @@ class LongWaits(threading.Thread):
         reported: lost_ranks.Wait | None = None
         while not self._ended.wait(INTERVAL):
             longest = min(list(lost_ranks.waits.values()), key=lambda wait: wait.began, default=None)
+            if longest is not None and time.monotonic() > longest.began + INTERVAL:
+                with contextlib.suppress(Exception):
+                    lost_ranks.look_for_failure()
             if longest is not None and time.monotonic() < longest.began + PATIENCE:
                 longest = None
             if longest == reported:
