@@ -55,12 +55,13 @@ _AHEAD: dict[str, Any] = {"feedback": "step_ahead"}
 _EXACT, _INT8 = _AHEAD | {"parameters": "exact"}, {"residual_dtype": "int8"}
 #: The rows of the table.
 JOBS = (
-    Job("DDP, torchft, fp32 weights", _AHEAD, weight_bytes=4.0),
+    Job("DDP, fp32 weights", _AHEAD, weight_bytes=4.0),
     Job("the same, two nodes of 8 ranks", _AHEAD, ranks=2, inside=8, weight_bytes=4.0),
     Job("ZeRO-1 and 2, Megatron, bf16 weights", _EXACT, shards=8),
     Job("the same, residual_dtype int8", _EXACT | _INT8, shards=8),
     Job("the same, fp16 weights", _EXACT, shards=8, transactional=True),
     Job("FSDP2, two replicas of 8 ranks", _AHEAD, ranks=2, inside=8, weight_bytes=4.0, weights_inside=8),
+    Job("torchft", {"feedback": "local"}, transactional=True),
     Job("ZeRO-3", _INT8 | {"feedback": "local"}, shards=8),
     Job("ZeRO-3, copies in two nodes of 8", _EXACT | _INT8, 2, 8, 2.0, 8, shards=8, copies=True),
 )

@@ -9,6 +9,9 @@ import torch
 from support.deferred_backend import DeferredBackend, OnDevice
 from support.processes import run
 
+pytest.importorskip("triton", reason="the looped transport is beside the counts of Triton's kernels")
+
+from benchmarks.host_work import LoopedPeers
 from dct_plugin import Compressor
 from dct_plugin.config import DataParallelConfig, KernelConfig, MetricsConfig, PipelineConfig, TensorConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
@@ -76,6 +79,32 @@ def test_a_reducer_reads_once_per_round_and_gives_the_same_bits(exchange: str) -
         # The first step's messages travel with their lengths; those of later ones are checked in one read.
         assert mine["reads"] == [ROUNDS[exchange], *[1] * 5]
         assert other["reads"] == [0] * 6
+
+
+@pytest.mark.parametrize("residual_dtype", ["fp32", "bf16"])
+def test_a_changed_loss_scale_scales_residuals_where_they_lie(residual_dtype: str) -> None:
+    """Exactly, without a copy to the host; torch's gradient scaler changes it every so many steps."""
+    reducers = [
+        GradientReducer(
+            DataParallelConfig(sparsity=0.95, feedback="local", residual_dtype=residual_dtype),
+            LoopedPeers(0, range(2)),
+            kernels=kernels("deferred"),
+            transactional=True,
+        )
+        for _ in range(2)
+    ]
+    for reducer in reducers:
+        reducer.all_reduce([("layer", tensor(40_001, 0))])
+        reducer.end_step()
+    plain, scaled = (reducer.streams["layer"].residual for reducer in reducers)
+    assert plain is not None
+    assert scaled is not None
+    before, held = OnDevice.reads, scaled._newest
+    for scale in (1024.0, 1.0, 65536.0):
+        reducers[1].rescale(scale)
+    assert OnDevice.reads == before
+    assert scaled._newest is held
+    assert torch.equal(scaled.current, 65536.0 * plain.current)
 
 
 def _reduce_buckets(rank: int, world_size: int, exchange: str, deviates: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,10 @@ from support.production_form import alike, compressed, gradients
 
 pytest.importorskip("triton", reason="needs triton")
 
+from benchmarks.host_work import LoopedPeers
+from dct_plugin.config import DataParallelConfig, KernelConfig
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.integrations.host.overlap import StreamOverlap, overlap_of
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 
@@ -66,3 +72,58 @@ def test_tensors_on_another_device_than_the_current_one() -> None:
     with torch.cuda.device(0):
         for seed in range(10):
             assert alike(compressed(backend, gradients(seed, "cuda:1")), expected(seed)), seed
+
+
+def test_a_reduction_on_a_stream_of_its_own_waits_for_a_long_backward_pass() -> None:
+    """The executor that torch DDP and Megatron submit buckets to, beside kernels that are still to come."""
+    matrix, section = torch.eye(4096, device="cuda"), {"sparsity": 0.9, "feedback": "local"}
+    config = DataParallelConfig.of(section)
+    kernels = {"cuda": KernelConfig(backend="triton"), "cpu": KernelConfig(backend="reference")}
+    reducers = {
+        where: GradientReducer(config, LoopedPeers(0, range(2)), device=where, kernels=each)
+        for where, each in kernels.items()
+    }
+    overlaps = {where: overlap_of(reducer) for where, reducer in reducers.items()}
+    assert isinstance(overlaps["cuda"], StreamOverlap)
+    for seed in range(10):
+        sums = {}
+        for where, reducer in reducers.items():
+            sources = [grad.float().to(where) for grad, _ in gradients(seed, "cpu")]
+            late = [torch.zeros_like(source) for source in sources]
+            factor = torch.ones((), device=where)
+            if where == "cuda":
+                torch.cuda.synchronize()
+                product = matrix
+                for _ in range(20):  # tens of milliseconds, after which the gradients are there
+                    product = product @ matrix
+                factor = product[0, 0]
+            for at, (grad, source) in enumerate(zip(late, sources, strict=True)):
+                grad.copy_(source * factor)
+                overlaps[where].submit(reducer.begin([(f"layer {at}", grad)], scale=0.5))
+            overlaps[where].wait()
+            reducer.end_step()
+            sums[where] = [grad.cpu() for grad in late]
+        assert alike(sums["cuda"], sums["cpu"]), seed
+
+
+def test_torchfts_worker_waits_for_the_backward_pass_on_the_device_of_the_tensors() -> None:
+    pytest.importorskip("torchft.coordination", reason="needs torchft")
+    from dct_plugin.integrations.torchft.process_groups import _ThresholdedGroup
+
+    where = torch.device("cuda", torch.cuda.device_count() - 1)
+    backend, matrix, group = TritonBackend(), torch.eye(4096, device=where), SimpleNamespace(_failure=None)
+    with ThreadPoolExecutor(1) as pool, torch.cuda.device(where):
+        for seed in range(10):
+            late = [(torch.zeros_like(grad), residual) for grad, residual in gradients(seed, str(where))]
+            torch.cuda.synchronize()
+            product = matrix
+            for _ in range(20):
+                product = product @ matrix
+            for (grad, _), (source, _) in zip(late, gradients(seed, str(where)), strict=True):
+                grad.copy_(source * product[0, 0])
+            ready = torch.cuda.current_stream().record_event()
+            found: list[torch.Tensor] = []
+            work = [partial(lambda to, given: to.extend(compressed(backend, given)), found, late)]
+            pool.submit(_ThresholdedGroup._run, group, work, ready, lambda: None).result()  # type: ignore[arg-type]
+            assert group._failure is None
+            assert alike(found, expected(seed)), seed

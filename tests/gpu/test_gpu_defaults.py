@@ -16,6 +16,7 @@ from torch import nn
 pytest.importorskip("triton", reason="needs triton")
 
 import dct_plugin
+from dct_plugin.data_parallel import pending_exchanges
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +83,41 @@ def test_two_nodes_of_two_ranks(backend: str) -> None:
     outcomes = run_on_gpu(backend, 4, _ddp, {**START, "sparsity": 0.95, "nodes": 2})
     assert_trained(outcomes)
     assert all(0 < distance < 1 for _, _, distance in outcomes)
+
+
+def _ddp_that_waits_nowhere_else(rank: int, world_size: int) -> list[int]:
+    """Return the reads of figures in each step; whatever else makes the host wait raises."""
+    wrapped = nn.parallel.DistributedDataParallel(network(), device_ids=[0])
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=3e-3, foreach=True)
+    # Half of the entries are sent, whose number hardly differs from step to step: messages fit their slots.
+    section = {"min_numel": 1000, "sparsity": 0.5, "warmup_steps": 0, "sparsity_warmup_steps": 0}
+    dct_plugin.attach(wrapped, optimizer, {"data_parallel": section})
+    reads, read_figures = [], pending_exchanges.read_figures
+
+    def read(*arguments: Any) -> Any:
+        reads[-1] += 1
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return read_figures(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("error" if len(reads) > 3 else "default")
+
+    pending_exchanges.read_figures = read
+    inputs = [batch(step, rank) for step in range(8)]
+    for x in inputs:
+        reads.append(0)
+        if len(reads) > 3:  # the first steps exchange sizes, measure thresholds, and compile
+            torch.cuda.set_sync_debug_mode("error")
+        (wrapped(x) - x.sin()).square().mean().backward()
+        torch.cuda.set_sync_debug_mode("default")
+        optimizer.step()
+        optimizer.zero_grad()
+    return reads[3:]
+
+
+@pytest.mark.parametrize("backend", [NCCL])  # gloo's messages go through the host
+def test_ddp_waits_for_the_device_once_in_a_backward_pass(backend: str) -> None:
+    assert run_on_gpu(backend, 2, _ddp_that_waits_nowhere_else) == [[1] * 5] * 2
 
 
 def _fsdp(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[float]]:

@@ -10,6 +10,7 @@ import gc
 
 import pytest
 import torch
+from support import ROOT
 from support.deferred_backend import DeferredBackend, OnDevice
 from torch import nn
 from typer.testing import CliRunner
@@ -135,3 +136,10 @@ def test_the_command_prints_a_table_without_a_job() -> None:
     total = sum(memory(memory_jobs.JOBS[0], 7e9).values())
     assert format_bytes(total) in result.output
     assert "4.00 displaced weights" in result.output
+
+
+def test_the_page_has_the_table() -> None:
+    page = (ROOT / "docs" / "guide-pays.md").read_text()
+    for job in memory_jobs.JOBS:
+        totals = (format_bytes(sum(memory(job, size).values())) for size in (125e6, 1e9, 8e9))
+        assert f"| {job.name} | {' | '.join(totals)} |" in page
