@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -37,6 +38,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from no_gpu import DEVICE, DRY, device_ids, stand_in
+
 import dct_plugin
 from dct_plugin import Compressor
 from dct_plugin.codecs import MessageWriter, Payload, Stats, ValueDtype, payload_bound, read_messages
@@ -46,6 +51,11 @@ from dct_plugin.kernels import Job, get_backend
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.links.interleave import orders
 
+stand_in()
+#: Words and tokens of a sequence; width and layers of the model.
+VOCABULARY, LENGTH, WIDTH, LAYERS = (100, 32, 64, 1) if DRY else (50_304, 512, 768, 12)
+#: Runs of a kernel before the measured ones, and of those.
+RUNS = 1 if DRY else 3
 AIM = 0.7  # of the copy bandwidth, on the bytes that selection has to move
 Row = dict[str, Any]
 
@@ -55,10 +65,10 @@ Row = dict[str, Any]
 
 def milliseconds(call: Callable[[], Any], repeats: int) -> float:
     """Of one call, from the fastest of three runs of ``repeats`` calls."""
-    for _ in range(3):
+    for _ in range(RUNS):
         call()
     found = []
-    for _ in range(3):
+    for _ in range(RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(repeats):
@@ -71,6 +81,8 @@ def milliseconds(call: Callable[[], Any], repeats: int) -> float:
 
 def kernels_of(call: Callable[[], Any]) -> list[Any]:
     """The profiler's averages of what one call queues on the device."""
+    if DRY:
+        return []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
@@ -84,17 +96,17 @@ def kernel_times(call: Callable[[], Any]) -> dict[str, float]:
 
 def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row]]:
     """Copy bandwidth (bytes per second, read and written), and one row per way of selecting and reading."""
-    kernels, reference = get_backend("cuda"), ReferenceBackend()
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    grad = torch.randn(numel, device="cuda", generator=generator)
-    start = 0.3 * torch.randn(numel, device="cuda", generator=generator)
+    kernels, reference = get_backend(DEVICE), ReferenceBackend()
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    grad = torch.randn(numel, device=DEVICE, generator=generator)
+    start = 0.3 * torch.randn(numel, device=DEVICE, generator=generator)
     residual, apart, target = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
     copy_ms = milliseconds(lambda: target.copy_(grad), repeats)
     bandwidth = 8 * numel / copy_ms * 1e3
     kept = int(density * numel)
     tau = (grad + start).abs().kthvalue(numel - kept + 1).values
     capacity = min(numel, 2 * kept)
-    out = torch.empty(payload_bound(numel, capacity, ValueDtype.BF16), dtype=torch.uint8, device="cuda")
+    out = torch.empty(payload_bound(numel, capacity, ValueDtype.BF16), dtype=torch.uint8, device=DEVICE)
     rows: list[Row] = [{"what": "copy_", "ms": copy_ms, "moved_bytes": 8 * numel, "share_of_copy": 1.0}]
 
     def add(what: str, call: Callable[[], Any], moved: int, times: int = repeats, less: float = 0.0) -> None:
@@ -136,12 +148,12 @@ def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row
     add("decode and add", lambda: kernels.decode_add(opened, target), once)
     add("sum of 2 messages", lambda: kernels.sum_messages([payload, payload], [target], 0.5), 2 * once)
     if not kernels.lengths_on_host:
-        writer = MessageWriter(torch.device("cuda"))
+        writer = MessageWriter(torch.device(DEVICE))
         writer.reserve(payload_nbytes).copy_(payload)
-        counts = torch.tensor([payload_nbytes, 0, 0, 0], device="cuda")
+        counts = torch.tensor([payload_nbytes, 0, 0, 0], device=DEVICE)
         writer.advance(Stats.on_device(Figures(counts.view(1, 4))))
         room = slot_bytes([payload_nbytes])
-        slots = torch.empty(2 * room, dtype=torch.uint8, device="cuda")
+        slots = torch.empty(2 * room, dtype=torch.uint8, device=DEVICE)
         halves, bounds = slots.split(room), [(0, room), (room, 2 * room)]
         add("write a slot", lambda: kernels.write_slots([(writer, halves[0])], 0), 2 * payload_nbytes)
         kernels.write_slots([(writer, halves[1])], 0)
@@ -155,7 +167,7 @@ def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row
 class GPT(nn.Module):
     """124 million parameters (GPT-2's smallest), tied embeddings."""
 
-    def __init__(self, vocabulary: int = 50_304, width: int = 768, layers: int = 12) -> None:
+    def __init__(self, vocabulary: int = VOCABULARY, width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(1024, width)
         layer = nn.TransformerEncoderLayer(
@@ -180,10 +192,10 @@ class Training:
         torch.manual_seed(0)
         self.model = GPT().cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=6e-4, fused=True)
-        self.batch = torch.randint(50_304, (batch, 512), device="cuda")
+        self.batch = torch.randint(VOCABULARY, (batch, LENGTH), device=DEVICE)
 
     def step(self, forward: nn.Module, reduce: Callable[[], None] | None = None) -> None:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             loss = forward(self.batch, self.batch)
         loss.backward()
         if reduce is not None:
@@ -200,7 +212,7 @@ class BackToSender:
     def __init__(self, model: nn.Module, sparsity: float) -> None:
         self.parameters = [parameter for parameter in model.parameters() if parameter.numel() >= 4096]
         self.streams = [Compressor(sparsity=sparsity, name=str(i)) for i in range(len(self.parameters))]
-        self.kernels, self.writer = get_backend("cuda"), MessageWriter(torch.device("cuda"))
+        self.kernels, self.writer = get_backend(DEVICE), MessageWriter(torch.device(DEVICE))
         self.size = 0  # of the last message
 
     def __call__(self) -> None:
@@ -212,7 +224,7 @@ class BackToSender:
         stats = [part for each in encoded for part in each.stats]
         late = 1
         if self.size and not self.kernels.lengths_on_host:
-            slot = torch.empty(slot_bytes([self.size]), dtype=torch.uint8, device="cuda")
+            slot = torch.empty(slot_bytes([self.size]), dtype=torch.uint8, device=DEVICE)
             self.kernels.write_slots([(self.writer, slot)], 0)
             wrong, missing = self.kernels.sum_slots(slot, [(0, slot.numel())], grads, 1.0)
             _, (late,) = read_figures(stats, [wrong.to(torch.int64), missing])
@@ -257,7 +269,7 @@ def one_process(batch: int, sparsity: float) -> list[Row]:
         job = Training(batch)
         reduce = BackToSender(job.model, sparsity) if what == "dct" else None
         # Thresholds are measured in steps 0, 1, 2, 4, 8 and 16: step 17 on is what most steps are.
-        row = timed_steps(lambda j=job, r=reduce: j.step(j.model, r), warm=17, steps=12)
+        row = timed_steps(lambda j=job, r=reduce: j.step(j.model, r), warm=max(WARM - 3, 1), steps=2 * ROUNDS)
         del row["times"]
         row["reduction_launches"] = 0
         if reduce is not None:
@@ -277,12 +289,16 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "dct": SECTION,
     "dct, local feedback": {**SECTION, "feedback": "local"},
 }
+if DRY:  # torch's hook for bf16 needs nccl
+    METHODS = {what: METHODS[what] for what in ("dense fp32", "dct")}
 #: Thresholds are measured in steps 0, 1, 2, 4, 8 and 16 after the start: later ones are what most steps are.
-WARM, TURN, ROUNDS = 20, 4, 6
+WARM, TURN, ROUNDS = (4, 1, 1) if DRY else (20, 4, 6)
 
 
 def nccl_version() -> int:
     """Return the version of the nccl that is loaded, as 23004 for 2.30.4."""
+    if DRY:
+        return 0
     version = ctypes.c_int()
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
     return version.value
@@ -291,7 +307,7 @@ def nccl_version() -> int:
 def _job(what: str, batch: int) -> tuple[Callable[[], None], Any]:
     """Return a function that makes one training step, and what DCT has attached."""
     training = Training(batch)
-    wrapped = DistributedDataParallel(training.model, device_ids=[0], gradient_as_bucket_view=True)
+    wrapped = DistributedDataParallel(training.model, device_ids=device_ids(), gradient_as_bucket_view=True)
     state = None
     if what == "dense bf16":
         wrapped.register_comm_hook(None, bf16_compress_hook)
@@ -374,7 +390,7 @@ def environment() -> Row:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
-        "kernels": get_backend("cuda").name,
+        "kernels": get_backend(DEVICE).name,
     }
 
 
@@ -397,9 +413,12 @@ def main(
 ) -> None:
     """Measure the Triton kernels and whole steps on a GPU."""
     console = Console(width=140)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not DRY:
         console.print("There is no CUDA device here: nothing was measured.")
         raise typer.Exit(1)
+    if DRY:
+        numel, repeats, batch = 1 << 12, 1, 2
+        console.print("A dry run: the figures mean nothing.")
     result: Row = {"environment": environment(), "numel": numel, "density": density}
     bandwidth, rows = selection(numel, density, repeats)
     result |= {"copy_bytes_per_second": bandwidth, "kernels": rows}

@@ -4,6 +4,7 @@
     python benchmarks/gpu_hour.py run --wheels .gpu-wheels    # there: results in out/gpu-hour after each step
     python benchmarks/gpu_hour.py run --steps self-check tests --minutes 9
     python benchmarks/gpu_hour.py run --list
+    python benchmarks/gpu_hour.py run --dry-run   # anywhere: the same programs, small, without a GPU
 
 The machine needs Python 3.12, torch with CUDA, Triton and pytest. nccl from version 2.30 on takes several
 ranks on one GPU; its wheel has code for many generations of GPUs, of which ``wheels`` keeps one.
@@ -59,20 +60,35 @@ class Step(NamedTuple):
     command: str
     limit: int
     environment: Mapping[str, str] = MappingProxyType({})
+    dry: str = ""
+    """The command of a dry run, if it is another one."""
 
 
+#: What lets programs run without a GPU (``no_gpu.py``).
+DRY = {"DCT_DRY_RUN": "1", "TRITON_INTERPRET": "1"}
+_COLLECT = "{python} -m pytest tests/gpu -q -p no:cacheprovider -p no:xdist -m 'slow or not slow'"
 _TESTS = "{python} -m pytest tests/gpu -q -p no:cacheprovider --timeout 200 -n {cores}"
 STEPS = {
-    "versions": Step("nvidia-smi; {python} -m dct_plugin.cli doctor", 60),
-    "self-check": Step("{python} -m pytest tests/gpu -q -p no:cacheprovider -k self_check", 120),
-    "tests": Step(_TESTS, 420),
+    "versions": Step(
+        "nvidia-smi; {python} -m dct_plugin.cli doctor", 60, dry="{python} -m dct_plugin.cli doctor"
+    ),
+    "self-check": Step(
+        "{python} -m pytest tests/gpu -q -p no:cacheprovider -k self_check",
+        120,
+        dry="{python} -m pytest tests/kernels/test_self_check.py -q -p no:cacheprovider -p no:xdist",
+    ),
+    "tests": Step(_TESTS, 420, dry=_COLLECT),
     "steps": Step("{python} benchmarks/gpu.py --json {out}/gpu.json --trace {out}/trace.json.gz", 240),
     "quality": Step(
-        "{python} benchmarks/studies/gpu_quality.py --steps 540 --results {out}/quality.jsonl", 420
+        "{python} benchmarks/studies/gpu_quality.py --steps 540 --results {out}/quality.jsonl",
+        420,
+        dry="{python} benchmarks/studies/gpu_quality.py --steps 5 --text dct_plugin/config "
+        "--settings default --results {out}/quality.jsonl",
     ),
     "transformer-engine": Step(  # what is skipped needs Transformer Engine
         "{python} -m pytest tests/gpu/test_gpu_megatron.py -q -rs -p no:cacheprovider -k transformer_engine",
         180,
+        dry=_COLLECT + " -k transformer_engine",
     ),
     **{
         f"selection-{numel}": Step(
@@ -86,24 +102,30 @@ STEPS = {
         {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     ),
     **{
-        tool: Step(f"compute-sanitizer --tool {tool} --error-exitcode 1 {_TESTS} -k every_entry", 240)
+        tool: Step(
+            f"compute-sanitizer --tool {tool} --error-exitcode 1 {_TESTS} -k every_entry",
+            240,
+            dry=_COLLECT + " -k every_entry",
+        )
         for tool in ("memcheck", "racecheck")
     },
 }
 
 
-def run(names: list[str], wheels: Path | None, minutes: float) -> int:
-    """Run steps until the time is up; return the number of those that failed."""
-    OUT.mkdir(parents=True, exist_ok=True)
+def run(names: list[str], wheels: Path | None, minutes: float, *, dry: bool = False, out: Path = OUT) -> int:
+    """Run steps until the time is up, or small ones without a GPU; return the number of those that failed."""
+    out.mkdir(parents=True, exist_ok=True)
     end, results, failed = time.monotonic() + 60 * minutes, {}, 0
     environment = _installed(wheels) if wheels else dict(os.environ)
+    environment |= DRY if dry else {}
     for name in names:
         step, left = STEPS[name], end - time.monotonic()
         if left < 20:
             print(f"{name}: not begun, the time is up", flush=True)
             continue
-        command = step.command.format(python=sys.executable, out=OUT, cores=max(1, (os.cpu_count() or 2) - 4))
-        begin, log = time.monotonic(), OUT / f"{name}.log"
+        text = step.dry if dry and step.dry else step.command
+        command = text.format(python=sys.executable, out=out, cores=max(1, (os.cpu_count() or 2) - 4))
+        begin, log = time.monotonic(), out / f"{name}.log"
         with log.open("w") as file:
             variables = {**environment, **step.environment}
             process = subprocess.Popen(
@@ -116,14 +138,14 @@ def run(names: list[str], wheels: Path | None, minutes: float) -> int:
                 start_new_session=True,
             )
             try:
-                code = process.wait(min(step.limit, left))
+                code = process.wait(left if dry else min(step.limit, left))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
                 code = -9
         seconds = time.monotonic() - begin
         failed += code != 0
-        results[name] = {"command": command, "exit": code, "seconds": round(seconds, 1)}
-        (OUT / "steps.json").write_text(json.dumps(results, indent=1) + "\n")
+        results[name] = {"command": command, "exit": code, "seconds": round(seconds, 1), "dry_run": dry}
+        (out / "steps.json").write_text(json.dumps(results, indent=1) + "\n")
         print(f"{name}: exit {code}, {seconds:.0f} s, {log}", flush=True)
         print("\n".join(log.read_text(errors="replace").splitlines()[-12:]), flush=True)
     return failed
@@ -207,6 +229,8 @@ def main() -> None:
     running.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS))
     running.add_argument("--wheels", type=Path)
     running.add_argument("--minutes", type=float, default=60.0, help="after which no step goes on")
+    running.add_argument("--dry-run", action="store_true", help="run small forms of the steps without a GPU")
+    running.add_argument("--out", type=Path, default=OUT, help="folder for the results")
     running.add_argument("--list", action="store_true", help="show the steps and their limits")
     wheels = commands.add_parser("wheels")
     wheels.add_argument("--into", type=Path, required=True)
@@ -218,7 +242,12 @@ def main() -> None:
         for name, step in STEPS.items():
             print(f"{name:20} {step.limit:4} s  {step.command}")
     else:
-        sys.exit(run(options.steps, options.wheels, options.minutes) > 0)
+        sys.exit(
+            run(
+                options.steps, options.wheels, options.minutes, dry=options.dry_run, out=options.out.resolve()
+            )
+            > 0
+        )
 
 
 if __name__ == "__main__":

@@ -36,12 +36,13 @@ from torch.nn.parallel import DistributedDataParallel
 import dct_plugin
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu import GPT, sent_bytes
+from gpu import GPT, VOCABULARY, sent_bytes
+from no_gpu import DEVICE, DRY, device_ids
 
-VOCABULARY, SEQUENCE = 50_304, 256
+SEQUENCE = 16 if DRY else 256
 LR, LR_WARMUP, WEIGHT_DECAY, CLIP = 4e-4, 60, 0.1, 1.0
 #: The start of every setting, short beside the run: dense steps, then steps in which the density falls.
-DENSE_AND_RAMP = {"warmup_steps": 60, "sparsity_warmup_steps": 180}
+DENSE_AND_RAMP = {"warmup_steps": 2 if DRY else 60, "sparsity_warmup_steps": 2 if DRY else 180}
 START = sum(DENSE_AND_RAMP.values())
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "dense": None,
@@ -79,10 +80,8 @@ def train(
 ) -> dict[str, Any]:
     """Train this rank's replica, and return held-out losses, times and bytes."""
     torch.manual_seed(options.seed)
-    model = GPT(VOCABULARY).cuda()
-    ddp = DistributedDataParallel(
-        model, device_ids=[torch.cuda.current_device()], gradient_as_bucket_view=True
-    )
+    model = GPT().cuda()
+    ddp = DistributedDataParallel(model, device_ids=device_ids(), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
     section, state = SETTINGS[setting], None
     if section is not None:
@@ -94,7 +93,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / LR_WARMUP) * fall
         x = batch_of(words, options.sequences, 1_000_000 * options.seed + options.ranks * step + rank)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             loss = ddp(x[:, :-1], x[:, 1:])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -105,12 +104,12 @@ def train(
             sent_at_start = sent_bytes(state)
         if (step + 1) % 100 == 0 or step + 1 == options.steps:
             model.eval()
-            with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+            with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16):
                 tests = [batch_of(held_out, 16, 77 + 100 * rank + i) for i in range(4)]
                 found = [model(test[:, :-1], test[:, 1:]) for test in tests]
             mean = torch.stack(found).mean()
-            dist.all_reduce(mean, dist.ReduceOp.AVG)
-            evaluations[step + 1] = float(mean)
+            dist.all_reduce(mean)
+            evaluations[step + 1] = float(mean) / options.ranks
             model.train()
             if rank == 0:
                 print(
@@ -146,7 +145,7 @@ def _rank(rank: int, folder: str, options: argparse.Namespace, words: Tensor, he
     )
     torch.cuda.set_device(rank % torch.cuda.device_count())
     store = dist.FileStore(f"{folder}/store", options.ranks)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=options.ranks)
+    dist.init_process_group("gloo" if DRY else "nccl", store=store, rank=rank, world_size=options.ranks)
     for setting in options.settings:
         row = json.dumps(train(rank, options, setting, words, held_out))
         torch.cuda.empty_cache()

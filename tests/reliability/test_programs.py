@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -38,3 +40,15 @@ def test_a_program_can_be_loaded(path: str, module: str) -> None:
     process = fork(_load, path, module)
     process.join()
     assert process.exitcode == 0
+
+
+@pytest.mark.slow
+def test_the_steps_for_a_gpu_run_without_one(tmp_path: Path) -> None:
+    """The kernels of a GPU are run by Triton's interpreter. ``--dry-run`` alone runs all steps."""
+    pytest.importorskip("triton", reason="triton is for Linux only")
+    command = ["run", "--dry-run", "--out", str(tmp_path), "--steps", "versions", "selection-1000000"]
+    subprocess.run([sys.executable, "benchmarks/gpu_hour.py", *command], cwd=ROOT, check=True)
+    steps = json.loads((tmp_path / "steps.json").read_text())
+    assert {name: step["exit"] for name, step in steps.items()} == dict.fromkeys(command[5:], 0)
+    figures = json.loads((tmp_path / "gpu-1000000.json").read_text())
+    assert "sum of 2 slots" in [row["what"] for row in figures["kernels"]]
