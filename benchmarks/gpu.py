@@ -53,7 +53,7 @@ from dct_plugin.links.interleave import orders
 
 stand_in()
 #: Words and tokens of a sequence; width and layers of the model.
-VOCABULARY, LENGTH, WIDTH, LAYERS = (100, 32, 64, 1) if DRY else (50_304, 512, 768, 12)
+VOCABULARY, LENGTH, WIDTH, LAYERS = (100, 16, 64, 1) if DRY else (50_304, 512, 768, 12)
 #: Runs of a kernel before the measured ones, and of those.
 RUNS = 1 if DRY else 3
 AIM = 0.7  # of the copy bandwidth, on the bytes that selection has to move
@@ -269,7 +269,9 @@ def one_process(batch: int, sparsity: float) -> list[Row]:
         job = Training(batch)
         reduce = BackToSender(job.model, sparsity) if what == "dct" else None
         # Thresholds are measured in steps 0, 1, 2, 4, 8 and 16: step 17 on is what most steps are.
-        row = timed_steps(lambda j=job, r=reduce: j.step(j.model, r), warm=max(WARM - 3, 1), steps=2 * ROUNDS)
+        row = timed_steps(
+            lambda j=job, r=reduce: j.step(j.model, r), warm=max(WARM - 3, 1), steps=ROUNDS if DRY else 12
+        )
         del row["times"]
         row["reduction_launches"] = 0
         if reduce is not None:
@@ -292,7 +294,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
 if DRY:  # torch's hook for bf16 needs nccl
     METHODS = {what: METHODS[what] for what in ("dense fp32", "dct")}
 #: Thresholds are measured in steps 0, 1, 2, 4, 8 and 16 after the start: later ones are what most steps are.
-WARM, TURN, ROUNDS = (4, 1, 1) if DRY else (20, 4, 6)
+WARM, TURN, ROUNDS = (2, 1, 1) if DRY else (20, 4, 6)
 
 
 def nccl_version() -> int:

@@ -100,6 +100,7 @@ STEPS = {
         "{python} benchmarks/gpu.py --numel 1000000 --json {out}/gpu-one-queue.json",
         200,
         {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        dry="{python} benchmarks/gpu.py --no-steps --json {out}/gpu-one-queue.json",
     ),
     **{
         tool: Step(
