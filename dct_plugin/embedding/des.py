@@ -18,8 +18,7 @@ model's operators are written once, for any of them.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from ..autograd import with_gradient
 from ..host_traffic import own_traffic
 from ..metrics import Metrics, Record
-from .placement import Table, check_placement
+from .placement import Table, check_placement, draw_table, seed_of_tables
 
 # -- communication ---
 
@@ -173,8 +172,11 @@ class _Shards(Embeddings):
         self._group = group
         self._scale = 1 / group.world_size if average_gradients else 1.0
         start, stop = columns
-        initial = enumerate(_initial_tables(cardinalities, dim, seed))
-        tables = [table[:, start:stop].clone() for field, table in initial if field in fields]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            of_tables = seed_of_tables()
+        whole = (draw_table(torch.empty(cardinalities[f], dim), f, of_tables) for f in sorted(fields))
+        tables = [table[:, start:stop].clone() for table in whole]
         self.weight = self.adopt(nn.Parameter(torch.cat([torch.empty(0, stop - start), *tables])))
         sizes = [len(table) for table in tables]
         first = torch.tensor([0, *sizes])[: len(sizes)].cumsum(0)
@@ -315,12 +317,3 @@ class ColumnShards(_Shards):
             return torch.cat(received, dim=1)
 
         return with_gradient(vectors, to_columns, from_columns)
-
-
-def _initial_tables(cardinalities: Sequence[int], dim: int, seed: int) -> Iterable[Tensor]:
-    """Draw the tables one after the other, as ``EmbeddingTables`` initialises them under ``seed``."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        for rows in cardinalities:
-            bound = 1 / math.sqrt(rows)
-            yield torch.empty(rows, dim).uniform_(-bound, bound)

@@ -17,7 +17,7 @@ from ..codecs.values import ValueDtype
 from ..compression.stream import as_flat, wire_dtype
 from ..errors import PayloadError
 from ..kernels.embedding import FloatArray, IntArray, Outgoing
-from .vector_codec import BOUNDED, VectorCodec
+from .vector_codec import BOUNDED, PACKED, VectorCodec
 
 # Bit of a message's last byte: gradients come back at the entries that crossed only.
 _MASKED = 2
@@ -77,7 +77,7 @@ class VectorMessages:
         flats = [_masked(block) for block in blocks]
         outgoing = {
             r: Outgoing(
-                self.codec.to_code(flats[r]),
+                flats[r].to(torch.float32),
                 self.lengths(block.rows),
                 block.bounds,
                 send=r != own,
@@ -96,11 +96,11 @@ class VectorMessages:
                 continue
             if r in coded:
                 if (rounded := coded[r].decoded) is not None:  # else: not finite, and nobody rounds that
-                    flat = rounded.to(block.x.device)
+                    flat = rounded
                 if block.mask is not None:
                     masks[r] = (flat != 0).view(block.x.shape)
                 if (message := coded[r].message) is not None:
-                    data[r] = message.to(block.x.device)
+                    data[r] = message
                     kept += len(flat) if block.mask is None else int(flat.count_nonzero())
             elif r == own:
                 flat = self._rounded(block, flat)
@@ -140,7 +140,7 @@ class VectorMessages:
             if quantised:
                 lengths = self.lengths(rows[r], mask)
                 bounds = np.zeros(len(lengths))
-                outgoing[r] = Outgoing(self.codec.to_code(flat), lengths, bounds, kind=BOUNDED)
+                outgoing[r] = Outgoing(flat.to(torch.float32), lengths, bounds, kind=BOUNDED)
                 kept += flat.numel()
             else:
                 code = wire_dtype(flat.dtype, self.config.value_dtype, dense=mask is None)
@@ -148,7 +148,7 @@ class VectorMessages:
                 kept += number
         for r, encoded in self.codec.encode(outgoing, relative=self.config.gradient_bound or 0.0).items():
             assert encoded.message is not None
-            data[r] = encoded.message.to(parts[r].device)
+            data[r] = encoded.message
         return Messages(data, [None] * len(parts), gradient, kept)
 
     def decode(
@@ -197,7 +197,9 @@ class VectorMessages:
                         found[source] = kept.view(-1, self.dim)
         lengths = {s: self.lengths(rows[s], mask) for s, mask in bounded.items()}
         outs = {s: slices[s] if m is None else out.new_empty(lengths[s].sum()) for s, m in bounded.items()}
-        self.codec.decode({s: messages[s][:-1] for s in bounded}, lengths, outs, what)
+        packed_ones = [s for s in bounded if kinds[s] & PACKED]
+        payloads = {s: messages[s][:-1] for s in bounded}
+        self.codec.decode(payloads, lengths, outs, what, packed_ones=packed_ones)
         for source, mask in bounded.items():
             if mask is not None:
                 slices[source].zero_().masked_scatter_(mask.view(-1), outs[source])
@@ -241,7 +243,7 @@ class VectorMessages:
             out.masked_scatter_(mask.view(-1), values)
 
     def _check_kind(self, kind: int, source: int) -> None:
-        if not 0 <= kind <= BOUNDED | _MASKED:
+        if not 0 <= kind <= BOUNDED | _MASKED | PACKED or kind & (BOUNDED | PACKED) == PACKED:
             what = "no message" if kind < 0 else f"a message of unknown kind {kind}"
             raise PayloadError(f"{self.codec.name}: {what} from rank {source} of the group")
 

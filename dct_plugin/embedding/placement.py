@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -61,3 +65,14 @@ def check_placement(
             f"placement {placed} does not put each of {len(tables)} tables on one of {world_size} ranks"
         )
     return placed
+
+
+def seed_of_tables() -> int:
+    """Draw the seed of all tables from the global generator, once for a model."""
+    return int(torch.randint(2**62, ()))
+
+
+def draw_table(table: Tensor, number: int, seed: int) -> Tensor:
+    """Fill a table, [rows, dim], uniformly in ``+-1/sqrt(rows)``, by its number and the seed of all."""
+    limit = 1.0 / math.sqrt(len(table))
+    return table.uniform_(-limit, limit, generator=torch.Generator().manual_seed(seed + number))

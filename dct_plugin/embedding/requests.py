@@ -58,7 +58,7 @@ class BatchLookup(NamedTuple):
 
 class RequestExchange:
     """Builds the requests of one set of sharded tables for a batch, sends them, and receives those of all
-    ranks. They are written and read on the host.
+    ranks. Distinct rows are found where the ids are; requests are written and read on the host.
 
     Args:
         cardinalities: Rows of each table.
@@ -102,7 +102,7 @@ class RequestExchange:
             self.base[tables] = first_rows[:-1]
 
     def build(self, categorical: Tensor | Sequence[Bags]) -> BatchLookup:
-        """Build the requests of this rank's samples, on the host.
+        """Build the requests of this rank's samples.
 
         Args:
             categorical: int [B, F]; or int [B, F, L]; or one :class:`Bags` per table.
@@ -114,7 +114,7 @@ class RequestExchange:
         if self.deduplicates and isinstance(categorical, Tensor) and categorical.dim() == 2:
             if categorical.shape[1] != len(self.limits):
                 raise ValueError(_shape_error(categorical, len(self.limits)))
-            return self._distinct_rows(_on_host(categorical).contiguous())
+            return self._distinct_rows(categorical.to(torch.int64).contiguous())
         return self._bags(_as_bags(categorical, len(self.limits)))
 
     def ids_to_peers(self, lookup: BatchLookup) -> int:
@@ -219,8 +219,7 @@ class RequestExchange:
                     zip(lookup.requests, self.first_rows, strict=True)
                 )
             ]
-            if device.type != "cpu":
-                lookup = lookup.to(device)
+            lookup = lookup.to(device)
         timer.lap()
         received = transport.all_to_all(
             [to_device(message, device) for message in messages],

@@ -9,7 +9,6 @@ rank, by autograd.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels.embedding import add_rows
 from ..metrics import Metrics
 from .embedding_exchange import EmbeddingExchange, Route
-from .placement import Table, check_placement
+from .placement import Table, check_placement, draw_table, seed_of_tables
 from .request_message import Bags, RowRequest
 from .requests import BatchLookup, RequestExchange
 from .timer import ExchangeTimer
@@ -71,8 +70,8 @@ class ShardedTables(nn.Module):
         metrics: Records bytes and times; see :class:`EmbeddingExchange`. Requests are ``embedding_ids``.
         kernels: ``dct.kernels``; the defaults when None.
 
-    Initial rows are uniform in ``+-1/sqrt(rows)``, drawn from the global generator table by table: every rank
-    draws all tables and keeps its own, so the model does not depend on the number of ranks.
+    Every rank draws its own tables alone, and the model does not depend on the number of ranks
+    (:func:`~dct_plugin.embedding.placement.draw_table`).
     """
 
     def __init__(
@@ -126,7 +125,9 @@ class ShardedTables(nn.Module):
             name=name,
             kernels=kernels,
         )
-        self._initialise()
+        seed = seed_of_tables()
+        for number, table in zip(own, self.shard.tables(), strict=True):
+            draw_table(table, number, seed)
 
     @property
     def embedding_exchange(self) -> EmbeddingExchange:
@@ -152,14 +153,6 @@ class ShardedTables(nn.Module):
     def end_step(self) -> None:
         """Count an optimizer step, if the optimizer is not followed (:meth:`follow`)."""
         self.embedding_exchange.end_step()
-
-    def _initialise(self) -> None:
-        own = dict(zip(self.placement[self.rank], self.shard.tables(), strict=True))
-        for number, rows in enumerate(self.cardinalities):
-            limit = 1.0 / math.sqrt(rows)
-            drawn = torch.empty(rows, self.dim).uniform_(-limit, limit)
-            if number in own:
-                own[number].copy_(drawn)
 
     # -- forward ---
 

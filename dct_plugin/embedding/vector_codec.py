@@ -1,13 +1,14 @@
 """Coding of the numbers of a message: error-bounded codes, or values of one floating type.
 
 A message is a payload and one byte that says how to read it. Error-bounded codes (Feng et al., SC 2024,
-arXiv:2407.04272; :mod:`~dct_plugin.kernels.embedding` has the format) of all ranks are written in one
-call, and read in one call, on the host: ``|x - decoded| <= bound`` holds for every entry.
+arXiv:2407.04272) of all ranks are written in one call, and read in one call: ``|x - decoded| <= bound`` holds
+for every entry. Kernels of the host code entropy (:mod:`~dct_plugin.kernels.embedding`); with others, codes
+have a fixed number of bits per table (:mod:`~dct_plugin.kernels.packed`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,12 +20,12 @@ from ..codecs.values import ValueDtype
 from ..compression.stream import encode_all
 from ..config import EmbeddingChannelConfig
 from ..errors import PayloadError
-from ..kernels import Backend
+from ..kernels import Backend, packed
 from ..kernels import embedding as kernels
 from ..kernels.embedding import Encoded, IntArray, Outgoing
 
-#: Bit of a message's last byte: the payload holds error-bounded codes.
-BOUNDED = 1
+#: Bits of a message's last byte: the payload holds error-bounded codes, in a fixed number of bits per table.
+BOUNDED, PACKED = 1, 4
 #: Picoseconds per bit at 1 Mbit/s: any code's work is worth its bits.
 _SLOWEST = 1_000_000
 
@@ -62,14 +63,10 @@ class VectorCodec:
 
     # -- error-bounded codes ---
 
-    def to_code(self, flat: Tensor) -> Tensor:
-        """Return ``flat`` in fp32 on the host, where it is coded."""
-        return flat.to("cpu", torch.float32)
-
     def encode(
         self, parts: Mapping[int, Outgoing], *, relative: float | None = None, decoded: bool = False
     ) -> dict[int, Encoded]:
-        """Quantise and code segments of entries (:meth:`to_code`), by rank.
+        """Quantise and code segments of entries, by rank.
 
         Args:
             relative: Bounds relative to the root mean square of each segment, in place of those of ``parts``.
@@ -78,6 +75,10 @@ class VectorCodec:
         if not parts:
             return {}
         outgoing = list(parts.values())
+        backend = self.backend(outgoing[0].x.device)
+        if not backend.codes_entropy:
+            outgoing = [part._replace(kind=part.kind | PACKED) for part in outgoing]
+            return dict(zip(parts, packed.encode(backend, outgoing, relative), strict=True))
         if relative is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 bounds = [relative * square**0.5 for square in kernels.mean_squares(outgoing)]
@@ -91,29 +92,29 @@ class VectorCodec:
         lengths: Mapping[int, IntArray],
         outs: Mapping[int, Tensor],
         what: str = "message",
+        *,
+        packed_ones: Collection[int] = (),
     ) -> None:
-        """Decode payloads of error-bounded codes, by rank, into ``outs``, fp32 on any device.
+        """Decode payloads of error-bounded codes, by rank, into ``outs``, fp32.
 
         Args:
             lengths: int64 [segments], entries of each segment.
             what: Name of the payloads in errors.
+            packed_ones: The ranks whose codes have a fixed number of bits per table.
 
         Raises:
             PayloadError: A payload is damaged, or not of these segments; names the rank.
         """
-        sources = list(payloads)
-        if not sources:
-            return
-        hosts = [outs[s] if outs[s].device.type == "cpu" else torch.empty(len(outs[s])) for s in sources]
-        found = [payloads[s].cpu() for s in sources]
-        faults = kernels.decode(found, [lengths[s] for s in sources], hosts)
-        for source, fault in zip(sources, faults, strict=True):
-            if fault is not None:
-                with self.blame(what, source):
-                    raise PayloadError(fault)
-        for source, host in zip(sources, hosts, strict=True):
-            if host is not outs[source]:
-                outs[source].copy_(host)
+        for sources in ([s for s in payloads if s not in packed_ones], list(packed_ones)):
+            each = [payloads[s] for s in sources], [lengths[s] for s in sources], [outs[s] for s in sources]
+            if sources and sources[0] in packed_ones:
+                faults = packed.decode(self.backend(each[2][0].device), *each)
+            else:
+                faults = kernels.decode(*each)
+            for source, fault in zip(sources, faults, strict=True):
+                if fault is not None:
+                    with self.blame(what, source):
+                        raise PayloadError(fault)
 
     # -- values of one floating type ---
 

@@ -46,6 +46,7 @@ class Backend(ABC):
             travel in slots: :meth:`write_slots` and :meth:`sum_slots`.
         message_entries: Entries sent that are worth a message of their own. While it travels, the next one is
             made.
+        codes_entropy: Whether error-bounded codes have an entropy stage (:mod:`.embedding`), on the host.
         encodings: The index encodings that it writes; it takes the smallest.
         value_dtypes: The types of values that it writes.
     """
@@ -54,6 +55,7 @@ class Backend(ABC):
     batches: ClassVar[bool] = False
     lengths_on_host: ClassVar[bool] = True
     message_entries: ClassVar[float] = 50_000
+    codes_entropy: ClassVar[bool] = False
     encodings: Collection[IndexEncoding] = tuple(CODECS)
     value_dtypes: ClassVar[Collection[ValueDtype]] = tuple(ValueDtype)
 

@@ -84,6 +84,8 @@ class CpuBackend(Backend):
 
     name = "cpu"
 
+    codes_entropy = True
+
     def __init__(self, threads: int | None = None) -> None:
         self._library = Library(_SIGNATURES)
         self._call, self.path = self._library.call, self._library.path

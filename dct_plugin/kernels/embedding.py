@@ -36,6 +36,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..codecs.copies import to_device, to_host
 from .library import Library, fields, passed
 
 #: Picoseconds of writing and reading a Rice code beyond those of a packed one: what a bit less is weighed
@@ -66,7 +67,7 @@ class Outgoing(NamedTuple):
     """Vectors or gradients for one rank.
 
     Attributes:
-        x: fp32 [numel] on the host, contiguous: segments one after the other.
+        x: fp32 [numel], contiguous, here on the host: segments one after the other.
         lengths: int64 [segments], entries of each.
         bounds: Absolute error bounds, float64 [segments], >= 0.
         send: Whether a message is wanted; what stays here is only rounded.
@@ -265,7 +266,7 @@ def _threads(messages: int) -> int:
     return min(torch.get_num_threads(), messages)
 
 
-# -- ids and rows: in plain torch, too, where nothing is compiled ---
+# -- ids and rows: in plain torch, too, on devices and where nothing is compiled ---
 
 
 def distinct_rows(
@@ -280,14 +281,14 @@ def distinct_rows(
         base: int64 [columns], added to a column's rows.
 
     Returns:
-        rows int64 [total] in that order, how many of each column int64 [columns] in that order, and for
-        every id the position of its row, int64 [samples, columns].
+        rows int64 [total] in that order, how many of each column int64 [columns] in that order, both on the
+        host; and for every id the position of its row, int64 [samples, columns], on the device of ``ids``.
 
     Raises:
         OutOfRange: An id is negative or not below its limit.
     """
     library, (samples, columns) = _library(), ids.shape
-    if isinstance(library, OSError):
+    if isinstance(library, OSError) or ids.device.type != "cpu":
         return distinct_rows_in_torch(ids, order, limits, base)
     rows, positions = torch.empty(samples * columns, dtype=torch.int64), torch.empty_like(ids)
     counts, fault = np.empty(columns, dtype=np.int64), np.zeros(2, dtype=np.int64)
@@ -303,18 +304,23 @@ def distinct_rows(
 def distinct_rows_in_torch(
     ids: Tensor, order: IntArray, limits: IntArray, base: IntArray
 ) -> tuple[Tensor, IntArray, Tensor]:
-    """Do what :func:`distinct_rows` does."""
-    rows, counts = [torch.empty(0, dtype=torch.int64)], np.empty(len(order), dtype=np.int64)
-    positions = torch.empty_like(ids)
-    for at, column in enumerate(order.tolist()):
-        wrong = (ids[:, column] < 0) | (ids[:, column] >= int(limits[column]))
-        if bool(wrong.any()):
-            raise OutOfRange(column, int(ids[wrong, column][0]))
-        distinct, inverse = torch.unique(ids[:, column], return_inverse=True)
-        positions[:, column] = inverse + int(counts[:at].sum())
-        rows.append(distinct + int(base[column]))
-        counts[at] = len(distinct)
-    return torch.cat(rows), counts, positions
+    """Do what :func:`distinct_rows` does, on the device of ``ids``, of which the distinct rows are read."""
+    starts = np.cumsum(limits[order]) - limits[order]
+    described = torch.from_numpy(np.stack([order, limits[order], starts, base[order] - starts]))
+    columns, limit, start, shift = to_device(described, ids.device)
+    ids = ids[:, columns]
+    wrong = (ids < 0) | (ids >= limit)
+    distinct, inverse = torch.unique(torch.where(wrong, 0, ids) + start, return_inverse=True)
+    column = torch.searchsorted(start, distinct, right=True) - 1
+    at = wrong.t().reshape(-1).to(torch.uint8).argmax() if wrong.numel() else column.new_zeros(())
+    first = torch.stack([at, ids.t().reshape(-1)[at], wrong.any()]) if wrong.numel() else column.new_zeros(3)
+    read = to_host(torch.cat([first, torch.searchsorted(distinct, start), distinct + shift[column]]))
+    (at, found, is_wrong), edges, rows = read.split([3, len(order), len(distinct)])
+    if is_wrong:
+        raise OutOfRange(int(order[int(at) // len(ids)]), int(found))
+    positions = torch.empty_like(inverse)
+    positions[:, columns] = inverse
+    return rows, np.diff(edges.numpy(), append=len(rows)), positions
 
 
 def add_rows(out: Tensor, rows: Tensor, x: Tensor) -> None:

@@ -37,10 +37,12 @@ def make(world_size: int, **options: Any) -> ShardedTables:
 def whole_tables() -> list[Tensor]:
     """The tables every rank draws."""
     torch.manual_seed(3)
-    return [
-        torch.empty(rows, DIM).uniform_(-1 / math.sqrt(rows), 1 / math.sqrt(rows)).requires_grad_()
-        for rows in CARDINALITIES
-    ]
+    seed = int(torch.randint(2**62, ()))
+    tables = []
+    for number, rows in enumerate(CARDINALITIES):
+        generator, limit = torch.Generator().manual_seed(seed + number), 1 / math.sqrt(rows)
+        tables.append(torch.empty(rows, DIM).uniform_(-limit, limit, generator=generator).requires_grad_())
+    return tables
 
 
 def draw(kind: str, step: int, batch: int = BATCH) -> list[Bags]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+from dct_plugin.embedding.placement import draw_table, seed_of_tables
 
 
 class EmbeddingTables(nn.Module):
@@ -24,10 +25,9 @@ class EmbeddingTables(nn.Module):
         self.first_rows: Tensor
         first_rows = torch.tensor([0, *cardinalities[:-1]]).cumsum(0)
         self.register_buffer("first_rows", first_rows, persistent=False)
-        with torch.no_grad():
-            for table in self.weight.split(list(cardinalities)):
-                bound = 1 / math.sqrt(len(table))
-                table.uniform_(-bound, bound)
+        seed = seed_of_tables()
+        for number, table in enumerate(self.weight.detach().split(list(cardinalities))):
+            draw_table(table, number, seed)
 
     def forward(self, categorical: Tensor) -> Tensor:
         """int [B, F] -> [B, F, dim]."""

@@ -1,0 +1,167 @@
+"""Error-bounded codes in a fixed number of bits per table: the values of the compiled kernels' codes.
+
+The reference runs, and Triton's interpreter in place of a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import numpy as np
+import pytest
+import torch
+from support.host_reads import HostReads
+from torch import Tensor
+
+from dct_plugin.codecs import planes
+from dct_plugin.config import EmbeddingChannelConfig
+from dct_plugin.embedding.messages import VectorBlock, VectorMessages
+from dct_plugin.embedding.vector_codec import VectorCodec
+from dct_plugin.kernels import embedding, packed
+from dct_plugin.kernels.backend import Backend
+from dct_plugin.kernels.embedding import Outgoing
+from dct_plugin.kernels.reference import ReferenceBackend
+
+LENGTHS = [np.array([40, 7, 0, 64, 16]), np.array([8]), np.array([3, 24])]
+BOUNDS = [np.array([0.01, 0.3, 0.1, 1e-9, 0.02]), np.array([5.0]), np.array([0.1, 0.0])]
+
+
+def backends() -> list[Backend]:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return [ReferenceBackend()]
+    triton = pytest.importorskip("dct_plugin.kernels.triton.backend")
+    return [ReferenceBackend(), triton.TritonBackend()]
+
+
+def parts(poisoned: int | None = None) -> list[Outgoing]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for number, (lengths, bounds) in enumerate(zip(LENGTHS, BOUNDS, strict=True)):
+        x = torch.randn(int(lengths.sum()), generator=generator)
+        x[-16:-12] = 0.0
+        if number == 0:
+            x[-16:] = 0.0
+        if number == poisoned:
+            x[3] = torch.inf
+        made.append(Outgoing(x, lengths, bounds, send=number != 1, kind=5))
+    return made
+
+
+@pytest.mark.parametrize("relative", [None, 0.1])
+@pytest.mark.parametrize("poisoned", [None, 0, 1])
+def test_the_values_of_the_compiled_codes(relative: float | None, poisoned: int | None) -> None:
+    sent = parts(poisoned)
+    oracle = sent
+    if relative is not None:
+        with np.errstate(all="ignore"):
+            squares = [relative * each**0.5 for each in embedding.mean_squares(sent)]
+        oracle = [part._replace(bounds=each) for part, each in zip(sent, squares, strict=True)]
+    expected = embedding.encode(oracle, 0, decoded=True)
+    messages: list[list[Tensor]] = []
+    for backend in backends():
+        with HostReads() as reads:
+            found = packed.encode(backend, sent, relative)
+        assert reads.places == ["codecs/copies.py:cpu", "kernels/packed.py:numpy"]  # one copy
+        assert [each.message is None for each in found] == [False, True, False]
+        for number, (part, one, other) in enumerate(zip(sent, found, expected, strict=True)):
+            assert one.decoded is not None
+            if number == poisoned:  # the segment crosses as it is
+                assert torch.equal(one.decoded[: LENGTHS[number][0]], part.x[: LENGTHS[number][0]])
+            elif relative is None:
+                assert other.decoded is not None
+                assert torch.equal(one.decoded, other.decoded)
+            else:  # sums have another order
+                assert other.decoded is not None
+                assert torch.allclose(one.decoded, other.decoded, rtol=0.02)
+        messages.append([each.message for each in found if each.message is not None])
+        outs = [torch.full((sent[number].x.numel(),), 7.0) for number in (0, 2)]
+        payloads = [message[:-1] for message in messages[-1]]
+        with HostReads() as reads:
+            faults = packed.decode(backend, payloads, [LENGTHS[0], LENGTHS[2]], outs)
+        assert reads.places == ["codecs/copies.py:cpu", "kernels/packed.py:numpy"]
+        assert faults == [None, None]
+        for out, number in zip(outs, (0, 2), strict=True):
+            decoded = found[number].decoded
+            assert decoded is not None
+            assert torch.equal(out, decoded)
+    for others in messages[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(messages[0], others, strict=True))
+
+
+def test_the_bytes_of_a_message() -> None:
+    message = packed.encode(ReferenceBackend(), parts()[2:])[0].message
+    assert message is not None
+    data = bytes(message.tolist())
+    # Bits of both tables, of which the second is not coded; half step widths; planes.
+    assert data[:2] == bytes([3, 32])
+    half = torch.frombuffer(bytearray(data[2:6]), dtype=torch.bfloat16).float()
+    assert half.tolist() == pytest.approx([0.0996, 0.0], abs=1e-4)
+    x = parts()[2].x
+    numbers = torch.cat([(x[:3] / (2 * half[0])).round().to(torch.int32), torch.zeros(5, dtype=torch.int32)])
+    described = torch.tensor([3, 32]), torch.tensor([1, 3])
+    rows = torch.cat([numbers, x[3:].view(torch.int32)]).view(-1, 8)
+    assert data[6:-5] == bytes(planes.pack(rows, *described, 3 + 96).tolist())
+    check = sum(byte * (2 * at + 1) for at, byte in enumerate(data[:-5])) % 2**32
+    assert data[-5:] == check.to_bytes(4, "little") + b"\x05"
+    assert hashlib.sha256(data).hexdigest()[:16] == "e6c0be4d8ae6f5c0"
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_an_exchange_looks_at_the_device_three_times_whatever_the_number_of_ranks(ranks: int) -> None:
+    """At bits when messages are written; at last bytes, and at heads, when they are read. (Codes of the host
+    would take a copy of the vectors to each rank, and of each rank's message.)
+    """
+    config = EmbeddingChannelConfig.of({"error_bound": 0.1, "gradient_bound": 0.1})
+    rows, x = [[3, 2]] * ranks, [torch.randn(5, 16) for _ in range(ranks)]
+    bounds = np.array([0.05, 0.1])
+    for backend in backends():
+        codec = VectorCodec(config, name="t", backend=lambda _, backend=backend: backend)
+        messages = VectorMessages(codec, 16)
+        blocks = [VectorBlock(each, count, None, bounds) for each, count in zip(x, rows, strict=True)]
+        none: list[Tensor | None] = [None] * ranks
+        with HostReads() as reads:
+            sent = messages.encode(blocks, 0)
+            got, _ = messages.decode(sent.data, 0, sent.own, rows)
+            answers = messages.encode_gradients(x, 0, rows, none, quantised=True)
+            back, _ = messages.decode(answers.data, 0, answers.own, rows, none)
+        copied = ["codecs/copies.py:cpu", "kernels/packed.py:numpy"]  # the second one of what is on the host
+        assert reads.places == [*copied, "embedding/messages.py:tolist", *copied] * 2
+        assert float((got - torch.cat(x)).abs().max()) <= 0.1
+        assert float((back - torch.cat(x)).abs().max()) <= 0.15
+
+
+def test_distinct_rows_are_found_where_the_ids_are() -> None:
+    ids = torch.tensor([[3, 0], [1, 0], [3, 6]])
+    order, limits, base = (np.array(each) for each in ([1, 0], [4, 7], [0, 0]))
+    with HostReads() as reads:
+        rows, counts, positions = embedding.distinct_rows_in_torch(ids, order, limits, base)
+    # How many there are, then they themselves; the rest reads that copy.
+    assert reads.places[:2] == ["kernels/embedding.py:unique", "codecs/copies.py:cpu"]
+    assert set(reads.places[2:]) <= {"kernels/embedding.py:__bool__", "kernels/embedding.py:numpy"}
+    assert (rows.tolist(), counts.tolist()) == ([0, 6, 1, 3], [2, 2])
+    assert positions.tolist() == [[3, 0], [2, 0], [3, 1]]
+
+
+def test_damage_is_named() -> None:
+    sent = parts()
+    message = packed.encode(ReferenceBackend(), sent)[0].message
+    assert message is not None
+
+    def read(data: Tensor, sizes: np.ndarray = LENGTHS[0]) -> str:
+        out = torch.full((int(sizes.sum()),), 7.0)
+        (fault,) = packed.decode(ReferenceBackend(), [data], [sizes], [out])
+        assert fault is not None
+        assert (out == 7).all()
+        return fault
+
+    payload = message[:-1]
+    for at in range(len(payload)):
+        changed = payload.clone()
+        changed[at] ^= 1 << at % 8
+        assert read(changed) == (
+            "error-bounded payload has a wrong checksum: corrupted in transit or in memory"
+        )
+    assert read(payload[:18]) == "error-bounded payload is truncated"
+    assert "checksum" in read(payload[:-1])
+    assert read(payload, LENGTHS[0] + 8) == "error-bounded payload is not of these segments"
