@@ -86,15 +86,7 @@ class Quantiser(NamedTuple):
         if self.bits not in _BEST_STEP:
             return spanning
         best = _stored(table.square().mean(dim=1, keepdim=True).sqrt_() * _BEST_STEP[self.bits])
-        errors = [
-            (_codes(table, step, levels) - (levels - 1) / 2)
-            .mul_(step)
-            .sub_(table)
-            .square_()
-            .sum(dim=1, keepdim=True)
-            for step in (spanning, best)
-        ]
-        return torch.where(errors[1] < errors[0], best, spanning)
+        return _better(table, levels, spanning, best)
 
 
 def round_rows(x: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,23 +100,26 @@ def round_rows(x: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
         Whole numbers, int32 [rows, n], and the distance of levels, fp32 [rows, 1], of bf16; a value is
         ``(number + 0.5) * distance``.
     """
-    half = torch.exp2(bits - 1.0).unsqueeze(1)
-    table = [_BEST_STEP.get(each, 0.0) for each in range(11)]
-    best = x.square().mean(dim=1).sqrt_() * torch.tensor(table).to(x.device)[bits]
-    best = torch.where(bits == 1, x.abs().mean(dim=1) * 2, best).unsqueeze(1)
-    steps = [_stored(x.abs().amax(dim=1, keepdim=True) / half), _stored(best)]
-    numbers = [
-        (x / step.clamp_min(torch.finfo(torch.float32).tiny)).floor_().maximum(-half).minimum(half - 1)
-        for step in steps
-    ]
+    levels = torch.exp2(bits.to(torch.float32)).unsqueeze(1)
+    factors = torch.tensor([_BEST_STEP.get(each, 0.0) for each in range(11)]).to(x.device)[bits]
+    best = torch.where(bits == 1, x.abs().mean(dim=1) * 2, x.square().mean(dim=1).sqrt_() * factors)
+    spanning = x.abs().amax(dim=1, keepdim=True) * (2 / levels)
+    step = _better(x, levels, _stored(spanning), _stored(best.unsqueeze(1)))
+    numbers = (_codes(x, step, levels) - levels / 2).to(torch.int32)
+    return numbers, torch.where(levels > 1, step, 0.0)
+
+
+def _better(table: Tensor, levels: int | Tensor, spanning: Tensor, best: Tensor) -> Tensor:
+    """Return the distance of levels, of two, that leaves the smaller squared error of each row."""
     errors = [
-        ((number + 0.5).mul_(step).sub_(x)).square_().sum(dim=1, keepdim=True)
-        for number, step in zip(numbers, steps, strict=True)
+        (_codes(table, step, levels) - (levels - 1) / 2)
+        .mul_(step)
+        .sub_(table)
+        .square_()
+        .sum(dim=1, keepdim=True)
+        for step in (spanning, best)
     ]
-    better = errors[1] < errors[0]
-    step = torch.where(better, steps[1], steps[0])
-    number = torch.where(better, numbers[1], numbers[0]).to(torch.int32)
-    return number, torch.where(bits.unsqueeze(1) > 0, step, 0.0)
+    return torch.where(errors[1] < errors[0], best, spanning)
 
 
 def _stored(step: Tensor) -> Tensor:
@@ -132,10 +127,10 @@ def _stored(step: Tensor) -> Tensor:
     return step.to(torch.bfloat16).to(torch.float32)
 
 
-def _codes(table: Tensor, step: Tensor, levels: int) -> Tensor:
+def _codes(table: Tensor, step: Tensor, levels: int | Tensor) -> Tensor:
     """Return the number of each value's level, fp32; a step of zero has no levels."""
     scaled = table / step.clamp_min(torch.finfo(torch.float32).tiny)
-    return scaled.add_(levels / 2).floor_().clamp_(0, levels - 1)
+    return scaled.add_(levels / 2).floor_().clamp_min_(0).clamp_max_(levels - 1)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

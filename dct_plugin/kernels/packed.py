@@ -86,7 +86,9 @@ def decode(
     read = to_host(torch.cat([widths, halves, *damaged])).numpy()
     bits = read[:count].astype(np.int64)
     valid = ((bits <= _MOST_BITS) | (bits == _RAW)) & (read[count : 3 * count].view("<u2") < 0x7F00)
-    planes_of = [int(each.sum()) for each in segments.split(np.where(valid, bits * segments.host_groups, -1))]
+    planes_of = [
+        int(each.sum()) for each in segments.split(np.where(valid, bits * segments.host_groups, -(2**40)))
+    ]
     faults: list[str | None] = [
         _fault("has a wrong checksum: corrupted in transit or in memory")
         if wrong
