@@ -267,12 +267,9 @@ class _State:
         assert self.scatter is not None
         trace, hidden = self.scatter.trace(), self.scatter.shape[0]
         usable = torch.isfinite(self.scatter).all() & (trace > 0)
-        if self.covariance is None:
-            before = torch.eye(hidden, device=trace.device) / hidden
-            after = self.scatter / trace
-        else:
-            before = to_device(self.covariance, trace.device)
-            after = before.lerp(self.scatter / trace, 1 - _DECAY)
+        known, unknown = self.covariance, torch.eye(hidden, device=trace.device) / hidden
+        before = unknown if known is None else to_device(known, trace.device)
+        after = before.lerp(self.scatter / trace, 1.0 if known is None else 1 - _DECAY)
         self.covariance = torch.where(usable, after, before)
 
     def state_dict(self) -> dict[str, Any]:
