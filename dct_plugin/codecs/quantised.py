@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
+from .copies import to_device
 
 #: Best distance of equally spaced levels for normal values of variance 1; more bits span the group.
 _BEST_STEP = {1: 1.596, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0569}
@@ -101,8 +102,10 @@ def round_rows(x: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
         ``(number + 0.5) * distance``.
     """
     levels = torch.exp2(bits.to(torch.float32)).unsqueeze(1)
-    factors = torch.tensor([_BEST_STEP.get(each, 0.0) for each in range(11)]).to(x.device)[bits]
-    best = torch.where(bits == 1, x.abs().mean(dim=1) * 2, x.square().mean(dim=1).sqrt_() * factors)
+    table = torch.tensor([_BEST_STEP.get(each, 0.0) for each in range(11)])
+    best = torch.where(
+        bits == 1, x.abs().mean(dim=1) * 2, x.square().mean(dim=1).sqrt_() * to_device(table, x.device)[bits]
+    )
     spanning = x.abs().amax(dim=1, keepdim=True) * (2 / levels)
     step = _better(x, levels, _stored(spanning), _stored(best.unsqueeze(1)))
     numbers = (_codes(x, step, levels) - levels / 2).to(torch.int32)

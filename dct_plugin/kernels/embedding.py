@@ -312,8 +312,10 @@ def distinct_rows_in_torch(
     wrong = (ids < 0) | (ids >= limit)
     distinct, inverse = torch.unique(torch.where(wrong, 0, ids) + start, return_inverse=True)
     column = torch.searchsorted(start, distinct, right=True) - 1
-    at = wrong.t().reshape(-1).to(torch.uint8).argmax() if wrong.numel() else column.new_zeros(())
-    first = torch.stack([at, ids.t().reshape(-1)[at], wrong.any()]) if wrong.numel() else column.new_zeros(3)
+    first = column.new_zeros(3)
+    if wrong.numel():
+        at = wrong.t().reshape(-1).to(torch.uint8).argmax(dim=0, keepdim=True)
+        first = torch.cat([at, ids.t().reshape(-1).index_select(0, at), wrong.any().view(1)])
     read = to_host(torch.cat([first, torch.searchsorted(distinct, start), distinct + shift[column]]))
     (at, found, is_wrong), edges, rows = read.split([3, len(order), len(distinct)])
     if is_wrong:

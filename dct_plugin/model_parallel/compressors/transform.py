@@ -105,7 +105,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
             state.age += 1
             state.peers |= state.arrived
             if state.scatter is not None:
-                with self._side.queue(state.scatter):
+                with self._side.queue(state.scatter, *(state.own or ())):
                     state.update_covariance()
                     if self._sends_directions(state):
                         assert state.covariance is not None
@@ -172,7 +172,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
         for _ in range(_ITERATIONS if before is None else _MORE_ITERATIONS):
             basis = torch.linalg.qr(covariance @ basis)[0]
         variances = ((covariance @ basis) * basis).sum(dim=0).clamp_min(0.0)
-        earned = variances.unsqueeze(1) * -torch.tensor(_LEFT).diff().to(device)
+        earned = variances.unsqueeze(1) * -to_device(torch.tensor(_LEFT).diff(), device)
         taken = earned.reshape(-1).topk(sizes.bits).indices // _MOST_BITS
         bits = torch.zeros(sizes.directions, dtype=torch.int64, device=device)
         bits.index_add_(0, taken, torch.ones_like(taken))
