@@ -34,7 +34,7 @@ _CHOICES = ("sockets", "gloo")
 
 #: Seconds for all connections of a rank, and for one caller to prove who it is.
 _CONNECT, _HANDSHAKE = 15.0, 5.0
-#: Callers that are served at the same time, and that wait to be.
+#: Callers that wait to be served.
 _MOST_CALLERS = 256
 #: Bytes of a rank's JSON: its choice, its addresses and its token.
 _INVITATION_BYTES = 1024
@@ -152,12 +152,12 @@ class _Rendezvous:
         self._problems: dict[int, str] = {}
         self._behind = set(range(position + 1, len(ranks)))
         self._all_answered = asyncio.Event()
-        self._places = asyncio.Semaphore(_MOST_CALLERS)
 
     async def connect(self, listeners: Sequence[socket.socket], seconds: float) -> None:
         """Connect for so many seconds at most. Never raises: :meth:`reason` says what is missing."""
         until = time.monotonic() + seconds
-        serving = [asyncio.create_task(self._serve(listener)) for listener in listeners]
+        for listener in listeners:
+            await asyncio.start_server(self._answer, sock=listener)
         calling = [asyncio.create_task(self._call(position, until)) for position in range(self._position)]
         if not self._behind:
             self._all_answered.set()
@@ -166,7 +166,7 @@ class _Rendezvous:
         unfinished = asyncio.all_tasks() - {asyncio.current_task()}
         for task in unfinished:
             task.cancel()
-        await asyncio.gather(*serving, *calling, *unfinished, return_exceptions=True)
+        await asyncio.gather(*calling, *unfinished, return_exceptions=True)
 
     def reason(self) -> str:
         """Return why this rank is not connected to all others; empty if it is."""
@@ -196,88 +196,54 @@ class _Rendezvous:
                 return
             except asyncio.TimeoutError:
                 failed.append(f"{address} port {port}: no answer")
-            except OSError as error:
+            except (OSError, EOFError) as error:
                 failed.append(f"{address} port {port}: {error}")
             self._problems[position] = "; ".join(failed)
 
     async def _greet(self, position: int, address: str, port: int) -> socket.socket:
-        loop, token = asyncio.get_running_loop(), bytes.fromhex(self._invitations[position]["token"])
-        connection = socket.socket(_family(address), socket.SOCK_STREAM)
-        try:
-            connection.setblocking(False)
-            await loop.sock_connect(connection, (address, port))
+        token = bytes.fromhex(self._invitations[position]["token"])
+        reader, writer = await asyncio.open_connection(address, port)
+        with contextlib.closing(writer):
             hello = _HELLO.pack(self._position, secrets.token_bytes(_NONCE))
-            await loop.sock_sendall(connection, hello)
-            nonce, proof = await _receive(connection, _NONCE), await _receive(connection, _PROOF)
+            writer.write(hello)
+            nonce, proof = await reader.readexactly(_NONCE), await reader.readexactly(_PROOF)
             if not hmac.compare_digest(proof, _proof(token, b"listener", hello, nonce)):
                 raise OSError("not the rank")
-            await loop.sock_sendall(connection, _proof(token, b"caller", hello, nonce))
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+            writer.write(_proof(token, b"caller", hello, nonce))
+            await writer.drain()
+            return _socket_of(writer)
 
-    async def _serve(self, listener: socket.socket) -> None:
-        """Answer all who call here, side by side."""
-        loop = asyncio.get_running_loop()
-        listener.setblocking(False)
-        answering: set[asyncio.Task[None]] = set()  # asyncio alone would not keep them alive
-        while True:
-            await self._places.acquire()
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError:  # for example out of descriptors
-                self._places.release()
-                await asyncio.sleep(0.05)
-                continue
-            task = asyncio.create_task(self._answer(connection))
-            answering.add(task)
-            task.add_done_callback(answering.discard)
-
-    async def _answer(self, connection: socket.socket) -> None:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Keep a caller that proves to be a rank that is awaited; close the connection of a stranger."""
-        try:
-            position = await asyncio.wait_for(self._challenge(connection), _HANDSHAKE)
-        except BaseException as error:
-            connection.close()
-            if not isinstance(error, (OSError, asyncio.TimeoutError)):
-                raise
-        else:
+        with contextlib.closing(writer), contextlib.suppress(OSError, EOFError, asyncio.TimeoutError):
+            position = await asyncio.wait_for(self._challenge(reader, writer), _HANDSHAKE)
             if (earlier := self.connections.get(position)) is not None:
                 earlier.close()  # the rank has given it up, and called again
-            self.connections[position] = connection
+            self.connections[position] = _socket_of(writer)
             if self._behind <= self.connections.keys():
                 self._all_answered.set()
-        finally:
-            self._places.release()
 
-    async def _challenge(self, connection: socket.socket) -> int:
+    async def _challenge(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
         """Return the position of the caller, which proves to be that rank."""
-        connection.setblocking(False)
-        hello, nonce = await _receive(connection, _HELLO.size), secrets.token_bytes(_NONCE)
-        answer = nonce + _proof(self._token, b"listener", hello, nonce)
-        await asyncio.get_running_loop().sock_sendall(connection, answer)
+        hello, nonce = await reader.readexactly(_HELLO.size), secrets.token_bytes(_NONCE)
+        writer.write(nonce + _proof(self._token, b"listener", hello, nonce))
         position = int(_HELLO.unpack(hello)[0])
-        proof = await _receive(connection, _PROOF)
+        proof = await reader.readexactly(_PROOF)
         expected = _proof(self._token, b"caller", hello, nonce)
         if not hmac.compare_digest(proof, expected) or position not in self._behind:
             raise OSError("a stranger")
         return position
 
 
+def _socket_of(writer: asyncio.StreamWriter) -> socket.socket:
+    """Return a socket for the connection that stays open when the writer is closed."""
+    connected: socket.socket = writer.get_extra_info("socket")
+    return connected.dup()
+
+
 def _proof(token: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
     """Return what only a rank that knows the token can say, in its role of caller or listener."""
     return hmac.digest(token, role + hello + nonce, "sha256")
-
-
-async def _receive(connection: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        part = await asyncio.get_running_loop().sock_recv(connection, size - len(received))
-        if not part:
-            raise OSError("closed")
-        received += part
-    return received
 
 
 def _exchange_invitations(
