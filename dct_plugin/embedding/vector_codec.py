@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ BOUNDED, PACKED = 1, 4
 _SLOWEST = 1_000_000
 
 
+@dataclass
 class VectorCodec:
     """Codes the vectors and gradients of one embedding exchange.
 
@@ -43,17 +45,10 @@ class VectorCodec:
             smaller code is weighed for each table.
     """
 
-    def __init__(
-        self,
-        config: EmbeddingChannelConfig,
-        *,
-        name: str,
-        backend: Callable[[torch.device], Backend],
-    ) -> None:
-        self.config = config
-        self.name = name
-        self.bit_cost = _SLOWEST
-        self.backend = backend
+    config: EmbeddingChannelConfig
+    name: str
+    backend: Callable[[torch.device], Backend]
+    bit_cost: int = _SLOWEST
 
     def observe(self, nbytes: int, seconds: float) -> None:
         """Note how long an exchange took; the fastest of the last ones tells of the link."""

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -210,6 +211,7 @@ class SentParts(NamedTuple):
     received: list[Tensor]
 
 
+@dataclass
 class _BlockRoundTrip:
     """Blocks of rows to the ranks, and the others' blocks from them; the gradients go back the same ways.
 
@@ -219,41 +221,38 @@ class _BlockRoundTrip:
         arriving: Rows from each rank, which are concatenated; None: what arrives is summed up.
     """
 
-    def __init__(
-        self,
-        comm: CompressedCollectives,
-        stream: ActivationStream,
-        what: str,
-        leaving: list[int] | None,
-        arriving: list[int] | None,
-    ) -> None:
-        self._comm, self._stream, self._what = comm, stream, what
-        self._leaving, self._arriving = leaving, arriving
-        self._received: list[Any] = [None] * comm.world_size
+    comm: CompressedCollectives
+    stream: ActivationStream
+    what: str
+    leaving: list[int] | None
+    arriving: list[int] | None
+
+    def __post_init__(self) -> None:
+        self._received: list[Any] = [None] * self.comm.world_size
 
     def forward(self, tensor: Tensor) -> Tensor:
-        parts = self._parts(tensor, self._leaving)
-        sent = self._comm.send(parts, self._stream, self._what, self._arriving)
+        parts = self._parts(tensor, self.leaving)
+        sent = self.comm.send(parts, self.stream, self.what, self.arriving)
         self._sent, self._shapes = sent.kept, [part.shape for part in parts]
 
         def decode(rank: int, out: Tensor) -> None:
-            self._received[rank] = _decoded(self._stream, sent.received[rank], out, rank)
+            self._received[rank] = _decoded(self.stream, sent.received[rank], out, rank)
 
-        return self._combined(parts, self._arriving, decode)
+        return self._combined(parts, self.arriving, decode)
 
     def backward(self, gradient: Tensor) -> Tensor:
-        parts = self._parts(gradient, self._arriving)
-        messages = self._comm.send_gradients(parts, self._received, self._sent, self._shapes, self._stream)
+        parts = self._parts(gradient, self.arriving)
+        messages = self.comm.send_gradients(parts, self._received, self._sent, self._shapes, self.stream)
 
         def decode(rank: int, out: Tensor) -> None:
-            self._stream.gradients.decode(messages[rank], self._sent[rank], out, rank)
+            self.stream.gradients.decode(messages[rank], self._sent[rank], out, rank)
 
-        return self._combined(parts, self._leaving, decode)
+        return self._combined(parts, self.leaving, decode)
 
     def _parts(self, tensor: Tensor, rows: list[int] | None) -> Sequence[Tensor]:
         """Return the block for each rank."""
         tensor = tensor.contiguous()
-        return [tensor] * self._comm.world_size if rows is None else tensor.split(rows)
+        return [tensor] * self.comm.world_size if rows is None else tensor.split(rows)
 
     def _combined(
         self, parts: Sequence[Tensor], rows: list[int] | None, decode: Callable[[int, Tensor], None]
@@ -261,7 +260,7 @@ class _BlockRoundTrip:
         """Put this rank's part and what ``decode(rank, out)`` adds for the others together: in blocks of
         ``rows``, or (None) summed in fp32 and in rank order.
         """
-        own = parts[self._comm.rank]
+        own = parts[self.comm.rank]
         if rows is None:
             out = torch.zeros(own.shape, dtype=torch.float32, device=own.device)
             blocks: Sequence[Tensor] = [out] * len(parts)
@@ -269,7 +268,7 @@ class _BlockRoundTrip:
             out = own.new_zeros((sum(rows), *own.shape[1:]))
             blocks = out.split(rows)
         for rank, block in enumerate(blocks):
-            if rank != self._comm.rank:
+            if rank != self.comm.rank:
                 decode(rank, block)
             elif rows is None:
                 block.add_(own)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +30,7 @@ HINT = "dct-plugin is not installed or not active there (is TORCH_DEVICE_BACKEND
 Facts = Mapping[str, Any]
 
 
+@dataclass
 class Agreement:
     """One rank's part in an agreement on one topic.
 
@@ -40,22 +42,12 @@ class Agreement:
         hint: The likely reason, besides a crash, why a rank reports nothing.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        topic: str,
-        *,
-        rank: int,
-        world_size: int,
-        limit: float = TIME_LIMIT,
-        hint: str = HINT,
-    ) -> None:
-        self.topic = topic
-        self.rank = rank
-        self.world_size = world_size
-        self.limit = limit
-        self.hint = hint
-        self._store = store
+    store: dist.Store
+    topic: str
+    rank: int
+    world_size: int
+    limit: float = TIME_LIMIT
+    hint: str = HINT
 
     def confirm(self, facts: Facts) -> None:
         """State ``facts`` (JSON values by name) and wait until every rank has stated the same.
@@ -103,14 +95,14 @@ class Agreement:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _say(self, statement: Mapping[str, Any]) -> None:
-        self._store.set(self._key(self.rank), json.dumps(statement))
+        self.store.set(self._key(self.rank), json.dumps(statement))
 
     def _key(self, name: object) -> str:
         return f"{self.topic}/{name}"
 
     def _read(self, name: object) -> Any:
         key = self._key(name)
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def _judge(self) -> dict[str, Any]:
         """Rank 0: collect the statements, publish the verdict, return it."""
@@ -128,7 +120,7 @@ class Agreement:
             time.sleep(pause)
         fault = describe(heard, self.world_size, self.limit, self.hint)
         verdict = {"fault": fault, "present": sum("absent" not in statement for statement in heard.values())}
-        self._store.set(self._key("verdict"), json.dumps(verdict))
+        self.store.set(self._key("verdict"), json.dumps(verdict))
         return verdict
 
     def _await_verdict(self, limit: float) -> dict[str, Any]:
@@ -150,12 +142,12 @@ class Agreement:
         """Wait until everybody has read the verdict: the first to exit may take the store with it."""
         until = time.monotonic() + _FAREWELL
         key = self._key("farewell")
-        count = self._store.add(key, 1)
+        count = self.store.add(key, 1)
         for pause in _pauses():
             if count >= present or time.monotonic() >= until:
                 break
             time.sleep(pause)
-            count = self._store.add(key, 0)
+            count = self.store.add(key, 0)
 
 
 def _pauses() -> Iterator[float]:

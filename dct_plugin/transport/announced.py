@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from .base import Announced, Header, Transport
 _FAILED = -1
 
 
+@dataclass
 class AnnouncedMessages:
     """The messages of a group that were posted and not collected yet, oldest first.
 
@@ -27,21 +29,15 @@ class AnnouncedMessages:
         posts: Number of posts so far.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        transport: Callable[[], Transport],
-        guard: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
-        self.waited_ms = 0.0
-        self.posts = 0
-        self._world_size = world_size
-        self._transport = transport
-        self._guard = guard
-        self._posted: deque[tuple[Announced, int]] = deque()
-        """Messages, and the time in nanoseconds at which this rank posted them."""
-        self._left = 0
-        """Time at which the last exchange ended; 0 before the first."""
+    world_size: int
+    transport: Callable[[], Transport]
+    guard: Callable[[str], AbstractContextManager[None]]
+    waited_ms: float = 0.0
+    posts: int = 0
+    _posted: deque[tuple[Announced, int]] = field(default_factory=deque)
+    """Messages, and the time in nanoseconds at which this rank posted them."""
+    _left: int = 0
+    """Time at which the last exchange ended; 0 before the first."""
 
     @property
     def pending(self) -> int:
@@ -55,18 +51,18 @@ class AnnouncedMessages:
         announced = Announced([Header(size, fingerprint, busy) for size in sizes], messages)
         self._posted.append((announced, at))
         self.posts += 1
-        with self._guard("exchange of sizes"):
-            self._transport().post(announced)
+        with self.guard("exchange of sizes"):
+            self.transport().post(announced)
 
     def post_failure(self) -> None:
         """Tell all ranks, in place of the next messages, that this one failed."""
-        self.post([_FAILED] * self._world_size, 0, None)
+        self.post([_FAILED] * self.world_size, 0, None)
 
     def receive_headers(self) -> tuple[Announced, list[Header]]:
         """Return the oldest messages that were posted, and the headers that came from all ranks for them."""
         (announced, at), entered = self._posted.popleft(), time.perf_counter_ns()
-        with self._guard("exchange of sizes"):
-            headers = self._transport().receive_headers(announced)
+        with self.guard("exchange of sizes"):
+            headers = self.transport().receive_headers(announced)
         # Ranks leave an exchange together: all wait for the one that has worked longest since then, from when
         # they come here. Their clocks need not agree.
         now = time.perf_counter_ns()
@@ -80,15 +76,15 @@ class AnnouncedMessages:
     def receive_messages(self, announced: Announced, sizes: Sequence[int]) -> list[Tensor]:
         """Return the messages of all ranks behind the headers that were received last."""
         assert announced.messages is not None
-        with self._guard("exchange of messages"):
-            received = self._transport().receive_messages(announced.messages, sizes, more=bool(self._posted))
+        with self.guard("exchange of messages"):
+            received = self.transport().receive_messages(announced.messages, sizes, more=bool(self._posted))
         if not self._posted:
             self._left = time.perf_counter_ns()
         return received
 
     def discard(self, sizes: Sequence[int]) -> None:
         """Throw away the messages behind the last headers, and all that others send for what was posted."""
-        self._transport().discard(sizes)
+        self.transport().discard(sizes)
         with suppress(RuntimeError):  # the first error is the one to report
             self.drain()
 
@@ -98,7 +94,7 @@ class AnnouncedMessages:
             announced, headers = self.receive_headers()
             sizes = [header.size for header in headers]
             if announced.messages is None or min(sizes) < 0:  # then nobody receives it
-                self._transport().discard(sizes)
+                self.transport().discard(sizes)
             else:
                 self.receive_messages(announced, sizes)
 

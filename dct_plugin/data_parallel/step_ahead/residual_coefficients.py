@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ DECAY = 0.8
 Products = dict[str, tuple[float, float]]
 
 
+@dataclass
 class ResidualCoefficients:
     """The coefficients of a model's residuals, and the ratios of its gradients.
 
@@ -38,56 +40,50 @@ class ResidualCoefficients:
         fixed: The coefficient of all streams, in (0, 1]; None: coefficients are measured.
     """
 
-    def __init__(
-        self,
-        names: Container[str],
-        residual_of: Callable[[str], Tensor | None],
-        *,
-        world_size: int,
-        fixed: float | None,
-    ) -> None:
-        self._names, self._residual_of, self._fixed = names, residual_of, fixed
-        self._world_size = world_size
-        self._residuals: Products = {}
-        """``<own, own>`` and ``<own, mean>`` of residuals."""
-        self._gradients: Products = {}
-        """``<own, own>`` and ``<mean, mean>`` of gradients."""
-        self._measured: list[tuple[Sequence[str], Tensor]] = []
-        """Products of residuals in this step, which counts if it is not skipped; on their device."""
-        self._measured_gradients: list[tuple[Sequence[str], Tensor]] = []
-        """Products of gradients in this step."""
-        self._own_squares: dict[str, Tensor] = {}
-        """The sums of the squares of this rank's gradients in this step."""
+    names: Container[str]
+    residual_of: Callable[[str], Tensor | None]
+    world_size: int
+    fixed: float | None
+    _residuals: Products = field(default_factory=dict)
+    """``<own, own>`` and ``<own, mean>`` of residuals."""
+    _gradients: Products = field(default_factory=dict)
+    """``<own, own>`` and ``<mean, mean>`` of gradients."""
+    _measured: list[tuple[Sequence[str], Tensor]] = field(default_factory=list)
+    """Products of residuals in this step, which counts if it is not skipped; on their device."""
+    _measured_gradients: list[tuple[Sequence[str], Tensor]] = field(default_factory=list)
+    """Products of gradients in this step."""
+    _own_squares: dict[str, Tensor] = field(default_factory=dict)
+    """The sums of the squares of this rank's gradients in this step."""
 
     def of(self, name: str) -> float:
         """Return the coefficient of a residual, in [0, 1]; before it is measured, between 0.5 and 1."""
-        if self._fixed is not None:
-            return self._fixed
+        if self.fixed is not None:
+            return self.fixed
         own, mixed = self._residuals.get(name, (0.0, 0.0))
-        return min(max(mixed / own, 0.0), 1.0) if own > 0.0 else 0.5 + 0.5 / self._world_size
+        return min(max(mixed / own, 0.0), 1.0) if own > 0.0 else 0.5 + 0.5 / self.world_size
 
     def agreement(self) -> float:
         """Return how much the ranks' residuals have in common, the mean over the tensors: the number of ranks
         if they are equal, 1 if they are independent (not measured, too), less if they cancel out.
         """
         ratios = [mixed / own for own, mixed in self._residuals.values() if own > 0.0]
-        return self._world_size * sum(ratios) / len(ratios) if ratios else 1.0
+        return self.world_size * sum(ratios) / len(ratios) if ratios else 1.0
 
     def gradient_ratio(self, name: str) -> float:
         """Return the size of the ranks' mean gradient relative to the own one: from ``1 / sqrt(ranks)`` if
         gradients are noise alone, to 1 if they are equal.
         """
         own, mean = self._gradients.get(name, (0.0, 0.0))
-        return math.sqrt(min(max(mean / own, 1.0 / self._world_size), 1.0)) if own > 0.0 else 1.0
+        return math.sqrt(min(max(mean / own, 1.0 / self.world_size), 1.0)) if own > 0.0 else 1.0
 
     def due(self, names: Iterable[str], step: int) -> list[str]:
         """Return the names to measure now, the same on all ranks. A step measures a tensor once, in its first
         micro-batch.
         """
-        if self._fixed is not None or step % INTERVAL:
+        if self.fixed is not None or step % INTERVAL:
             return []
         measured = {name for names, _ in self._measured for name in names}
-        return [name for name in names if name in self._names and name not in measured]
+        return [name for name in names if name in self.names and name not in measured]
 
     def observe(self, name: str, gradient: Tensor, step: int) -> None:
         """Note the size of a gradient (1-D) of this rank before it is reduced, if it is to be measured."""
@@ -98,7 +94,7 @@ class ResidualCoefficients:
         """Return residuals at random positions, the same on all ranks: fp32 [len(names) * SAMPLES]."""
         rows = []
         for name in names:
-            residual = self._residual_of(name)
+            residual = self.residual_of(name)
             if residual is None or not residual.numel():
                 rows.append(torch.zeros(SAMPLES, device=device))
                 continue
