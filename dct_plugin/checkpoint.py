@@ -39,7 +39,13 @@ GATHERED = "dct_residuals.pt"
 #: Name of an owner's stream in the two-phase exchange: the parameter and the entries ``[start:stop)`` of it.
 _SERVER_STREAM = re.compile(r"(?P<name>.*)\[(?P<start>\d+):(?P<stop>\d+)\]\Z", re.DOTALL)
 
+_MISSING = "dct_rank_*.pt files are missing"
+
 State = dict[str, Any]
+
+
+class NoState(Exception):
+    """A checkpoint holds nothing for this rank; the text says why."""
 
 
 class Loaded(NamedTuple):
@@ -125,7 +131,7 @@ def load(
     unit: float = 1.0,
     sizes: Mapping[str, int] | None = None,
     layout: Sequence[Sequence[int]] = (),
-) -> Loaded | None:
+) -> Loaded:
     """Return this rank's state from a checkpoint of the same or another number of ranks or nodes.
 
     Args:
@@ -136,11 +142,12 @@ def load(
         layout: Ranks of each node, where their gradients are summed first.
 
     Returns:
-        A state for ``GradientReducer.load_state_dict`` and what it was made of; None when files are missing.
-        Another rank may miss files that this one sees (node-local storage), or see those of another save:
-        compare over all ranks before using it, since the step must agree.
+        A state for ``GradientReducer.load_state_dict`` and what it was made of. Another rank may miss files
+        that this one sees (node-local storage), or see those of another save: compare over all ranks before
+        using it, since the step must agree.
 
     Raises:
+        NoState: Files are missing.
         DCTError: A file cannot be read, is damaged, was written by another rank or version or in another save
             than the others, or does not fit the model; names the file and what is wrong in it.
     """
@@ -156,16 +163,17 @@ def load(
             f"(that is what {UNFINISHED} in it says)"
         )
     if not known.exists():
-        return None
+        some = any(Path(folder).glob("dct_rank_*.pt"))
+        raise NoState(_MISSING if some else "the checkpoint holds no dct_rank_*.pt files")
     content = read(known)
     saved = int(content["world_size"])
     if saved == world_size and content["state"].get("layout", []) == [list(ranks) for ranks in layout]:
         if known != own:
-            return None
+            raise NoState(_MISSING)
         _check(own, content, rank, sizes)
         return Loaded.of(in_unit(content["state"], unit / float(content["unit"])), content)
     if not all(file_of(folder, r).exists() for r in range(saved)):
-        return None
+        raise NoState(_MISSING)
     loaded = Loaded.of(reshard(_parts(known, content, sizes), unit=unit), content)
     return loaded._replace(ranks=saved)
 

@@ -30,8 +30,10 @@ def state(
 
 
 def load(folder: Path, **how: Any) -> dict[str, Any] | None:
-    found = checkpoint.load(folder, **how)
-    return None if found is None else found.state
+    try:
+        return checkpoint.load(folder, **how).state
+    except checkpoint.NoState:
+        return None
 
 
 def save_all(folder: Path, states: list[dict[str, Any]], unit: float = 1.0) -> None:

@@ -18,12 +18,7 @@ from ..codecs.index import IndexEncoding, check_positions, check_section
 from ..codecs.payload import Payload, verify_checksum
 from ..codecs.stats import Stats
 from .backend import Backend
-from .checks import (
-    naming_message,
-    open_payload,
-    scales_first,
-    split_message,
-)
+from .checks import naming_message, open_payload, scales_first, split_message
 from .job import GRAD_CODES, GRAD_DTYPES, Job, check_vector
 from .library import WRONG_HEADER, Library, check, fields, passed
 

@@ -21,13 +21,7 @@ from ..codecs.splitmix import shift_right, signed, splitmix64
 from ..codecs.stats import Stats
 from ..codecs.values import FLOAT32_MAX, decode_values, encode_values
 from .backend import Backend
-from .checks import (
-    PACK_BLOCK,
-    PACK_EXPONENTS,
-    naming_message,
-    open_payload,
-    split_message,
-)
+from .checks import PACK_BLOCK, PACK_EXPONENTS, naming_message, open_payload, split_message
 from .job import SMALLEST_TAU, Job, Tau, check_vector
 
 #: Entries that the reference packs at once: its temporaries take 40 bytes each.

@@ -14,8 +14,6 @@ from dct_plugin import cli
 from dct_plugin.cli.advise import Candidate, Figures, _best, _measured, _pasted, launch_line
 from dct_plugin.data_parallel.autotune.cost_model import Coding, CostModel, Link
 from dct_plugin.errors import ConfigError, DCTError
-from dct_plugin.integrations import autoload
-from dct_plugin.integrations.host import measured_job
 from dct_plugin.policy import Training
 from dct_plugin.policy.settings import Setting
 
@@ -36,10 +34,6 @@ def test_a_setting_pays_below_the_rate_where_both_take_as_long() -> None:
     assert there.predict(STRONG).total == pytest.approx(there.predict(DENSE).total, rel=1e-3)
     free = figures._replace(model=figures.model._replace(codings={STRONG: Coding(0.0, 0.0, 0.03)}))
     assert free.pays_below(Candidate(STRONG)) == math.inf
-
-
-def test_a_job_that_is_measured_has_one_variable() -> None:
-    assert autoload._ADVISED == measured_job.VARIABLE
 
 
 def test_quality_is_that_of_the_results() -> None:

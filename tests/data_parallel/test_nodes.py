@@ -116,7 +116,6 @@ def _spreads(rank: int, world_size: int, folder: str, per_node: int, save: bool)
         dist.barrier()
     else:
         loaded = checkpoint.load(folder, rank=rank, world_size=world_size, sizes=SIZES, layout=layout)
-        assert loaded is not None
         group.load_state_dict(loaded.state)
     owed = {name: torch.zeros(size) for name, size in SIZES.items()}
     saved = checkpoint.reshard(

@@ -47,6 +47,5 @@ def test_a_killed_rank_and_a_lost_node(tmp_path: Path) -> None:
     assert sum(residual.norm() for residual in owed.values()) > 0
     for rank in range(2):
         loaded = checkpoint.load(saved, rank=rank, world_size=2)
-        assert loaded is not None
         for name, residual in owed.items():
             torch.testing.assert_close(loaded.state["streams"][name]["residual"], residual)

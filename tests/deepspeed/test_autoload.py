@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 from support import ROOT
 
-#: One small module, and the packages in which it lies.
-STUB = ["dct_plugin", "dct_plugin.integrations", "dct_plugin.integrations.autoload"]
+#: Small modules that import the standard library alone, and the packages in which they lie.
+STUB = [
+    "dct_plugin",
+    "dct_plugin.integrations",
+    "dct_plugin.integrations.autoload",
+    "dct_plugin.integrations.deepspeed",
+    "dct_plugin.integrations.host",
+    "dct_plugin.integrations.host.measured_job",
+    "dct_plugin.integrations.host.patching",
+]
 
 #: A package that fails, changes and is subclassed at will, as the installed DeepSpeed cannot: for the import
 #: machinery alone. What needs DeepSpeed itself uses DeepSpeed itself, here and in test_deepspeed.py.
@@ -103,7 +111,7 @@ def test_the_stub_costs_its_own_modules_alone() -> None:
 
 @pytest.mark.slow
 def test_a_process_without_the_plugin_is_left_as_it_was(package: Path) -> None:
-    """One finder waits for DeepSpeed, also when somebody asks whether it is installed."""
+    """A finder waits for each of DeepSpeed's engines, also when somebody asks whether it is installed."""
     out = python(
         """
         import importlib.util, sys
@@ -124,7 +132,7 @@ def test_a_process_without_the_plugin_is_left_as_it_was(package: Path) -> None:
         path=package,
     )
     assert out.splitlines() == [
-        "['_WaitForDeepSpeed'] True True",
+        "['_Finder', '_Finder'] True True",
         "torch.utils.file_baton torch.nn.parallel.distributed",
         "False",
     ]

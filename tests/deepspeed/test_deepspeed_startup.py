@@ -153,31 +153,6 @@ def test_the_deepspeed_launcher(tmp_path: Path) -> None:
     assert first["hash"] == second["hash"]
 
 
-def test_the_module_form_where_autoload_is_off(tmp_path: Path) -> None:
-    """``python -m dct_plugin.integrations.deepspeed train.py``; without it, such a script cannot be seen."""
-    module = torchrun(
-        2, "-m", "dct_plugin.integrations.deepspeed", str(WORKER), *job(tmp_path, dct=section())
-    )
-    done = execute(module, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(json.loads((tmp_path / f"{rank}.json").read_text())["job"]["attached"] for rank in range(2))
-
-
-def test_module_form_runs_scripts_and_modules(tmp_path: Path) -> None:
-    """Arguments, name and path are what the program would have had without us."""
-    report = "import sys, json; print(json.dumps([__name__, sys.argv, sys.path[0]]))\n"
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "script.py").write_text(report)
-    (tmp_path / "module.py").write_text(report)
-    prefix = [sys.executable, "-m", "dct_plugin.integrations.deepspeed"]
-    script = json.loads(execute([*prefix, "folder/script.py", "--a", "b"], tmp_path).stdout)
-    assert script == ["__main__", ["folder/script.py", "--a", "b"], str(tmp_path / "folder")]
-    module = json.loads(execute([*prefix, "-m", "module", "--a"], tmp_path).stdout)
-    assert module[0] == "__main__"
-    assert module[1] == [str(tmp_path / "module.py"), "--a"]
-    assert execute(prefix, tmp_path).returncode != 0
-
-
 @pytest.fixture
 def support(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

@@ -12,9 +12,9 @@ import torch
 from support import processes
 
 from dct_plugin import checkpoint
+from dct_plugin.checkpoint import NoState
 from dct_plugin.config import DCTConfig
 from dct_plugin.errors import DCTError
-from dct_plugin.integrations.host.checkpoint import NoState
 from dct_plugin.integrations.megatron.checkpoint import RankCoordinates, _read, load, save
 
 #: Of the model's parameters.

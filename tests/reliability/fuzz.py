@@ -235,8 +235,8 @@ def states(generator: random.Random) -> Iterator[str]:
             data = mutated(whole, generator)
             path.write_bytes(data)
             try:
-                found = checkpoint.load(folder, rank=0, world_size=1, sizes={"a": 300, "b.weight": 40})
-                if checkpoint._sums(checkpoint.read(path)) != expected or found is None:
+                checkpoint.load(folder, rank=0, world_size=1, sizes={"a": 300, "b.weight": 40})
+                if checkpoint._sums(checkpoint.read(path)) != expected:
                     violated("a changed state was loaded", data)
                 yield "as written"
             except DCTError as error:

@@ -137,7 +137,8 @@ def test_what_is_missing_is_no_key_error(tmp_path: Path, change: Callable[[dict[
 def test_a_file_that_claims_a_billion_ranks(tmp_path: Path) -> None:
     path = written(tmp_path)
     rewritten(path, lambda content: content.update(world_size=10**9))
-    assert checkpoint.load(tmp_path, rank=1, world_size=2) is None  # the others' files are missing
+    with pytest.raises(checkpoint.NoState, match="files are missing"):
+        checkpoint.load(tmp_path, rank=1, world_size=2)
 
 
 def test_a_fifo_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
@@ -150,14 +151,14 @@ def test_a_fifo_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     )
     os.mkfifo(path.with_name("dct_rank_00001.pt.tmp"))
     written(tmp_path)
-    assert checkpoint.load(tmp_path, rank=1, world_size=2) is not None
+    assert checkpoint.load(tmp_path, rank=1, world_size=2).state["streams"]
 
 
 def test_streams_of_a_part_are_compared_with_their_part(tmp_path: Path) -> None:
     saved = state()
     saved["streams"] = {"a[0:600]": {**saved["streams"]["a"], "residual": torch.zeros(600)}}
     save_state(tmp_path, saved, rank=0, world_size=1)
-    assert checkpoint.load(tmp_path, rank=0, world_size=1, sizes=SIZES) is not None
+    checkpoint.load(tmp_path, rank=0, world_size=1, sizes=SIZES)
     saved["streams"] = {"a[0:600]": {**saved["streams"]["a[0:600]"], "residual": torch.zeros(599)}}
     save_state(tmp_path, saved, rank=0, world_size=1)
     assert "the residual of a[0:600] has shape (599,), the model has 600" in refused(tmp_path, 0, 1)

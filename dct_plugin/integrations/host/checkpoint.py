@@ -12,6 +12,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin import checkpoint
-from dct_plugin.checkpoint import Loaded
+from dct_plugin.checkpoint import Loaded, NoState
 from dct_plugin.errors import DCTError
 from dct_plugin.host_traffic import own_traffic
 from dct_plugin.transport import lost_ranks
@@ -29,10 +30,6 @@ logger = logging.getLogger("dct_plugin")
 
 State = dict[str, Any]
 Folder = str | os.PathLike[str]
-
-
-class NoState(Exception):
-    """A checkpoint holds nothing for this rank; the text says why."""
 
 
 def save_together(
@@ -234,25 +231,8 @@ class ReducerFiles:
             expected: What :meth:`save` returned, from the host's own state.
         """
         rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-
-        def read() -> Loaded:
-            found = checkpoint.load(
-                folder,
-                rank=rank,
-                world_size=world_size,
-                unit=self.unit,
-                sizes=self.sizes,
-                layout=self.layout,
-            )
-            if found is None:
-                some = any(Path(folder).glob("dct_rank_*.pt"))
-                raise NoState(
-                    "dct_rank_*.pt files are missing"
-                    if some
-                    else "the checkpoint holds no dct_rank_*.pt files"
-                )
-            return found
-
+        model = {"unit": self.unit, "sizes": self.sizes, "layout": self.layout}
+        read = partial(checkpoint.load, folder, rank=rank, world_size=world_size, **model)
         found = load_together(read, folder, group=self._writers, expected=expected)
         if found is None:
             return None

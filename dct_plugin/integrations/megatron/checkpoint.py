@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from dct_plugin import checkpoint
-from dct_plugin.checkpoint import Loaded
+from dct_plugin.checkpoint import Loaded, NoState
 from dct_plugin.errors import DCTError, VersionError
 from dct_plugin.transport.nodes import layout_of
 
-from ..host.checkpoint import NoState, load_together, report_spread, save_together
+from ..host.checkpoint import load_together, report_spread, save_together
 from ..host.patching import Function
 from .buckets import nodes_in
 from .session import Hook, Session

@@ -25,10 +25,7 @@ from ...codecs.slots import PREFIX
 from ...codecs.stats import KERNEL_ERRORS, Stats
 from ...errors import PayloadError
 from ..backend import Backend
-from ..checks import (
-    naming_message,
-    open_payload,
-)
+from ..checks import naming_message, open_payload
 from ..displacement import Displacement, Scratch, Squares, fresh
 from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, check_vector
 from ..reference import ReferenceBackend, sample_positions
