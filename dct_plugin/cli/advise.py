@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -145,7 +146,7 @@ class Figures(NamedTuple):
         written = DataParallelConfig.of({**candidate.section, "value_dtype": setting.value_dtype or "fp32"})
         unavailable = "ZeRO-3" if self.training.stage == 3 else ""
         # With some optimizers `feedback: "auto"` lowers the sparsity, too.
-        settled = resolve(written, self.training, step_ahead_unavailable=unavailable).settings
+        settled = resolve(written, replace(self.training, step_ahead_unavailable=unavailable)).settings
         return settled.model_copy(update={"sparsity": setting.sparsity})
 
 

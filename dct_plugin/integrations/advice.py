@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
 from dct_plugin.data_parallel.autotune.cost_model import CostModel
+from dct_plugin.policy import Training
 
 from .host.measured_job import FACTS, SECTION, VARIABLE
 from .host.patching import Function, Patches
@@ -82,7 +83,7 @@ def _compress_sharded(model: torch.nn.Module) -> bool:
 def _note_optimizer(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
     if next(_steps) == _MOST_STEPS and not (dist.is_initialized() and dist.get_world_size() > 1):
         sys.exit("dct advise: the job trains on one rank, which sends nothing")
-    training = training_of(optimizer, ranks=0, stage=0)
+    training = training_of(optimizer, Training())
     FACTS.update(optimizer=list(training.optimizer), momentum=training.momentum, lr=training.lr)
 
 

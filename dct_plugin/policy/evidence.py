@@ -40,6 +40,11 @@ class Training:
         ranks: Data-parallel ranks, 0 if not known.
         lr: Its highest learning rate; infinity if it is not known.
         clips: Whether gradients are known to be clipped by their norm.
+        steps: Optimizer steps of the whole run; None if that is not known.
+        step_ahead_unavailable: Why the host cannot have step-ahead, in words; empty if it can.
+        optimizer_unknown_hint: What to do so that the plugin knows the optimizer, in words.
+        exact_unavailable: Why exact updates of the weights cannot be had, in words; empty if they can, None
+            where no weights are gathered after a step.
     """
 
     optimizer: Sequence[str] = ()
@@ -48,6 +53,10 @@ class Training:
     ranks: int = 0
     lr: float = math.inf
     clips: bool = False
+    steps: int | None = None
+    step_ahead_unavailable: str = ""
+    optimizer_unknown_hint: str = ""
+    exact_unavailable: str | None = None
     family: OptimizerFamily = field(init=False)
 
     def __post_init__(self) -> None:

@@ -41,22 +41,10 @@ class Resolved(NamedTuple):
     says it."""
 
 
-def _suited(
-    settings: DataParallelConfig,
-    training: Training,
-    *,
-    steps: int | None = None,
-    step_ahead_unavailable: str = "",
-) -> Resolved:
-    """Return the settings with the feedback that suits the optimizer in place of ``auto``.
+def _suited(settings: DataParallelConfig, training: Training) -> Resolved:
+    """Return the settings, as they were written, with the feedback that suits the optimizer for ``auto``.
 
     Explicit settings stay as they are, and so do those of a training whose optimizer the plugin was not told.
-
-    Args:
-        settings: The settings as they were written.
-        training: The optimizer, and where it runs.
-        steps: Optimizer steps of the whole run; None if that is not known.
-        step_ahead_unavailable: Why step-ahead is not available here; empty if it is.
     """
     family = training.family
     if not isinstance(settings.feedback, AutoFeedback) or family is OptimizerFamily.UNTOLD:
@@ -69,14 +57,15 @@ def _suited(
     if not written and (loses := _loses_by_thresholds(name, training)):
         made = changed(settings, feedback=LocalFeedback(), **ALL_ENTRIES)
         return Resolved(made, f"{loses}: all entries are sent, in int8")
-    is_ahead = family.loses_by_delay and not step_ahead_unavailable
+    is_ahead = family.loses_by_delay and not training.step_ahead_unavailable
     sparsity = settings.sparsity if is_ahead else min(settings.sparsity, GENTLE)
+    steps = settings.total_steps or training.steps
     start, words = _start(settings, sparsity, steps, is_ahead=is_ahead)
     if is_ahead:
         made = changed(settings, feedback=StepAheadFeedback(), **start)
         return Resolved(made, f"step-ahead for {name}, {words}; measured with a {measured_with(family)}")
     made = changed(settings, feedback=LocalFeedback(), sparsity=sparsity, **start)
-    why = step_ahead_unavailable or f"the step of {name} is not known"
+    why = training.step_ahead_unavailable or f"the step of {name} is not known"
     at = f" instead of {settings.sparsity:g}" if sparsity < settings.sparsity else ""
     keep = ' (which "feedback": "local" keeps)' if at else ""
     return Resolved(
@@ -129,35 +118,20 @@ def _times_fewer(settings: DataParallelConfig, steps: int) -> float:
     return 32 * steps / sum(32 if each == 1.0 else bits * each + min(1.0, 8 * each) for each in densities)
 
 
-def resolve(
-    written: DataParallelConfig,
-    training: Training,
-    *,
-    steps: int | None = None,
-    step_ahead_unavailable: str = "",
-    optimizer_unknown_hint: str = "",
-    exact_unavailable: str | None = None,
-) -> Resolved:
+def resolve(written: DataParallelConfig, training: Training) -> Resolved:
     """Choose the feedback and the gather of updated weights, and say what they became, or what the settings
     are known to lose.
 
     Args:
         written: The settings as they were written.
-        training, steps, step_ahead_unavailable: See :func:`_suited`.
-        optimizer_unknown_hint: What to do so that the plugin knows the optimizer, in words.
-        exact_unavailable: Why exact updates of the weights cannot be had, in words; empty if they can, None
-            where no weights are gathered after a step.
+        training: The optimizer, and where it runs.
     """
-    made = _feedback(written, training, steps, step_ahead_unavailable, optimizer_unknown_hint)
+    made, unavailable = _feedback(written, training), training.exact_unavailable
     fewer = made.settings.sparsity or written.quality is not None or bits_of(made.settings) < 16
-    if (
-        exact_unavailable is None
-        or "parameters" in written.model_fields_set
-        or not (written.enabled and fewer)
-    ):
+    if unavailable is None or "parameters" in written.model_fields_set or not (written.enabled and fewer):
         return made
-    if exact_unavailable:
-        return made._replace(updates=f"updated weights are gathered whole: {exact_unavailable}")
+    if unavailable:
+        return made._replace(updates=f"updated weights are gathered whole: {unavailable}")
     return made._replace(
         settings=changed(made.settings, parameters="exact"),
         updates="updated weights cross where their bits changed, bitwise a gather (parameters 'exact'; null "
@@ -165,21 +139,12 @@ def resolve(
     )
 
 
-def _feedback(
-    written: DataParallelConfig,
-    training: Training,
-    steps: int | None,
-    step_ahead_unavailable: str,
-    optimizer_unknown_hint: str,
-) -> Resolved:
+def _feedback(written: DataParallelConfig, training: Training) -> Resolved:
     """Return the settings with their feedback; see :func:`resolve`."""
     if written.quality == "exact":
         feedback = LocalFeedback() if isinstance(written.feedback, AutoFeedback) else written.feedback
         return Resolved(changed(written, feedback=feedback, sparsity=0.0))
-    steps = written.total_steps or steps
-    settings, line, warns, _ = _suited(
-        written, training, steps=steps, step_ahead_unavailable=step_ahead_unavailable
-    )
+    settings, line, warns, _ = _suited(written, training)
     if settings.quality == "safe":
         most = safe_sparsity(settings, training)
         if most == 0 and settings.sparsity:
@@ -196,7 +161,7 @@ def _feedback(
             f"(docs/quality.md#{found.source}, {size_of(found.model)})"
         )
     elif training.family is OptimizerFamily.UNTOLD and isinstance(written.feedback, AutoFeedback):
-        line = f"{_UNTOLD}; {optimizer_unknown_hint}"
+        line = f"{_UNTOLD}; {training.optimizer_unknown_hint}"
     return Resolved(settings, line, bool(line) and (found is not None or warns))
 
 

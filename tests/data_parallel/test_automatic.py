@@ -130,10 +130,8 @@ def test_a_training_without_a_safe_sparsity_is_told_so() -> None:
 
 
 def test_safe_sends_every_entry_where_step_ahead_cannot_be_had() -> None:
-    training = Training(["AdamW"], ranks=2, stage=3)
-    assert (
-        resolve(_config(sparsity="auto"), training, step_ahead_unavailable="ZeRO-3").settings.sparsity == 0.0
-    )
+    training = Training(["AdamW"], ranks=2, stage=3, step_ahead_unavailable="ZeRO-3")
+    assert resolve(_config(sparsity="auto"), training).settings.sparsity == 0.0
 
 
 # -- predictions ---

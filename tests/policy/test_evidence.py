@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from reference_page import updated
@@ -94,11 +95,11 @@ def test_changed_weights_alone_cross_by_default() -> None:
         ({"enabled": False}, None),
     ):
         settings = DCTConfig.parse({"data_parallel": written}).data_parallel
-        made = resolve(settings, training, exact_unavailable="")
+        made = resolve(settings, replace(training, exact_unavailable=""))
         expected = ParametersConfig() if parameters == {} else parameters
         assert made.settings.parameters == expected, written
         assert ("4.0x" in made.updates) == (parameters == "exact"), written
-        off = resolve(settings, training, exact_unavailable="no kernels")
+        off = resolve(settings, replace(training, exact_unavailable="no kernels"))
         assert off.settings.parameters == settings.parameters
         assert ("no kernels" in off.updates) == (parameters == "exact"), written
         none = resolve(settings, training)

@@ -25,6 +25,7 @@ from dct_plugin.data_parallel.step_units import ParameterGroups, units_of_all
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import counted_by
 from dct_plugin.metrics import Metrics
+from dct_plugin.policy import Training
 from dct_plugin.transport.nodes import Nodes, layout_of
 
 from ..host import attachments, lost_peers, startup
@@ -326,14 +327,13 @@ class DCTState:
                 "dct.data_parallel.nonfinite_action = 'skip' needs DCTState(..., optimizer=optimizer)"
             )
         if self._note is None:
-            self.config, self._note = resolve_settings(
-                self.config,
-                self._optimizers,
+            training = Training(
                 ranks=dist.get_world_size(self.process_group),
                 steps=self._total_steps,
                 step_ahead_unavailable=step_ahead_unavailable,
                 optimizer_unknown_hint="dct_plugin.attach(model, optimizer, section) takes what suits it",
             )
+            self.config, self._note = resolve_settings(self.config, self._optimizers, training)
 
     def _nodes(self) -> Nodes | None:
         settings = self.config.data_parallel

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -33,7 +34,7 @@ from .node_copies import DisplacedCopies, NodeCopies
 from .parser import keys_read
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
-from .rules import advice, applied, exact_unavailable, require, step_ahead_unavailable, unread_keys
+from .rules import advice, applied, require, training_facts, unread_keys
 from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
 from .stage0 import Bf16Path, Stage0Path
 from .weight_updates import UpdatedWeights, WeightUpdates
@@ -396,16 +397,9 @@ def _prepared(engine: Any, config: DCTConfig) -> tuple[Attachment | None, str]:
     path, note = gradient_path_of(engine, config), ""
     job = job_of(engine, path)
     if path is not None and not job.exchanges_momentum:
-        config, note = resolve_settings(
-            config,
-            engine.optimizer,
-            ranks=dist.get_world_size(engine.seq_data_parallel_group),
-            stage=job.stage,
-            steps=steps_of(engine.lr_scheduler),
-            step_ahead_unavailable=step_ahead_unavailable(job, config),
-            exact_unavailable=exact_unavailable(job),
-            clips=job.clips,
-        )
+        ranks, steps = dist.get_world_size(engine.seq_data_parallel_group), steps_of(engine.lr_scheduler)
+        training = replace(training_facts(job, config), ranks=ranks, steps=steps)
+        config, note = resolve_settings(config, engine.optimizer, training)
     require(job, config, rank=engine.global_rank)
     config = applied(job, config)
     if path is not None:

@@ -10,20 +10,12 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.config.options import options
 from dct_plugin.config.validation_errors import DEEPSPEED_KEYS
 from dct_plugin.errors import ConfigError
-from dct_plugin.policy import Training, resolve
+from dct_plugin.policy import resolve
 from dct_plugin.policy.optimizers import OptimizerFamily, unknown_step
 
 from ..host.versions import installed, parse
 from .parser import Answer
-from .rules import (
-    advice,
-    applied,
-    exact_unavailable,
-    refusals,
-    step_ahead_unavailable,
-    unread_keys,
-    without_slot,
-)
+from .rules import advice, applied, refusals, training_facts, unread_keys, without_slot
 from .section import KEYS, READ_BY_PLUGIN, SECTION, Job, backend_name, misplaced_section
 
 #: Keys that a warning names; of more it says how many there are.
@@ -120,18 +112,11 @@ def _dense(config: DCTConfig) -> list[str]:
 
 def _resolved(job: Job, config: DCTConfig, report: FileReport) -> DCTConfig:
     """Return the section with the feedback that suits the optimizer; add what is to be said about it."""
-    names = [job.optimizer] if job.optimizer else []
-    training = Training(names, momentum=job.momentum, stage=job.stage, lr=job.lr, clips=job.clips)
+    training = training_facts(job, config)
     if training.family is OptimizerFamily.UNTOLD:
         report.notes.append("the script makes the optimizer, which the feedback depends on")
         return config
-    made = resolve(
-        config.data_parallel,
-        training,
-        steps=job.steps,
-        step_ahead_unavailable=step_ahead_unavailable(job, config),
-        exact_unavailable=exact_unavailable(job),
-    )
+    made = resolve(config.data_parallel, training)
     report.notes += [made.updates] if made.updates else []
     if made.line:
         (report.warnings if made.warns else report.notes).append(made.line)

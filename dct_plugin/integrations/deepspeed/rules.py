@@ -15,6 +15,7 @@ from dct_plugin.config import AutoFeedback, DataParallelConfig, DCTConfig, Local
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.config.options import show
 from dct_plugin.errors import ConfigError
+from dct_plugin.policy import Training
 
 from ..host.versions import parse
 from .section import READ_BY_PLUGIN, SECTION, Job, unread
@@ -81,6 +82,20 @@ def exact_unavailable(job: Job) -> str | None:
     if job.precision == "fp32":
         return _ALL_CHANGE
     return "stages of the pipeline have some in common" if job.tied_weights else ""
+
+
+def training_facts(job: Job, config: DCTConfig) -> Training:
+    """Return the facts of a job that its settings depend on."""
+    return Training(
+        [job.optimizer] if job.optimizer else [],
+        momentum=job.momentum,
+        stage=job.stage,
+        lr=job.lr,
+        clips=job.clips,
+        steps=job.steps,
+        step_ahead_unavailable=step_ahead_unavailable(job, config),
+        exact_unavailable=exact_unavailable(job),
+    )
 
 
 def advice(job: Job) -> Iterator[str]:

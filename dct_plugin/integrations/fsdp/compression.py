@@ -21,6 +21,7 @@ from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.data_parallel.step_units import ParameterGroups, StepUnit, units_of_all
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
+from dct_plugin.policy import Training
 from dct_plugin.transport import lost_ranks
 
 from ..host import attachments, lost_peers, startup
@@ -104,13 +105,12 @@ class ReplicaCompression:
         groups = replicated_groups(model)
         self._unsharded = unsharded_parameters(model)
         replicas = groups[0][0].mesh_info.replicate_process_group.size()
-        self.config, self._note = resolve_settings(
-            written,
-            self._optimizers,
+        training = Training(
             ranks=replicas,
             steps=total_steps,
             optimizer_unknown_hint="compress_replicas(..., optimizer=optimizer) takes what suits it",
         )
+        self.config, self._note = resolve_settings(written, self._optimizers, training)
         _check_settings(self.config, has_optimizer=bool(self._optimizers))
         check_parameters(
             self._optimizers,

@@ -83,18 +83,7 @@ def check_parameters(
         )
 
 
-def resolve_settings(
-    config: DCTConfig,
-    optimizer: Any,
-    *,
-    ranks: int,
-    stage: int = 0,
-    steps: int | None = None,
-    step_ahead_unavailable: str = "",
-    optimizer_unknown_hint: str = "",
-    exact_unavailable: str | None = None,
-    clips: bool = False,
-) -> tuple[DCTConfig, str]:
+def resolve_settings(config: DCTConfig, optimizer: Any, training: Training) -> tuple[DCTConfig, str]:
     """Return the configuration with the feedback that suits the optimizer, and lines for rank 0 to log.
 
     They say what the feedback became, or that the settings are known to lose, and how updated weights are
@@ -104,28 +93,15 @@ def resolve_settings(
         config: The section as it was written.
         optimizer: The optimizer or a wrapper of it, None if it was not told; of several the one that suffers
             most by delay counts.
-        ranks: Data-parallel ranks.
-        stage: ZeRO stage.
-        steps: Optimizer steps of the run, None if not known.
-        step_ahead_unavailable: Why this host cannot have step-ahead; empty if it can.
-        optimizer_unknown_hint: What to do so that the optimizer is told.
-        exact_unavailable: See :func:`.policy.resolve`.
-        clips: Whether gradients are known to be clipped by their norm.
+        training: The other facts of the training, as the host knows them.
     """
-    if not config.enabled or ranks == 1:
+    if not config.enabled or training.ranks == 1:
         return config, ""
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-    trainings = [replace(training_of(each, ranks, stage), clips=clips) for each in optimizers or [None]]
+    trainings = [training_of(each, training) for each in optimizers or [None]]
     suffers_most = OptimizerFamily.OTHER, OptimizerFamily.MUON
     training = max(trainings, key=lambda each: (each.family in suffers_most, each.family.loses_by_delay))
-    made = resolve(
-        config.data_parallel,
-        training,
-        steps=steps,
-        step_ahead_unavailable=step_ahead_unavailable,
-        optimizer_unknown_hint=optimizer_unknown_hint,
-        exact_unavailable=exact_unavailable,
-    )
+    made = resolve(config.data_parallel, training)
     lines = "\n".join(filter(None, (made.line, made.updates)))
     return config.model_copy(update={"data_parallel": made.settings}), lines
 
@@ -140,10 +116,10 @@ def steps_of(scheduler: Any) -> int | None:
     return next((each["num_training_steps"] for each in bound if each.get("num_training_steps")), None)
 
 
-def training_of(optimizer: Any, ranks: int, stage: int) -> Training:
-    """Return what decides about thresholds in a training with an optimizer, or a wrapper of it, or none."""
+def training_of(optimizer: Any, training: Training) -> Training:
+    """Return ``training`` with the facts of its optimizer, or of a wrapper of it; as it is with None."""
     if optimizer is None:
-        return Training(stage=stage, ranks=ranks)
+        return training
     inner = unwrapped(optimizer)
     names = [cls.__name__ for cls in type(inner).__mro__]
     if hasattr(inner, "step_unit"):  # it says itself what its steps are
@@ -151,7 +127,7 @@ def training_of(optimizer: Any, ranks: int, stage: int) -> Training:
         alike = "Adam" if any(unit.decay is not None for unit in units) else "Adagrad"
         names = [names[0], alike]
     momentum = max((float(group.get("momentum", 0.0)) for group in inner.param_groups), default=0.0)
-    return Training(names, momentum=momentum, stage=stage, ranks=ranks, lr=_highest_rate(inner.param_groups))
+    return replace(training, optimizer=names, momentum=momentum, lr=_highest_rate(inner.param_groups))
 
 
 def _highest_rate(groups: Iterable[Mapping[str, Any]]) -> float:

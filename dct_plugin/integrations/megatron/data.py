@@ -26,6 +26,7 @@ from dct_plugin.codecs.copies import Mirror
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.host_traffic import count_group, counted_by
+from dct_plugin.policy import Training
 
 from ..host.patching import Function, given
 from ..host.replica_checksums import ReplicaChecksums
@@ -87,21 +88,21 @@ class DataParallelHook(Hook):
         """Let the settings follow the optimizers, which Megatron has made by now; once.
 
         Args:
-            exact_unavailable: See :func:`.policy.resolve`.
+            exact_unavailable: See :class:`.policy.Training`.
         """
         if self._is_resolved:
             return
         self._is_resolved = True
         self._dense.count_embeddings()
-        self.session.config, lines = resolve_settings(
-            self.session.config,
-            self._optimizers.least_known,
+        training = Training(
             ranks=max((ranks_of(group).size() for group in self.models.groups()), default=1),
             steps=getattr(self.session.megatron_args, "train_iters", None),
             step_ahead_unavailable=next(self._step_ahead_unavailable(), ""),
             optimizer_unknown_hint="make the optimizer after the hooks were installed",
             exact_unavailable=exact_unavailable,
         )
+        optimizer = self._optimizers.least_known
+        self.session.config, lines = resolve_settings(self.session.config, optimizer, training)
         self.config = self.session.config.data_parallel
         for problem in self._step_ahead_unavailable() if self.config.feedback.looks_ahead else ():
             raise ConfigError(

@@ -27,6 +27,7 @@ from dct_plugin.config import DCTConfig, options
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import counted_by
 from dct_plugin.metrics import Metrics
+from dct_plugin.policy import Training
 
 from ..host.settings import resolve_settings
 from .quorum import QuorumPeers, Statement
@@ -67,13 +68,12 @@ class _ThresholdedGroup(ProcessGroupWrapper):
             raise ConfigError(f"averages = {averages!r}: must be one of 'gradients', 'weights'")
         if isinstance(self, torchft.ProcessGroupNCCL) and not dist.is_nccl_available():
             raise ConfigError("ProcessGroupNCCL: this torch has no NCCL; take ProcessGroupGloo")
-        self.config, note = resolve_settings(
-            DCTConfig.given(section),
-            optimizer,
+        training = Training(
             ranks=2,
             step_ahead_unavailable="torchft hands over tensors without their parameters",
             optimizer_unknown_hint=f"{type(self).__name__}(section, optimizer=optimizer) takes what suits it",
         )
+        self.config, note = resolve_settings(DCTConfig.given(section), optimizer, training)
         _check_settings(self.config)
         if note:
             logger.warning("dct: %s", note)
