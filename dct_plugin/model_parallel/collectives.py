@@ -55,8 +55,7 @@ class CompressedCollectives:
         The gradient of this rank's tensor is the sum of its own part and of the compressed gradients of the
         others.
         """
-        trip = self.gather_trip(tensor, stream)
-        return with_gradient(tensor, trip.forward, trip.backward)
+        return self.gather_trip(tensor, stream).apply(tensor)
 
     def gather_trip(self, tensor: Tensor, stream: ActivationStream) -> _BlockRoundTrip:
         """Return both ways of :meth:`all_gather`, for a caller with an autograd function of its own."""
@@ -68,7 +67,7 @@ class CompressedCollectives:
         Chunks for other ranks are compressed, and so are their gradients. The own chunk is exact.
         """
         leaving = _splits(tensor.shape[0], self.world_size, None, stream)
-        return self._exchanged(tensor, stream, "reduce_scatter", leaving, None)
+        return _BlockRoundTrip(self, stream, "reduce_scatter", leaving, None).apply(tensor)
 
     def all_reduce(self, tensor: Tensor, stream: ActivationStream) -> Tensor:
         """Sum the ranks' compressed partial sums, the own one included: bitwise the same result on every
@@ -100,18 +99,7 @@ class CompressedCollectives:
         """
         leaving = _splits(tensor.shape[0], self.world_size, input_splits, stream)
         arriving = leaving if output_splits is None else list(output_splits)
-        return self._exchanged(tensor, stream, "all_to_all", leaving, arriving)
-
-    def _exchanged(
-        self,
-        tensor: Tensor,
-        stream: ActivationStream,
-        what: str,
-        leaving: list[int] | None,
-        arriving: list[int] | None,
-    ) -> Tensor:
-        trip = _BlockRoundTrip(self, stream, what, leaving, arriving)
-        return with_gradient(tensor, trip.forward, trip.backward)
+        return _BlockRoundTrip(self, stream, "all_to_all", leaving, arriving).apply(tensor)
 
     # -- messages of one direction ---
 
@@ -229,6 +217,10 @@ class _BlockRoundTrip:
 
     def __post_init__(self) -> None:
         self._received: list[Any] = [None] * self.comm.world_size
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        """Return what arrives forward; the backward pass goes the other way."""
+        return with_gradient(tensor, self.forward, self.backward)
 
     def forward(self, tensor: Tensor) -> Tensor:
         parts = self._parts(tensor, self.leaving)

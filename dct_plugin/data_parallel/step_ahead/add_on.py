@@ -37,7 +37,6 @@ from ...kernels.reference import ReferenceBackend
 from ...metrics import format_bytes
 from ...policy.evidence import BY_COMPRESSORS
 from ..add_on import AddOn, ReducerContext
-from ..module_hooks import register_hooks
 from ..plan import Entries, Part, PlannedTensor, ReductionPlan, Shard, common
 from ..step_units import StepUnit
 from ..stream_group import Sparsity
@@ -190,14 +189,7 @@ class StepAhead:
             optimizers: Those of torch; other hosts call :meth:`restore` before their steps.
         """
         self._displaced.register(module)
-        self._handles += register_hooks(
-            module,
-            before_pass=self._passes.before_forward,
-            after_pass=self._passes.after_forward,
-            before_saving=self._displaced.before_saving,
-            after_saving=self._displaced.after_saving,
-            before_loading=self.forget,
-        )
+        self._handles += self._passes.register(module, before_loading=self.forget)
         for optimizer in filter(lambda each: hasattr(each, "register_step_pre_hook"), optimizers):
             self._handles += [
                 optimizer.register_step_pre_hook(self._before_step),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..module_hooks import ModuleHook
 from .displaced_weights import DisplacedWeights
 
 
@@ -48,6 +49,37 @@ class TrainingPasses:
         """Forward passes whose backward pass may come."""
         self._kept: set[_Pass] = set()
         """Those of them whose graph was kept, or that have no known output: they are open to the step."""
+
+    def register(self, module: torch.nn.Module, *, before_loading: Callable[[], None]) -> list[Any]:
+        """Follow the forward passes of ``module``, and show the weights where it or a part of it is saved.
+
+        Args:
+            module: Called for forward passes; passes of its parts alone are not seen.
+            before_loading: Called before ``load_state_dict`` of the module or of a part of it.
+
+        Returns:
+            Handles that remove the hooks.
+        """
+
+        def before_pass(called: torch.nn.Module, _: Any) -> None:
+            self.before_forward(called.training and torch.is_grad_enabled())
+
+        after_pass = ModuleHook(lambda _, __, output: self.after_forward(output), module)
+        handles: list[Any] = [
+            module.register_forward_pre_hook(ModuleHook(before_pass, module), prepend=True),
+            module.register_forward_hook(after_pass, prepend=True, always_call=True),
+        ]
+        for part in module.modules():
+            save, saved, load = (
+                ModuleHook(lambda *_, function=function: function(), part)
+                for function in (self._weights.before_saving, self._weights.after_saving, before_loading)
+            )
+            handles += [
+                part.register_state_dict_pre_hook(save),
+                part.register_state_dict_post_hook(saved),
+                part._register_load_state_dict_pre_hook(load, with_module=True),
+            ]
+        return handles
 
     def end(self) -> None:
         """Forget all passes; no backward pass of them comes any more."""

@@ -29,7 +29,7 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.reducer import Reduction
 
-from ..host.patching import Function, Patches
+from ..host.patching import Function, Patches, given
 from .buckets import BucketReductions, CommunicationBuffer, DeferredReductions, ScaleFactors, is_expert
 from .engine import EngineContext, precision_of, targets_of, tied_weights
 from .path import GradientPath
@@ -228,23 +228,17 @@ class ZeroPath(GradientPath):
         original: Function,
         bucket: list[Tensor],
         communication_data_type: torch.dtype,
-        rank: int | None = None,
-        log: Any = None,
-        divide: bool = True,
-        process_group: Any = None,
+        *more: Any,
+        **keywords: Any,
     ) -> Tensor:
         """Reduce gradients that lie apart; return them in one tensor, in the communication type."""
+        call = bucket, communication_data_type, *more
+        names = "rank", "divide", "process_group"
+        rank, divide, group = (given(original, name, call, keywords) for name in names)
         parameters = self._separate_parameters(bucket, communication_data_type)
         if rank is not None or not divide or parameters is None:
-            with self.uncompressed(self._reason(process_group)):
-                return original(
-                    bucket,
-                    communication_data_type,
-                    rank=rank,
-                    log=log,
-                    divide=divide,
-                    process_group=process_group,
-                )
+            with self.uncompressed(self._reason(group)):
+                return original(*call, **keywords)
         self.steps.begin()
         flat = CommunicationBuffer(self.optimizer.flatten(bucket), communication_data_type).flat
         self._reduce(flat, parameters, self.reducer, scale=self.scale)

@@ -279,18 +279,12 @@ class CheckpointHook(Hook):
             self._saving = None
         return result
 
-    def _get_checkpoint_name(
-        self,
-        original: Function,
-        checkpoints_path: Any,
-        iteration: Any,
-        release: bool = False,
-        *arguments: Any,
-        **keywords: Any,
-    ) -> Any:
-        name = original(checkpoints_path, iteration, release, *arguments, **keywords)
+    def _get_checkpoint_name(self, original: Function, *arguments: Any, **keywords: Any) -> Any:
+        name = original(*arguments, **keywords)
         if self._saving == threading.get_ident() and self._folder is None:
-            self._folder = original(checkpoints_path, iteration, release, return_base_dir=True)
+            call = inspect.signature(original).bind(*arguments, **keywords)
+            call.arguments["return_base_dir"] = True
+            self._folder = original(*call.args, **call.kwargs)
             if name != self._folder:  # --ckpt-format torch, where nobody minds other files in the folder
                 self._write()
         return name
