@@ -85,7 +85,7 @@ class Figures(NamedTuple):
         model = CostModel(**given | {"codings": codings, "link": Link(*given["link"])})
         figures = cls(model, Training(**facts, ranks=model.ranks), content["left_out"])
         # The steps were measured with other feedback than such a training takes.
-        taken = figures._settled(Candidate(Setting(0.99, "bf16")))
+        taken = figures._resolved_settings(Candidate(Setting(0.99, "bf16")))
         is_direct = exchange_by_rule(taken, model.ranks) == "direct"
         return figures._replace(
             model=model._replace(is_direct=is_direct, server_density=taken.server_density)
@@ -105,7 +105,7 @@ class Figures(NamedTuple):
 
     def is_safe(self, candidate: Candidate) -> bool:
         """Return whether nothing measurable was lost with a setting in such a training."""
-        safe = safe_sparsity(self._settled(candidate), self.training)
+        safe = safe_sparsity(self._resolved_settings(candidate), self.training)
         if candidate.updates is not None:
             safe = min(safe, self._updates()[1])
         return candidate.setting.sparsity <= safe
@@ -116,7 +116,7 @@ class Figures(NamedTuple):
             return "as it is"
         if self.is_safe(candidate):
             return "nothing measurable lost (docs/quality.md)"
-        found = next(known_losses(self._settled(candidate), self.training), None)
+        found = next(known_losses(self._resolved_settings(candidate), self.training), None)
         return "not measured" if found is None else f"lost {found.loss} (docs/quality.md#{found.source})"
 
     def pays_below(self, candidate: Candidate) -> float:
@@ -141,13 +141,13 @@ class Figures(NamedTuple):
         safe = found["sparsity"] if "parameters" in found else 0.0
         return Setting(updates.sparsity, updates.value_dtype), safe
 
-    def _settled(self, candidate: Candidate) -> DataParallelConfig:
+    def _resolved_settings(self, candidate: Candidate) -> DataParallelConfig:
         setting = candidate.setting
         written = DataParallelConfig.of({**candidate.section, "value_dtype": setting.value_dtype or "fp32"})
         unavailable = "ZeRO-3" if self.training.stage == 3 else ""
         # With some optimizers `feedback: "auto"` lowers the sparsity, too.
-        settled = resolve(written, replace(self.training, step_ahead_unavailable=unavailable)).settings
-        return settled.model_copy(update={"sparsity": setting.sparsity})
+        resolved = resolve(written, replace(self.training, step_ahead_unavailable=unavailable)).settings
+        return resolved.model_copy(update={"sparsity": setting.sparsity})
 
 
 def advise(

@@ -220,9 +220,9 @@ class PackedResidual(_Transaction[PackedTensor]):
 
     Passes run on fp32 scratch memory.
 
-    What a pass leaves is rounded stochastically, with random numbers that follow from the stream's seed and
-    step: runs repeat bitwise, and in expectation nothing is lost. Entries that a pass left alone stay bitwise
-    what they were.
+    The residual of a pass is rounded stochastically, with random numbers that follow from the stream's seed
+    and step: runs repeat bitwise, and in expectation nothing is lost. Entries that a pass left alone stay
+    bitwise what they were.
 
     Args:
         numel, device, transactional: See :class:`Residual`.

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ..config import AccordionConfig
-from ..metrics import Record
 from .add_on import AddOn, ReducerContext
 from .plan import ReductionPlan
 from .stream_group import Sparsity, StreamGroup
@@ -100,7 +99,7 @@ class Accordion(AddOn):
             return otherwise
         return Sparsity(self._gentle.density(self._group.step), "critical")
 
-    def before_reduce(self, plan: ReductionPlan, whole: Record) -> None:
+    def before_reduce(self, plan: ReductionPlan) -> None:
         """Decide about the tensors whose interval is over, the same on all ranks."""
         group = self._group
         known = [each for each in plan.tensors if each.name in self._layers or each.name in self._loaded]

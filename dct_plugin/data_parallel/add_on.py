@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from torch import Tensor
 
 from ..config import DataParallelConfig
-from ..metrics import Record
 from .plan import ReductionPlan
 from .stream_group import Sparsity, StreamGroup
 from .topologies import Topologies
@@ -51,7 +50,7 @@ class AddOn:
         """Return the sparsity of a tensor in this step; ``otherwise`` is that without this add-on."""
         return otherwise
 
-    def before_reduce(self, plan: ReductionPlan, whole: Record) -> None:
+    def before_reduce(self, plan: ReductionPlan) -> None:
         """Exchange what has to be known before the tensors of ``plan`` are sent; a collective."""
 
     def after_reduce(self, plan: ReductionPlan) -> None:

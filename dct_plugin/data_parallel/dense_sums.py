@@ -45,17 +45,17 @@ class DenseSums:
         starting = self._group.step < self._warmup_steps
         return self._group.world_size == 1 or starting or self._add_ons.dense is not None
 
-    def reduce(self, plan: ReductionPlan, whole: Record) -> None:
+    def reduce(self, plan: ReductionPlan, exchange_record: Record) -> None:
         """Sum the tensors of ``plan`` over the ranks; a collective."""
         if self._group.world_size == 1:
             self._add_loaded_residuals(plan)
         else:
             codes = self._add_ons.dense == "lossless"
             # Nothing is selected: copies and checks are part of the exchange.
-            with nullcontext() if codes else whole.timed("exchange"):
+            with nullcontext() if codes else exchange_record.timed("exchange"):
                 self._agree(plan)
                 for dtype in dict.fromkeys(each.tensor.dtype for each in plan.tensors):
-                    self._sum([each for each in plan.tensors if each.tensor.dtype == dtype], whole)
+                    self._sum([each for each in plan.tensors if each.tensor.dtype == dtype], exchange_record)
         if plan.scale != 1.0:
             for each in plan.tensors:
                 each.tensor.mul_(plan.scale)
@@ -86,7 +86,7 @@ class DenseSums:
             exchange.agree((plan.fingerprint + step) % (1 << 63))
             self._agreed[plan.fingerprint] = None
 
-    def _sum(self, planned: Sequence[PlannedTensor], whole: Record) -> None:
+    def _sum(self, planned: Sequence[PlannedTensor], exchange_record: Record) -> None:
         """Sum tensors of one type."""
         group, same = self._group, [each.tensor for each in planned]
         adjoined = _adjoined(same)
@@ -95,10 +95,10 @@ class DenseSums:
             self._look_for_nonfinite(planned, flat)
         if self._add_ons.dense == "lossless":
             size = bytes_sent("all_reduce", flat.nbytes, group.world_size, gloo=True)
-            sent = lossless.all_reduce(group, flat, whole)
+            sent = lossless.all_reduce(group, flat, exchange_record)
         else:
             size = sent = group.exchange.all_reduce(flat)
-        group.record(Record("gradient_warmup", size, sent, flat.numel()), whole)
+        group.record(Record("gradient_warmup", size, sent, flat.numel()), exchange_record)
         if adjoined is not None:
             return
         for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):

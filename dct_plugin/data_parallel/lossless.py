@@ -60,7 +60,7 @@ def decode(message: Tensor, like: Tensor) -> Tensor:
     return torch.from_numpy(words.view(f"i{size}")).view(like.dtype)
 
 
-def all_reduce(group: StreamGroup, flat: Tensor, whole: Record) -> int:
+def all_reduce(group: StreamGroup, flat: Tensor, exchange_record: Record) -> int:
     """Replace ``flat`` by its sum over the ranks, bitwise the same on all; return the bytes sent.
 
     One chunk is coded while others travel.
@@ -74,14 +74,14 @@ def all_reduce(group: StreamGroup, flat: Tensor, whole: Record) -> int:
     sent: list[list[Tensor]] = []
 
     def post(messages: list[Tensor]) -> None:
-        with whole.timed("exchange"):
+        with exchange_record.timed("exchange"):
             exchange.post(messages)
             exchange.progress()
         sent.append(messages)
 
     def collected() -> list[list[Tensor]]:
         posted, sent[:] = list(sent), []
-        with exchange.preparing(posts=0), whole.timed("exchange"):
+        with exchange.preparing(posts=0), exchange_record.timed("exchange"):
             return [exchange.collect(messages[rank]) for messages in posted]
 
     with exchange.preparing(posts=len(chunks)):

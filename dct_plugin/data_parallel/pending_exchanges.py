@@ -49,7 +49,7 @@ class PendingExchanges:
         """Entries kept by the exchanges since the last check, the same on all ranks."""
         self._order = SendOrder()
 
-    def begin(self, phases: Sequence[Phase], plan: ReductionPlan, whole: Record) -> PlanExchange:
+    def begin(self, phases: Sequence[Phase], plan: ReductionPlan, exchange_record: Record) -> PlanExchange:
         """Return an exchange of a plan, to be posted and given to :meth:`complete`."""
         group = self._group
 
@@ -67,7 +67,8 @@ class PendingExchanges:
         if not in_slots or again or self._kept > MOST_PENDING:
             self.finish()
         self._kept += sum(t.tensor.numel() * (1.0 if t.small else density(t)) for t in plan.tensors)
-        return PlanExchange(group, self._order, phases, plan, chunks, whole, known if in_slots else None)
+        capacities = known if in_slots else None
+        return PlanExchange(group, self._order, phases, plan, chunks, exchange_record, capacities)
 
     def complete(self, exchange: PlanExchange) -> None:
         """Receive and add up the messages of an exchange, which stays pending if they are in slots."""
@@ -160,13 +161,13 @@ class PendingExchanges:
             lost_ranks.await_device(self._group.device)
             figures = iter(read_figures(stats, also))
         results = iter([_Result(sent, slots, next(figures), next(figures)) for sent, slots in phases])
-        with self._group.recorded(self._cls) as whole:
+        with self._group.recorded(self._cls) as exchange_record:
             for exchange in pending:
                 for chunk in exchange.chunks:
-                    self._close(chunk, [next(results) for _ in chunk.sent], whole)
+                    self._close(chunk, [next(results) for _ in chunk.sent], exchange_record)
                 self._finished(exchange.plan)
 
-    def _close(self, chunk: ExchangedChunk, results: Sequence[_Result], whole: Record) -> None:
+    def _close(self, chunk: ExchangedChunk, results: Sequence[_Result], exchange_record: Record) -> None:
         """Check the results of a chunk, and complete them."""
         known = self._capacities[chunk.plan.fingerprint]
         for result in results:
@@ -175,14 +176,14 @@ class PendingExchanges:
         affected = results[-1].truncated_from | results[-1].invalid_from
         if len(results) == 2 and affected:
             messages = self._answer_again(chunk.plan, results, affected, messages)
-        with whole.timed("decode"):
+        with exchange_record.timed("decode"):
             for destination in results[-1].sent.phase.destinations(chunk.plan) if affected else ():
                 if affected & set(destination.senders):
                     destination.add_again([messages[sender] for sender in destination.senders])
         for capacities, result in zip(known, results, strict=True):
             result.sent.received = result.received_bytes
             capacities.remember(result.sent_bytes, result.received_bytes)
-            self._group.account(result.sent.written, whole)
+            self._group.account(result.sent.written, exchange_record)
         self._group.give_back(chunk.writers)
 
     def _check(self, plan: ReductionPlan, result: _Result) -> None:

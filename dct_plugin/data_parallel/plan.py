@@ -36,12 +36,12 @@ class Shard(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def shards_of(name: str, numel: int, count: int, *, whole: bool = False) -> tuple[Shard, ...]:
-    """Return the parts of a tensor and their owners among ``count`` ranks; a ``whole`` tensor is one part.
+def shards_of(name: str, numel: int, count: int, *, undivided: bool = False) -> tuple[Shard, ...]:
+    """Return the parts of a tensor and their owners among ``count`` ranks; one part of all if ``undivided``.
 
     They depend on name and size only, so residuals do not depend on the host's bucket layout.
     """
-    parts = 1 if whole else max(1, min(count, numel // MIN_SHARD))
+    parts = 1 if undivided else max(1, min(count, numel // MIN_SHARD))
     first = zlib.crc32(name.encode())
     return tuple([Shard((first + i) % count, *bounds) for i, bounds in enumerate(divided(numel, parts))])
 

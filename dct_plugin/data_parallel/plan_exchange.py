@@ -56,7 +56,7 @@ class ExchangedChunk:
     writers: list[MessageWriter]
     """One for each rank, and one for the answer to all of them."""
     sent: list[SentPhase] = field(default_factory=list)
-    lacks: Tensor | None = None
+    incomplete: Tensor | None = None
     """int64 []: whether a message of the last phase did not fit its slot; None if all lengths are known."""
 
 
@@ -92,7 +92,7 @@ class PlanExchange:
         phases: Phases of the exchange: one, or two of which the second answers the first.
         plan: The plan.
         chunks: Its parts.
-        whole: Record of the exchange.
+        exchange_record: Record of the exchange.
         capacities: By chunk, those of the slots of each phase; None where the host knows the lengths of
             messages, or reads them now.
 
@@ -110,12 +110,12 @@ class PlanExchange:
         phases: Sequence[Phase],
         plan: ReductionPlan,
         chunks: Sequence[ReductionPlan],
-        whole: Record,
+        exchange_record: Record,
         capacities: Sequence[Sequence[AgreedCapacities]] | None,
     ) -> None:
         if len(phases) not in (1, 2):
             raise ValueError(f"an exchange has one phase, or two; this one has {len(phases)}")
-        self._group, self._order, self._phases, self._whole = group, order, phases, whole
+        self._group, self._order, self._phases, self._exchange_record = group, order, phases, exchange_record
         self._exchange: Exchange = group.exchange
         self.plan, self.in_slots = plan, capacities is not None
         self.chunks: list[ExchangedChunk] = []
@@ -157,18 +157,18 @@ class PlanExchange:
         if not self.in_slots:
             messages = read_messages(writers)
             sent.messages = messages * (group.world_size if phase.to_all else 1)
-            with self._whole.timed("exchange"):
+            with self._exchange_record.timed("exchange"):
                 self._exchange.post(sent.messages, plan.fingerprint)
-            group.account(sent.written, self._whole)
+            group.account(sent.written, self._exchange_record)
         else:
             capacities = self._unsent[0]
             sent.slots = slots = capacities.slots(group.device)
             receivers = [group.rank] if phase.to_all else range(group.world_size)
             pairs = [(writer, slots.slot_to(r)) for writer, r in zip(writers, receivers, strict=True)]
-            lacks = chunk.lacks if phase.unreadable is None else phase.unreadable
-            group.backend.write_slots(pairs, plan.fingerprint, lacks)
+            incomplete = chunk.incomplete if phase.unreadable is None else phase.unreadable
+            group.backend.write_slots(pairs, plan.fingerprint, incomplete)
             self._unsent.popleft()
-            with self._whole.timed("exchange"):
+            with self._exchange_record.timed("exchange"):
                 slots.send(self._exchange)
         chunk.sent.append(sent)
 
@@ -178,7 +178,7 @@ class PlanExchange:
         if self.in_slots:
             return []
         bounds = sent.phase.largest_messages(chunk.plan)
-        with self._whole.timed("exchange"):
+        with self._exchange_record.timed("exchange"):
             received = self._exchange.collect(sent.messages[self._group.rank], bounds=bounds)
         sent.received = {rank: message.numel() for rank, message in enumerate(received)}
         return received
@@ -186,13 +186,13 @@ class PlanExchange:
     def _add(self, chunk: ExchangedChunk, messages: Sequence[Tensor]) -> None:
         """Add up the messages of the last phase."""
         sent = chunk.sent[-1]
-        with self._whole.timed("decode"):
+        with self._exchange_record.timed("decode"):
             if sent.slots is None:
                 for destination in sent.phase.destinations(chunk.plan):
                     destination.add_messages([messages[sender] for sender in destination.senders])
                 return
             errors, missing = sent.phase.add_slots(chunk.plan, sent.slots)
-        sent.errors, chunk.lacks = errors.to(torch.int64), missing.amax()
+        sent.errors, chunk.incomplete = errors.to(torch.int64), missing.amax()
 
     @contextmanager
     def _preparing(self, count: int) -> Iterator[None]:

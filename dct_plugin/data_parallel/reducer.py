@@ -171,7 +171,12 @@ class GradientReducer(StreamGroup):
         return self.add_ons.sparsity(name, super().sparsity(name))
 
     def post(
-        self, topology: Topology, entries: Entries, scale: float, shards: _Shards | None, whole: Record
+        self,
+        topology: Topology,
+        entries: Entries,
+        scale: float,
+        shards: _Shards | None,
+        exchange_record: Record,
     ) -> PlanExchange:
         """Send the messages of tensors that are exchanged together."""
         with self.exchange.preparing():
@@ -191,18 +196,18 @@ class GradientReducer(StreamGroup):
                 topology.sums_everywhere,
             )
         for add_on in self.add_ons:
-            add_on.before_reduce(plan, whole)
+            add_on.before_reduce(plan)
         with self.exchange.preparing():
-            exchange = self.exchanges.begin(topology.phases, plan, whole)
+            exchange = self.exchanges.begin(topology.phases, plan, exchange_record)
         exchange.post()
         return exchange
 
-    def reduce_dense(self, entries: Entries, scale: float, whole: Record) -> bool:
+    def reduce_dense(self, entries: Entries, scale: float, exchange_record: Record) -> bool:
         """Sum tensors as the host framework would, if this step is dense; return whether it is."""
         if self._dense.active:
             tensors = [PlannedTensor(n, t, [Shard(0, 0, t.numel())], False) for n, t in entries]
             plan = ReductionPlan(self.operation("dense"), tensors, scale * self.ranks_inside)
-            self._dense.reduce(plan, whole)
+            self._dense.reduce(plan, exchange_record)
         return self._dense.active
 
     # -- steps ---
@@ -317,7 +322,7 @@ class Reduction:
         self, reducer: GradientReducer, entries: Entries, scale: float, shards: _Shards | None = None
     ) -> None:
         self._reducer, self._entries, self._scale, self._shards = reducer, entries, scale, shards
-        self._whole = Record("gradient")
+        self._exchange_record = Record("gradient")
         self._exchanges: list[PlanExchange] | None = None
         topologies = reducer.topologies
         self._topology: Topology = topologies.all_reduce if shards is None else topologies.scatter
@@ -328,17 +333,24 @@ class Reduction:
         Raises:
             DesyncError, PayloadError: See :meth:`~GradientReducer.all_reduce`.
         """
-        reducer, whole, entries, shards = self._reducer, self._whole, self._entries, self._shards
+        reducer, exchange_record, entries, shards = (
+            self._reducer,
+            self._exchange_record,
+            self._entries,
+            self._shards,
+        )
         self._exchanges = []
-        with reducer.recording(whole):
+        with reducer.recording(exchange_record):
             if reducer.node_sums is not None:
-                entries, shards = reducer.node_sums.reduce_in_node(entries, shards, whole)
+                entries, shards = reducer.node_sums.reduce_in_node(entries, shards, exchange_record)
             with self._telling_node():
                 with reducer.exchange.preparing():
                     reducer.add_ons.before_compression(entries)
-                if not reducer.reduce_dense(entries, self._scale, whole):
+                if not reducer.reduce_dense(entries, self._scale, exchange_record):
                     for topology, tensors in self._by_topology(entries):
-                        self._exchanges.append(reducer.post(topology, tensors, self._scale, shards, whole))
+                        self._exchanges.append(
+                            reducer.post(topology, tensors, self._scale, shards, exchange_record)
+                        )
 
     def finish(self) -> None:
         """Receive the messages and add them up; posts them first, unless that has been done.
@@ -349,11 +361,11 @@ class Reduction:
         if self._exchanges is None:
             self.post()
         reducer = self._reducer
-        with reducer.recording(self._whole), self._telling_node():
+        with reducer.recording(self._exchange_record), self._telling_node():
             for exchange in self._exchanges or ():
                 reducer.exchanges.complete(exchange)
         if reducer.metrics is not None:
-            reducer.metrics.record(self._whole)
+            reducer.metrics.record(self._exchange_record)
 
     def _telling_node(self) -> AbstractContextManager[None]:
         """Surround work whose results the other ranks of the node wait for: they are told of an error."""

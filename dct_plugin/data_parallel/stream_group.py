@@ -225,7 +225,7 @@ class StreamGroup:
         """
         return name if self.backend.lengths_on_host else f"{name}, lengths on the device"
 
-    def account(self, written: Sequence[WrittenTensor], whole: Record) -> None:
+    def account(self, written: Sequence[WrittenTensor], exchange_record: Record) -> None:
         """Let thresholds follow what was written, and record it; the first figure read reads all of them."""
         for name, cls, encoded, stream, dense_bytes, copies, label in written:
             totals = encoded.totals()
@@ -235,7 +235,7 @@ class StreamGroup:
                 stream.observe(encoded, totals)
             sent = sum([n * part.nbytes for n, part in zip(copies, encoded.stats, strict=True)])
             record = encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent, totals=totals)
-            self.record(record, whole)
+            self.record(record, exchange_record)
             if self.metrics is None:
                 continue
             if label:
@@ -278,31 +278,33 @@ class StreamGroup:
         """Record an exchange as a whole: announcements of sizes, the time of exchange and decoding, and as
         time of selection whatever no other figure holds.
         """
-        whole = Record(cls)
-        with self.recording(whole):
-            yield whole
+        exchange_record = Record(cls)
+        with self.recording(exchange_record):
+            yield exchange_record
         if self.metrics is not None:
-            self.metrics.record(whole)
+            self.metrics.record(exchange_record)
 
     @contextmanager
-    def recording(self, whole: Record) -> Iterator[None]:
-        """Add what the block sends and takes to the record of the ``whole``."""
+    def recording(self, exchange_record: Record) -> Iterator[None]:
+        """Add what the block sends and takes to the record of the ``exchange_record``."""
         exchange = self.exchange
         exchange.step = self.step
         sent, waited, began = exchange.sent_bytes, exchange.waited_ms, time.perf_counter()
-        elsewhere = whole.exchange_ms + whole.decode_ms
+        elsewhere = exchange_record.exchange_ms + exchange_record.decode_ms
         yield
         seconds = time.perf_counter() - began
         self.reduce_seconds += seconds
-        whole.sent_bytes += exchange.sent_bytes - sent
-        whole.waited_ms += exchange.waited_ms - waited
-        whole.exchange_ms = max(whole.exchange_ms, whole.waited_ms)  # the wait is a part of it
-        elsewhere -= whole.exchange_ms + whole.decode_ms
-        whole.select_ms += 1e3 * seconds + elsewhere
+        exchange_record.sent_bytes += exchange.sent_bytes - sent
+        exchange_record.waited_ms += exchange.waited_ms - waited
+        exchange_record.exchange_ms = max(
+            exchange_record.exchange_ms, exchange_record.waited_ms
+        )  # the wait is a part of it
+        elsewhere -= exchange_record.exchange_ms + exchange_record.decode_ms
+        exchange_record.select_ms += 1e3 * seconds + elsewhere
 
-    def record(self, record: Record, whole: Record) -> None:
+    def record(self, record: Record, exchange_record: Record) -> None:
         """Record the share of one tensor in the exchange."""
-        whole.sent_bytes -= record.sent_bytes
-        whole.select_ms -= record.select_ms + record.encode_ms
+        exchange_record.sent_bytes -= record.sent_bytes
+        exchange_record.select_ms -= record.select_ms + record.encode_ms
         if self.metrics is not None:
             self.metrics.record(record)

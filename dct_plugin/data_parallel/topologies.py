@@ -124,7 +124,7 @@ class TwoPhase(Topology):
         self.phases = [_MessagesToSummingOwners(group), _Answers(group)]
 
     def shards(self, name: str, numel: int, *, small: bool) -> Sequence[Shard]:
-        return shards_of(name, numel, self._group.world_size, whole=small)
+        return shards_of(name, numel, self._group.world_size, undivided=small)
 
     def owner_residuals(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:
         for shard in self.shards(name, numel, small=self._group.is_small(name, numel)):

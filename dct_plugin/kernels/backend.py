@@ -254,14 +254,17 @@ class Backend(ABC):
     # -- messages in slots of fixed size (codecs.slots), where lengths stay on the device ---
 
     def write_slots(
-        self, slots: Sequence[tuple[MessageWriter, Tensor]], fingerprint: int, lacks: Tensor | None = None
+        self,
+        slots: Sequence[tuple[MessageWriter, Tensor]],
+        fingerprint: int,
+        incomplete: Tensor | None = None,
     ) -> None:
         """Put messages, of which no figure was read, into a slot each, as far as they fit.
 
         Args:
             slots: The writer of each message, and its slot: uint8, which begins at a multiple of 8 bytes.
             fingerprint: The fingerprint of the operation.
-            lacks: int64 [], for the slots' word about messages without payloads to add; 0 when None.
+            incomplete: int64 [], for the slots' word about messages without payloads to add; 0 when None.
         """
         raise NotImplementedError(f"{self.name} kernels write no slots")
 

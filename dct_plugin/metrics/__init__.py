@@ -292,19 +292,19 @@ class Metrics:
             per_class = _add(_add({}, self._totals), self._open)
             steps = self._steps
             medians = [*self._medians, *([statistics.median(self._durations)] if self._durations else [])]
-        whole = _Sums()
+        all_classes = _Sums()
         for cls, sums in per_class.items():
             if "/" not in cls:  # a layer's share of its class has been counted there
-                whole.add(sums)
+                all_classes.add(sums)
         classes = {cls: sums.summary(steps) for cls, sums in per_class.items()}
         ended = self._start_steps < steps
         start = [sums for cls, sums in self._start.items() if ended and "/" not in cls]
         later = max(steps - ended * self._start_steps, 1)
         return Summary(
-            **vars(whole.summary(steps)),
+            **vars(all_classes.summary(steps)),
             classes=classes,
             steady_ms={
-                name: (getattr(whole, name) - sum(getattr(sums, name) for sums in start)) / later
+                name: (getattr(all_classes, name) - sum(getattr(sums, name) for sums in start)) / later
                 for name in _TIMES
             },
             step_ms=statistics.median(medians) if medians else None,

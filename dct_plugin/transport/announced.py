@@ -69,8 +69,8 @@ class AnnouncedMessages:
         if not self._posted:
             self._left = now
         if all(header.busy for header in headers):
-            late = max(header.busy for header in headers) - announced.headers[0].busy - (entered - at)
-            self.waited_ms += max(0, min(late, now - entered)) / 1e6
+            lateness = max(header.busy for header in headers) - announced.headers[0].busy - (entered - at)
+            self.waited_ms += max(0, min(lateness, now - entered)) / 1e6
         return announced, headers
 
     def receive_messages(self, announced: Announced, sizes: Sequence[int]) -> list[Tensor]:

@@ -127,9 +127,9 @@ class Meeting(NamedTuple):
 
 def time_limit(group: dist.ProcessGroup | None) -> float:
     """Return the seconds that the group waits for its ranks."""
-    whole: Any = group if group is not None else dist.group.WORLD
+    known_group: Any = group if group is not None else dist.group.WORLD
     with contextlib.suppress(AttributeError, RuntimeError):
-        limit: timedelta = whole._get_backend(torch.device("cpu")).options._timeout
+        limit: timedelta = known_group._get_backend(torch.device("cpu")).options._timeout
         return limit.total_seconds()
     return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
 

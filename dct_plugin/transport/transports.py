@@ -41,10 +41,10 @@ def message_device(group: dist.ProcessGroup | None, device: torch.device) -> tor
 @own_traffic(recorded=False)
 def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport:
     """Return a transport of messages that lie on ``device``; a collective."""
-    whole: Any = group if group is not None else dist.group.WORLD
-    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(whole)
-    if type(whole) in TRANSPORTS:
-        return TRANSPORTS[type(whole)](rank, ranks, group)
+    known_group: Any = group if group is not None else dist.group.WORLD
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(known_group)
+    if type(known_group) in TRANSPORTS:
+        return TRANSPORTS[type(known_group)](rank, ranks, group)
     if device.type == "cpu" and len(ranks) > 1:
         sockets, reason = tcp_connect.connect(group)
         if sockets is not None:
@@ -68,21 +68,21 @@ def subgroup(group: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.Proc
     Raises:
         ConfigError: torch could not make it.
     """
-    whole: Any = group if group is not None else dist.group.WORLD
+    known_group: Any = group if group is not None else dist.group.WORLD
     # torch names a group that some ranks make after the number of groups that each of them is in.
     count = len(dist.distributed_c10d._world.pg_names)
     counts = torch.tensor([count, -count])
-    if "nccl" in dist.get_backend(whole):
+    if "nccl" in dist.get_backend(known_group):
         counts = counts.cuda()
-    dist.all_reduce(counts, dist.ReduceOp.MAX, whole)
+    dist.all_reduce(counts, dist.ReduceOp.MAX, known_group)
     if counts[0] != -counts[1]:
         raise ConfigError(
             f"rank {dist.get_rank()}: dct.data_parallel.nodes: the ranks that exchange gradients are in "
             f"different numbers of process groups, up to {int(counts[0])}: torch cannot make groups of nodes "
             "then. Make as many groups with every rank, or set it to 1"
         )
-    backend = str(dist.get_backend_config(whole))
-    limit = timedelta(seconds=tcp_connect.time_limit(whole)) if "gloo" in backend else None
+    backend = str(dist.get_backend_config(known_group))
+    limit = timedelta(seconds=tcp_connect.time_limit(known_group)) if "gloo" in backend else None
     made = dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made

@@ -98,8 +98,8 @@ class _WrongThreshold(TritonBackend):
 
 
 class _WrongSlot(TritonBackend):
-    def write_slots(self, slots: Any, fingerprint: int, lacks: Any = None) -> None:
-        super().write_slots(slots, fingerprint, lacks)
+    def write_slots(self, slots: Any, fingerprint: int, incomplete: Any = None) -> None:
+        super().write_slots(slots, fingerprint, incomplete)
         ((_, out),) = slots
         out[600] ^= 1
 

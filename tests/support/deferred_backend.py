@@ -64,9 +64,12 @@ class DeferredBackend(ReferenceBackend):
         return on_device(tau, torch.float32)
 
     def write_slots(
-        self, slots: Sequence[tuple[MessageWriter, Tensor]], fingerprint: int, lacks: Tensor | None = None
+        self,
+        slots: Sequence[tuple[MessageWriter, Tensor]],
+        fingerprint: int,
+        incomplete: Tensor | None = None,
     ) -> None:
-        lacking = 0 if lacks is None else int(lacks.as_subclass(Tensor))
+        lacking = 0 if incomplete is None else int(incomplete.as_subclass(Tensor))
         for writer, out in slots:
             parts = [
                 buffer[at : at + int(stats.device_counts.as_subclass(Tensor)[0])]
@@ -106,8 +109,8 @@ class DeferredBackend(ReferenceBackend):
         slots = [buffer[slice(*each)] for each in bounds]
         heads = [slot.view(torch.int64)[:WORDS].tolist() for slot in slots]
         missing = [
-            int(not 0 <= size <= slot.numel() - PREFIX or lacks)
-            for slot, (size, _, lacks, _) in zip(slots, heads, strict=True)
+            int(not 0 <= size <= slot.numel() - PREFIX or incomplete)
+            for slot, (size, _, incomplete, _) in zip(slots, heads, strict=True)
         ]
         errors = [0] * len(slots)
         if any(missing):

@@ -30,13 +30,13 @@ class NodeSums:
         """Tensors that are being reduced, and what each rank of the node gets of them."""
 
     def reduce_in_node(
-        self, entries: Entries, shards: Sequence[Sequence[Shard]] | None, whole: Record
+        self, entries: Entries, shards: Sequence[Sequence[Shard]] | None, exchange_record: Record
     ) -> tuple[Entries, Sequence[Sequence[Shard]] | None]:
         """Return what takes part in the exchange in place of this rank's gradients, and its shards where the
         host names owners; a collective.
         """
         self._node.exchange.step = self._group.step
-        with whole.timed("exchange"), self._group.exchange.preparing():
+        with exchange_record.timed("exchange"), self._group.exchange.preparing():
             parts = self._node.means(entries, in_place=True)
         owners = None if shards is None else {n: s for (n, _), s in zip(entries, shards, strict=True)}
         wanted = None if owners is None else {name: self._wanted(of) for name, of in owners.items()}
@@ -50,7 +50,7 @@ class NodeSums:
         reduced, self._reduced = self._reduced, []
         if not reduced:
             return
-        with self._group.recorded("gradient") as whole, whole.timed("exchange"):
+        with self._group.recorded("gradient") as exchange_record, exchange_record.timed("exchange"):
             for entries, wanted in reduced:
                 self._node.gather("gather", entries, wanted)
 

@@ -78,10 +78,10 @@ class Moments:
             self._step_rows.add_(squares.sum() / self._numel)
             return
         rows, inside = rows_of(first, part.numel(), self.columns.numel())
-        whole = squares.new_zeros(rows.stop - rows.start, self.columns.numel())
-        whole.view(-1)[inside] = squares
-        self._step_rows[rows].add_(whole.mean(1))
-        self._step_columns.add_(whole.sum(0) / self.rows.numel())
+        rows_in_full = squares.new_zeros(rows.stop - rows.start, self.columns.numel())
+        rows_in_full.view(-1)[inside] = squares
+        self._step_rows[rows].add_(rows_in_full.mean(1))
+        self._step_columns.add_(rows_in_full.sum(0) / self.rows.numel())
 
     @property
     def step_squares(self) -> list[Tensor]:

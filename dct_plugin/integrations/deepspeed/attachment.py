@@ -34,7 +34,7 @@ from .node_copies import DisplacedCopies, NodeCopies
 from .parser import keys_read
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
-from .rules import advice, applied, require, training_facts, unread_keys
+from .rules import advice, require, training_facts, unread_keys, with_job_defaults
 from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
 from .stage0 import Bf16Path, Stage0Path
 from .weight_updates import UpdatedWeights, WeightUpdates
@@ -401,7 +401,7 @@ def _prepared(engine: Any, config: DCTConfig) -> tuple[Attachment | None, str]:
         training = replace(training_facts(job, config), ranks=ranks, steps=steps)
         config, note = resolve_settings(config, engine.optimizer, training)
     require(job, config, rank=engine.global_rank)
-    config = applied(job, config)
+    config = with_job_defaults(job, config)
     if path is not None:
         path.check(engine)
     for activation in ACTIVATION_PATHS:

@@ -49,7 +49,7 @@ def refusals(job: Job, config: DCTConfig) -> list[str]:
     return [*features, *_of_section(job, config)]
 
 
-def applied(job: Job, config: DCTConfig) -> DCTConfig:
+def with_job_defaults(job: Job, config: DCTConfig) -> DCTConfig:
     """Return the section as it is applied to a job: residuals under ZeRO-3 are in int8 by default."""
     settings = config.data_parallel
     automatic = settings.residual_dtype == "auto" and settings.feedback.keeps_residual

@@ -83,7 +83,7 @@ class ZeroPath(GradientPath):
         }
         # Other stages of a pipeline, with partitions of their own, have copies of these weights that must
         # stay bitwise the same: their gradients are reduced as if nobody owned a part of them.
-        self._whole = {id(weight) for weight, _ in tied_weights(self.engine)}
+        self._tied_weights = {id(weight) for weight, _ in tied_weights(self.engine)}
         self._to_owners = bool(optimizer.reduce_scatter)
         # Before 0.19.5, ZeRO knew no gradient_allreduce_op and always averaged.
         self._averages = bool(getattr(optimizer, "gradient_average", True))
@@ -201,7 +201,7 @@ class ZeroPath(GradientPath):
 
         if reducer is self.reducer:
             copied = {}
-            is_owned = not any(id(each.parameter) in self._whole for each in parameters)
+            is_owned = not any(id(each.parameter) in self._tied_weights for each in parameters)
             if is_owned and tensor.dtype == dtype == self.optimizer.dtype:
                 copied = {id(p): (self.name_of(group, p), p.numel()) for group, _, p in parameters}
             self._reductions.reduce(self._reductions_of(buffer.flat, parameters, reducer), use, copied)
@@ -260,17 +260,17 @@ class ZeroPath(GradientPath):
         Args:
             flat: The gradients of ``parameters``, one after the other.
         """
-        whole, sharded, stop = [], [], 0
+        everywhere, sharded, stop = [], [], 0
         for each in parameters:
             start, stop = stop, stop + each.parameter.numel()
             if self.reducer_of(each.parameter) is not reducer:
                 continue
             name, gradient = self.name_of(each.group, each.parameter), flat[start:stop]
-            if self._to_owners and id(each.parameter) not in self._whole:
+            if self._to_owners and id(each.parameter) not in self._tied_weights:
                 sharded.append((name, gradient, self._shards_of(each)))
             else:
-                whole.append((name, gradient))
-        reductions = [reducer.begin(whole, scale=scale)] if whole else []
+                everywhere.append((name, gradient))
+        reductions = [reducer.begin(everywhere, scale=scale)] if everywhere else []
         return [*reductions, reducer.begin_scatter(sharded, scale=scale)] if sharded else reductions
 
     # -- parameters and their owners ---

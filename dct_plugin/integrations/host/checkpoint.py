@@ -95,11 +95,11 @@ def load_together(
             of the host's state; names the ranks and the files.
     """
     found: Loaded | None = None
-    problem = lack = None
+    problem = absent = None
     try:
         found = read()
     except NoState as error:
-        lack = str(error)
+        absent = str(error)
     except Exception as error:
         problem = str(error) if isinstance(error, DCTError) else f"{source}: {type(error).__name__}: {error}"
     if found is not None and expected is not None and found.save != expected:
@@ -107,7 +107,7 @@ def load_together(
             f"{source}: the files are of another save ({found.origin}) than the checkpoint they lie in; was "
             "it written over an older one, and interrupted?"
         )
-    answers = _gathered((problem, lack, None if found is None else found[1:3]), group)
+    answers = _gathered((problem, absent, None if found is None else found[1:3]), group)
     problems = {rank: fault for rank, (fault, *_) in answers.items()}
     origins = {rank: origin for rank, (*_, origin) in answers.items() if origin is not None}
     if not any(problems.values()) and len({save for save, _ in origins.values()}) > 1:
@@ -116,11 +116,11 @@ def load_together(
         "load another checkpoint; or remove its dct_*.pt files, and training goes on with residuals of zero"
     )
     _raise_together("cannot load residuals", problems, remedy)
-    lacking = {rank: reason for rank, (_, reason, _) in answers.items() if reason}
-    if not lacking and found is not None:
+    without_state = {rank: reason for rank, (_, reason, _) in answers.items() if reason}
+    if not without_state and found is not None:
         return found
     if dist.get_rank(group) == 0:
-        _warn_of_lack(source, lacking, len(answers))
+        _warn_of_missing(source, without_state, len(answers))
     return None
 
 
@@ -133,15 +133,15 @@ def report_spread(source: Folder, found: Loaded, ranks: int) -> None:
         )  # fmt: skip
 
 
-def _warn_of_lack(source: Folder, lacking: dict[int, str], ranks: int) -> None:
+def _warn_of_missing(source: Folder, without_state: dict[int, str], ranks: int) -> None:
     first: dict[str, int] = {}  # the first rank of each reason
-    for rank, reason in lacking.items():
+    for rank, reason in without_state.items():
         first.setdefault(reason, rank)
     reasons = "; ".join(f"rank {rank}: {reason}" for reason, rank in list(first.items())[:3])
     logger.warning(
         "dct: %s: no residuals for %d of %d ranks (%s); training goes on with residuals of zero and new "
         "thresholds, and the start (dense steps, rising sparsity) begins anew",
-        source, len(lacking), ranks, reasons,
+        source, len(without_state), ranks, reasons,
     )  # fmt: skip
 
 
@@ -231,7 +231,7 @@ class ReducerFiles:
             expected: What :meth:`save` returned, from the host's own state.
         """
         rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        model = {"unit": self.unit, "sizes": self.sizes, "layout": self.layout}
+        model: dict[str, Any] = {"unit": self.unit, "sizes": self.sizes, "layout": self.layout}
         read = partial(checkpoint.load, folder, rank=rank, world_size=world_size, **model)
         found = load_together(read, folder, group=self._writers, expected=expected)
         if found is None:

@@ -85,7 +85,7 @@ class PoisonedSteps:
 
     Args:
         config: The ``data_parallel`` settings.
-        gradients: What the optimizer is about to use on this rank, by the parameters' names.
+        gradients: Gives the gradients that the optimizer is about to use on this rank, by name.
         agree: Whether other ranks may have other gradients: then all ranks of the job ask at the same time.
     """
 

@@ -167,8 +167,8 @@ class Reductions:
             parts = [(g.name, g.view, shards_in(g.start, g.view.numel(), each)) for g, each in gradients]
             work = reducer.begin_scatter(parts, scale=scale)
         else:
-            whole = [(gradient.name, gradient.view) for gradient, _ in gradients]
-            work = reducer.begin(whole, scale=scale)
+            views = [(gradient.name, gradient.view) for gradient, _ in gradients]
+            work = reducer.begin(views, scale=scale)
         return reduction.overlap.submit(work)
 
     def show(self, group: Any) -> None:
@@ -185,8 +185,8 @@ class Reductions:
         """Close an iteration; ``scales`` are the loss scales of this iteration and of the next one."""
         used, coming = scales or (None, None)
         for each in self:
-            late = None if each.scale_known else used
-            each.reducer.end_step(skipped=skipped, loss_scale=coming, reduced_at=late)
+            reduced_at = None if each.scale_known else used
+            each.reducer.end_step(skipped=skipped, loss_scale=coming, reduced_at=reduced_at)
             each.scale_known |= used is not None
 
     def flush(self) -> None:

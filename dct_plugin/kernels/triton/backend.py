@@ -164,7 +164,10 @@ class TritonBackend(Backend):
     # -- slots ---
 
     def write_slots(
-        self, slots: Sequence[tuple[MessageWriter, Tensor]], fingerprint: int, lacks: Tensor | None = None
+        self,
+        slots: Sequence[tuple[MessageWriter, Tensor]],
+        fingerprint: int,
+        incomplete: Tensor | None = None,
     ) -> None:
         where, units = slots[0][1].device, 0
         heads, rows = list[list[int]](), list[list[int]]()
@@ -177,9 +180,9 @@ class TritonBackend(Backend):
             units = max(units, first)
         places = upload([*heads, *rows], where)
         offsets = torch.empty(len(rows), dtype=torch.int64, device=where)
-        count, more = len(slots), {"ANSWERS": lacks is not None}
+        count, more = len(slots), {"ANSWERS": incomplete is not None}
         with launched_on(where):
-            launch(reading.begin_slots, count, places, offsets, lacks, count, fingerprint, **more)
+            launch(reading.begin_slots, count, places, offsets, incomplete, count, fingerprint, **more)
             if units:
                 launch(reading.fill_slots, (units, count), places, offsets, count)
 
