@@ -333,12 +333,8 @@ class Reduction:
         Raises:
             DesyncError, PayloadError: See :meth:`~GradientReducer.all_reduce`.
         """
-        reducer, exchange_record, entries, shards = (
-            self._reducer,
-            self._exchange_record,
-            self._entries,
-            self._shards,
-        )
+        reducer, entries, shards = self._reducer, self._entries, self._shards
+        exchange_record = self._exchange_record
         self._exchanges = []
         with reducer.recording(exchange_record):
             if reducer.node_sums is not None:
@@ -348,9 +344,8 @@ class Reduction:
                     reducer.add_ons.before_compression(entries)
                 if not reducer.reduce_dense(entries, self._scale, exchange_record):
                     for topology, tensors in self._by_topology(entries):
-                        self._exchanges.append(
-                            reducer.post(topology, tensors, self._scale, shards, exchange_record)
-                        )
+                        exchange = reducer.post(topology, tensors, self._scale, shards, exchange_record)
+                        self._exchanges.append(exchange)
 
     def finish(self) -> None:
         """Receive the messages and add them up; posts them first, unless that has been done.

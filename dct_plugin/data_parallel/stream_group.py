@@ -296,9 +296,8 @@ class StreamGroup:
         self.reduce_seconds += seconds
         exchange_record.sent_bytes += exchange.sent_bytes - sent
         exchange_record.waited_ms += exchange.waited_ms - waited
-        exchange_record.exchange_ms = max(
-            exchange_record.exchange_ms, exchange_record.waited_ms
-        )  # the wait is a part of it
+        # The wait is a part of it.
+        exchange_record.exchange_ms = max(exchange_record.exchange_ms, exchange_record.waited_ms)
         elsewhere -= exchange_record.exchange_ms + exchange_record.decode_ms
         exchange_record.select_ms += 1e3 * seconds + elsewhere
 

@@ -164,15 +164,13 @@ def main() -> None:
     judgements = []
     for content in contents:
         try:
-            judgements.append(_faults_and_sections(content, ranks, device))
+            judgements.append(_answer(content, ranks, device))
         except RecursionError:
             judgements.append((["nested too deeply"], {}))
     print(json.dumps([sorted(keys_read()), judgements], default=str))
 
 
-def _faults_and_sections(
-    content: Mapping[str, Any], ranks: int | None, device: str
-) -> tuple[list[str], dict[str, Any]]:
+def _answer(content: Mapping[str, Any], ranks: int | None, device: str) -> tuple[list[str], dict[str, Any]]:
     """Return why DeepSpeed does not take a JSON, each reason after its key, and what it reads in sections."""
     left, faults = _filled(content), []
     while reasons := _reasons(left, ranks, device):
