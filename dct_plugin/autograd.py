@@ -16,8 +16,7 @@ def with_gradient(
 
     Both run without autograd. What the backward pass needs of the forward pass they keep themselves.
     """
-    y: Tensor = _WithGradient.apply(x, forward, backward)
-    return y
+    return _WithGradient.apply(x, forward, backward)
 
 
 class _WithGradient(torch.autograd.Function):

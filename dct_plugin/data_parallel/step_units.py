@@ -36,8 +36,7 @@ class StepUnit:
             ConfigError: The unit of this optimizer's steps is not known.
         """
         if hasattr(optimizer, "step_unit"):  # it says so itself
-            own: StepUnit = optimizer.step_unit(group)
-            return own
+            return optimizer.step_unit(group)
         rule = _RULES.get(family_of(cls.__name__ for cls in type(optimizer).__mro__))
         if rule is None:
             raise unknown_step(type(optimizer).__name__)

@@ -81,8 +81,7 @@ class Library:
 
     def status(self, name: str, *arguments: Any) -> int:
         """Do what :meth:`call` does, but return the status: 0, or what is wrong."""
-        status: int = getattr(self.functions, name)(*map(passed, arguments))
-        return status
+        return getattr(self.functions, name)(*map(passed, arguments))
 
 
 def check(status: int) -> None:

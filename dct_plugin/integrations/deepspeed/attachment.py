@@ -358,8 +358,7 @@ def attach(engine: Any, section: Any) -> Attachment | None:
         DesyncError: Other ranks failed, do not take part, or run another configuration or version.
     """
     if ATTRIBUTE in engine.__dict__:
-        attached: Attachment = engine.__dict__[ATTRIBUTE]
-        return attached
+        return engine.__dict__[ATTRIBUTE]
     agreement = startup.join(TOPIC, hint=f"its configuration has no {SECTION!r} section, or {HINT}")
     with startup.reported(agreement):
         config = DCTConfig.parse(section, rank=dist.get_rank())

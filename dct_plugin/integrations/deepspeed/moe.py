@@ -167,8 +167,7 @@ def _is_distributed(layer: Any) -> bool:
 def _occupied(routing: Sequence[Any]) -> Tensor:
     """Return which of the ``experts * capacity`` slots hold a token, from what a gate returns."""
     if len(routing) == 4:  # loss, weights, mask [tokens, experts, capacity], counts
-        mask: Tensor = routing[2].bool().any(dim=0).view(-1)
-        return mask
+        return routing[2].bool().any(dim=0).view(-1)
     _, capacity, experts, indices, locations, *_ = routing
     capacity = int(capacity)
     if not isinstance(indices, Tensor):  # a list with one tensor for each of a token's experts

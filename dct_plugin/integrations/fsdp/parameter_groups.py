@@ -75,8 +75,7 @@ class ShardedParameter:
     @property
     def shape(self) -> torch.Size:
         """Shape of this rank's shard, without padding."""
-        size: torch.Size = self.fsdp.sharded_size
-        return size
+        return self.fsdp.sharded_size
 
     @property
     def padded_numel(self) -> int:
@@ -85,8 +84,7 @@ class ShardedParameter:
 
     def local(self) -> Tensor:
         """Return this rank's shard."""
-        tensor: Tensor = self.sharded.to_local().detach()
-        return tensor
+        return self.sharded.to_local().detach()
 
 
 def parameter_groups(model: nn.Module) -> Iterator[Any]:
@@ -255,8 +253,7 @@ class GatheredShard(GatheredSlice):
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.held.device
-        return device
+        return self.held.device
 
     @property
     def requires_grad(self) -> bool:
