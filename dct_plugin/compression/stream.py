@@ -9,7 +9,6 @@ the stream of gradients, which keeps what it did not send. That of activations, 
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,8 +41,6 @@ from ..kernels import (
 from ..metrics import Record
 from .feedback import PackedResidual, Residual, Saved, ScratchBuffers
 from .thresholds import Threshold, wanted
-
-logger = logging.getLogger("dct_plugin")
 
 #: Most entries of one message, as a multiple of the target density; what overflows stays in the residual.
 _CAPACITY = 2.0

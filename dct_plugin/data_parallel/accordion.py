@@ -13,7 +13,6 @@ every rank that holds them, so that ranks decide alike.
 
 from __future__ import annotations
 
-import logging
 import math
 import zlib
 from collections.abc import Mapping
@@ -24,11 +23,10 @@ import torch
 from torch import Tensor
 
 from ..config import AccordionConfig
+from ..console import logger
 from .add_on import AddOn, ReducerContext
 from .plan import ReductionPlan
 from .stream_group import Sparsity, StreamGroup
-
-logger = logging.getLogger("dct_plugin")
 
 #: Most tensors that a line of the log names.
 _NAMED = 8

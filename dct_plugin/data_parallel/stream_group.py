@@ -5,7 +5,6 @@ Reductions of gradients and updates of weights have them in common.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from ..codecs.values import ValueDtype
 from ..compression.feedback import ScratchBuffers
 from ..compression.stream import Compressor, Encoded, as_flat, backend_of
 from ..config import DataParallelConfig, KernelConfig
+from ..console import logger
 from ..errors import ConfigError, PayloadError
 from ..metrics import TENSOR, Metrics, Record
 from ..policy.rules import for_compressors
@@ -32,8 +32,6 @@ from .plan import Entries
 
 if TYPE_CHECKING:
     from .nodes.ranks import NodeRanks
-
-logger = logging.getLogger("dct_plugin")
 
 #: The ranks that exchange messages, as a host names them.
 Ranks: TypeAlias = dist.ProcessGroup | Peers | Nodes | None

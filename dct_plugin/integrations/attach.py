@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -12,14 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.config import DCTConfig
+from dct_plugin.console import logger
 from dct_plugin.errors import ConfigError
 
 from .ddp import DCTState
 from .fsdp import compress_replicas
 from .host.attachments import Attachment
 from .host.settings import optimizers_of
-
-logger = logging.getLogger("dct_plugin")
 
 
 def attach(

@@ -10,7 +10,6 @@ decisions.
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 import threading
@@ -26,6 +25,7 @@ from torch.profiler import record_function
 
 from .._version import __version__
 from ..config import MetricsConfig
+from ..console import logger
 from .sinks import Event as Event
 from .sinks import ReportSinks, Sink
 from .summary import (
@@ -37,8 +37,6 @@ from .summary import (
     ratio_of,
     uncompressed_in_words,
 )
-
-logger = logging.getLogger("dct_plugin")
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ The training goes on without a place that fails.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +14,7 @@ from typing import Any, TextIO
 
 from ..config import MetricsConfig
 from ..config.validation_errors import faulty
-
-logger = logging.getLogger("dct_plugin")
+from ..console import logger
 
 Event = tuple[str, float, int]  # name, value, step
 Sink = Callable[[list[Event]], object]

@@ -5,16 +5,14 @@ Gradients come back as answers to the forward messages, or by themselves.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from ..config import ActivationConfig, KernelConfig
 from ..config.methods import NoMethod
+from ..console import logger
 from .compressors import ActivationCompressor, Site, create
 from .compressors.compressor import GROUP_SIZE, GradientMessages
 from .compressors.threshold import Answers, Thresholded
-
-logger = logging.getLogger("dct_plugin")
 
 
 class ActivationStream:

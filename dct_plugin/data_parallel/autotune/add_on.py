@@ -15,7 +15,6 @@ Source of the idea: Espresso (Wang et al., EuroSys 2023), which decides from a m
 from __future__ import annotations
 
 import itertools
-import logging
 import statistics
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
+from ...console import logger
 from ...host_traffic import own_traffic
 from ...metrics import format_bytes
 from ...policy.settings import LOSSLESS, Setting, settings_within
@@ -34,8 +34,6 @@ from ..topologies import Topologies
 from .cost_model import CostModel, Link
 from .decision_rules import DecisionRules, gentlest_of_fastest, settings_to_try
 from .measurements import PROBE_BYTES, gradient_sizes, largest, probe_link, reduction_seconds, time_codings
-
-logger = logging.getLogger("dct_plugin")
 
 
 class AutomaticSparsity(AddOn):

@@ -22,7 +22,6 @@ number of ranks), so their ratio has no unit.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ...compression.feedback import ScratchBuffers, unpacked
+from ...console import logger
 from ...errors import ConfigError
 from ...kernels import Backend
 from ...kernels.displacement import Displacement, denominator
@@ -48,8 +48,6 @@ from .training_passes import TrainingPasses
 
 if TYPE_CHECKING:
     from ..nodes.ranks import NodeRanks
-
-logger = logging.getLogger("dct_plugin")
 
 #: Agreement of the ranks' residuals below which their data are of different kinds. Two ranks with two texts
 #: had 0.6 (docs/quality.md#data-that-differ-between-ranks).

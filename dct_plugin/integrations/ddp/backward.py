@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dct_plugin.console import logger
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.errors import ConfigError
 
 from ..host.overlap import Overlap
 from ..host.steps import OptimizerSteps
 from .parameters import Bucket, ParameterNames
-
-logger = logging.getLogger("dct_plugin")
 
 
 class BucketReductions:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from dct_plugin import checkpoint
 from dct_plugin.compression.stream import fresh_state
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.config.data_parallel import refuse
+from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.step_units import ParameterGroups, units_of_all
 from dct_plugin.errors import ConfigError
@@ -41,8 +41,6 @@ from .parameters import ParameterNames, as_real
 
 if TYPE_CHECKING:
     from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
-
-logger = logging.getLogger("dct_plugin")
 
 #: Seconds in which all ranks begin a save that needs all of them.
 _SAVE_LIMIT = 10.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import sys
 from dataclasses import replace
@@ -14,6 +13,7 @@ import deepspeed
 import torch.distributed as dist
 
 from dct_plugin.config import DCTConfig
+from dct_plugin.console import logger
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
@@ -43,8 +43,6 @@ from .zero3 import Zero3Path
 
 if TYPE_CHECKING:
     from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
-
-logger = logging.getLogger("dct_plugin")
 
 
 class DisplacedPasses(EnginePart):

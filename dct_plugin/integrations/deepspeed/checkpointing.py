@@ -7,7 +7,6 @@ were left by another run, or by a save that was interrupted, are found.
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from dct_plugin import checkpoint
+from dct_plugin.console import logger
 from dct_plugin.transport import lost_ranks
 
 from ..host.checkpoint import FRESH, ReducerFiles
@@ -24,8 +24,6 @@ from ..host.patching import Function, Patches
 from .engine import EngineContext, EnginePart, is_pipeline
 from .path import ActivationPath, GradientPath
 from .weight_updates import WeightUpdates
-
-logger = logging.getLogger("dct_plugin")
 
 #: The key of the client state that holds the identity of the save.
 CLIENT_KEY = "dct_plugin"

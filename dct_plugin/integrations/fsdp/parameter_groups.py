@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,14 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dct_plugin.console import logger
 from dct_plugin.errors import ConfigError
 
 from ..host import versions
 from ..host.gathered_slice import GatheredSlice
 from ..host.patching import Patches
 from ..host.versions import Target, VersionRange, unsupported
-
-logger = logging.getLogger("dct_plugin")
 
 SUPPORTED = VersionRange("2.6.0", "2.16.0")
 _REMEDY = "install one of these, or train without compress_replicas"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.compression.stream import fresh_state
+from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import ConfigError
 from dct_plugin.transport import lost_ranks
@@ -31,8 +31,6 @@ from dct_plugin.transport import lost_ranks
 from ..host.checkpoint import mean_residuals
 from .parameter_groups import ShardedParameter
 from .replica_group import ReplicaGroup
-
-logger = logging.getLogger("dct_plugin")
 
 
 def state_of(groups: Sequence[ReplicaGroup], step: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import weakref
 from collections.abc import Callable
@@ -18,10 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from dct_plugin.config import DCTConfig
+from dct_plugin.console import logger
 from dct_plugin.errors import DCTError
 from dct_plugin.metrics import Metrics
-
-logger = logging.getLogger("dct_plugin")
 
 
 class Attached(Protocol):

@@ -7,7 +7,6 @@ that names the rank and the file.
 
 from __future__ import annotations
 
-import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +21,10 @@ from torch import Tensor
 
 from dct_plugin import checkpoint
 from dct_plugin.checkpoint import Loaded, NoState
+from dct_plugin.console import logger
 from dct_plugin.errors import DCTError
 from dct_plugin.host_traffic import own_traffic
 from dct_plugin.transport import lost_ranks
-
-logger = logging.getLogger("dct_plugin")
 
 State = dict[str, Any]
 Folder = str | os.PathLike[str]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import logging
 import sys
 import threading
 import time
@@ -21,9 +20,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from dct_plugin.console import logger
 from dct_plugin.transport import lost_ranks
-
-logger = logging.getLogger("dct_plugin")
 
 #: Seconds of a wait after which it is reported, between two looks at it, and for the reports of other ranks.
 PATIENCE, INTERVAL, ANSWERS = 120.0, 5.0, 10.0

@@ -7,7 +7,6 @@ saved model would not be the trained one.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -16,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.config import DataParallelConfig
+from dct_plugin.console import logger
 from dct_plugin.errors import DesyncError
 from dct_plugin.host_traffic import own_traffic
 from dct_plugin.transport import lost_ranks
-
-logger = logging.getLogger("dct_plugin")
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 #: Entries that are summed at once, in 16 bytes of memory each.

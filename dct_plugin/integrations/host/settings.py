@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,12 +11,11 @@ import torch
 from torch import Tensor
 
 from dct_plugin.config import DCTConfig
+from dct_plugin.console import logger
 from dct_plugin.data_parallel.step_units import StepUnit, unwrapped
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy import Training, resolve
 from dct_plugin.policy.optimizers import OptimizerFamily
-
-logger = logging.getLogger("dct_plugin")
 
 
 def optimizers_of(given: Any, call: str) -> list[torch.optim.Optimizer]:

@@ -6,7 +6,6 @@ differs. A rank that states nothing is named after a time limit, and hangs nobod
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,12 +18,10 @@ from torch import Tensor
 from dct_plugin._version import __version__
 from dct_plugin.compression.stream import backend_beside
 from dct_plugin.config import DataParallelConfig, DCTConfig, options
-from dct_plugin.console import log_once
+from dct_plugin.console import log_once, logger
 from dct_plugin.errors import ConfigError, VersionError
 from dct_plugin.transport.agreement import HINT, TIME_LIMIT, Agreement
 from dct_plugin.transport.nodes import KEY, Nodes, find_nodes, publish_machine, ranks_of_machines
-
-logger = logging.getLogger("dct_plugin")
 
 
 def join(

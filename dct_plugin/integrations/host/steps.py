@@ -6,7 +6,6 @@ Gradients are reduced, the optimizer steps or skips, step counters move on.
 from __future__ import annotations
 
 import itertools
-import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from dct_plugin.codecs.copies import Mirror, to_host
 from dct_plugin.config import DataParallelConfig
+from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.host_traffic import own_traffic
 from dct_plugin.kernels.reference import overflow_flags
@@ -26,8 +26,6 @@ from dct_plugin.transport import lost_ranks
 
 from .patching import Function, Patches
 from .replica_checksums import ReplicaChecksums
-
-logger = logging.getLogger("dct_plugin")
 
 
 class FrozenParameters:

@@ -11,7 +11,6 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
-import logging
 import pkgutil
 import re
 import textwrap
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
+from dct_plugin.console import logger
 from dct_plugin.errors import VersionError
 
 #: Versions that the test suite was run with, by distribution; docs/support.md says what was run.
@@ -156,8 +156,6 @@ def require(targets: Iterable[Target], found: str, supported: VersionRange | str
         why = "is not what dct-plugin was made for; nothing was patched"
         raise unsupported(found, supported, remedy, why=why, faults=problems)
 
-
-logger = logging.getLogger("dct_plugin")
 
 #: By distribution and function, the normalised bodies of tested versions: ``{fingerprint: versions}``. The
 #: integrations rewrite these bodies, or lean on the order of what they do.

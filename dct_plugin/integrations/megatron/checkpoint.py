@@ -13,7 +13,6 @@ other parts of the parameters: the residuals are left, and a message says so.
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from dct_plugin import checkpoint
 from dct_plugin.checkpoint import Loaded, NoState
+from dct_plugin.console import logger
 from dct_plugin.errors import DCTError, VersionError
 from dct_plugin.transport.nodes import layout_of
 
@@ -32,8 +32,6 @@ from ..host.checkpoint import load_together, report_spread, save_together
 from ..host.patching import Function
 from .buckets import nodes_in
 from .session import Hook, Session
-
-logger = logging.getLogger("dct_plugin")
 
 State = dict[str, Any]
 _MODULE = "megatron.training.checkpointing"

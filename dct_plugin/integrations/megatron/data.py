@@ -13,7 +13,6 @@ a reducer at the same time, for Megatron waits for all reductions before the ite
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from dct_plugin.codecs.copies import Mirror
 from dct_plugin.config import DataParallelConfig
+from dct_plugin.console import logger
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.host_traffic import count_group, counted_by
 from dct_plugin.policy import Training
@@ -44,8 +44,6 @@ from .buckets import (
 )
 from .reductions import Optimizers, Reductions, step_ahead_unavailable
 from .session import Hook, Session, is_first_of_stage
-
-logger = logging.getLogger("dct_plugin")
 
 #: Wrappers of fully sharded models, by module.
 _SHARDING = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.config import ActivationConfig, DCTConfig
+from dct_plugin.console import logger
 from dct_plugin.data_parallel import Shard
 from dct_plugin.metrics import Event, Metrics
 from dct_plugin.model_parallel import ActivationStream
@@ -25,8 +25,6 @@ from dct_plugin.model_parallel import ActivationStream
 from ..host.activation_streams import ActivationStreams
 from ..host.patching import Patches, when_imported
 from ..host.reporting import Reporting
-
-logger = logging.getLogger("dct_plugin")
 
 
 class Hook:

@@ -8,7 +8,6 @@ the backward pass.
 from __future__ import annotations
 
 import contextlib
-import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from torchft.process_group import ProcessGroupWrapper
 
 from dct_plugin._version import __version__
 from dct_plugin.config import DCTConfig, options
+from dct_plugin.console import logger
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import counted_by
 from dct_plugin.metrics import Metrics
@@ -32,8 +32,6 @@ from dct_plugin.policy import Training
 from ..host.settings import resolve_settings
 from .quorum import QuorumPeers, Statement
 from .residuals import NO_AVERAGE, AveragedWeights, Counts, ReplicaResiduals
-
-logger = logging.getLogger("dct_plugin")
 
 _STATE = "dct_residuals"
 #: Keys under which DiLoCo registers the states of its fragments with the manager.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +12,13 @@ from torch import Tensor
 from dct_plugin import checkpoint
 from dct_plugin.compression.feedback import unpacked
 from dct_plugin.config import DCTConfig
+from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 
 from ..host.reporting import Reporting
 from .quorum import QuorumPeers, Statement
-
-logger = logging.getLogger("dct_plugin")
 
 
 @dataclass
