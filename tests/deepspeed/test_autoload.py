@@ -435,6 +435,7 @@ def test_what_a_job_is_left_with(tmp_path: Path) -> None:
     assert plain["modules"] == []
     assert {*without.pop("modules"), *plain.pop("modules")} <= {
         *STUB,
+        "dct_plugin.console",
         "dct_plugin.errors",
         "dct_plugin.integrations.deepspeed",
         "dct_plugin.integrations.deepspeed.engine_hook",
