@@ -21,23 +21,12 @@ from ..codecs.copies import refuse_capture
 from ..codecs.index import IndexEncoding
 from ..codecs.message import MessageWriter
 from ..codecs.payload import Header, Payload, header_bytes, parse_payload, payload_bound
+from ..codecs.stats import Stats, read_stats
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
-from ..kernels import (
-    GRAD_DTYPES,
-    SMALLEST_TAU,
-    Backend,
-    Job,
-    PartedJob,
-    Parts,
-    Stats,
-    Tau,
-    backend_names,
-    get_backend,
-    read_stats,
-    serves,
-)
+from ..kernels import Backend, Job, backend_names, get_backend, serves
+from ..kernels.job import GRAD_DTYPES, SMALLEST_TAU, PartedJob, Parts, Tau
 from ..metrics import Record
 from .feedback import PackedResidual, Residual, Saved, ScratchBuffers
 from .thresholds import Threshold, wanted

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..config import ExpertSettings
-    from ..kernels import Backend, Tau
+    from ..kernels import Backend
+    from ..kernels.job import Tau
 
 #: Below this many random positions the sampled quantile is off by more than about 4 % (1 sigma) at 1 %
 #: density.

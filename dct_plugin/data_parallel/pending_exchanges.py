@@ -17,7 +17,7 @@ from torch import Tensor
 from ..codecs.slots import WORDS
 from ..codecs.stats import KERNEL_ERRORS, read_figures
 from ..errors import DesyncError, PayloadError
-from ..kernels import GRAD_DTYPES
+from ..kernels.job import GRAD_DTYPES
 from ..metrics import Record
 from ..policy.memory import MOST_PENDING
 from ..transport import lost_ranks

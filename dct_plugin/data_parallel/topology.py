@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.message import MessageWriter
-from ..kernels import GRAD_DTYPES
+from ..kernels.job import GRAD_DTYPES
 from ..transport.slots import Slots
 from .plan import ReductionPlan, Shard
 from .stream_group import StreamGroup, WrittenTensor

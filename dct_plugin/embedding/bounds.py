@@ -17,8 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from ..codecs.copies import Mirror, to_device, to_host
 from ..compression.stream import as_flat, backend_beside
 from ..config import EmbeddingChannelConfig, KernelConfig
-from ..kernels import SMALLEST_TAU, Backend
+from ..kernels import Backend
 from ..kernels.embedding import FloatArray
+from ..kernels.job import SMALLEST_TAU
 
 logger = logging.getLogger("dct_plugin")
 

@@ -15,26 +15,21 @@ from typing import NamedTuple
 
 import torch
 
-from ..codecs.stats import Stats, read_stats
 from . import self_check
 from .backend import Backend
 from .cpu import CpuBackend
-from .job import GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, Parts, Tau
+from .job import Job, PartedJob, Parts, Tau
 from .reference import ReferenceBackend
 
 __all__ = [
-    "GRAD_DTYPES",
-    "SMALLEST_TAU",
     "Backend",
     "Job",
     "PartedJob",
     "Parts",
-    "Stats",
     "Tau",
     "backend_names",
     "get_backend",
     "problem_with",
-    "read_stats",
     "register_backend",
     "serves",
 ]

@@ -16,11 +16,12 @@ pytest.importorskip("triton", reason="needs triton")
 
 from dct_plugin import Compressor
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
+from dct_plugin.codecs.stats import Stats
 from dct_plugin.compression.stream import add_at, encode_at
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import DCTError, PayloadError
-from dct_plugin.kernels import Backend, Job, Stats, get_backend, problem_with, self_check
+from dct_plugin.kernels import Backend, Job, get_backend, problem_with, self_check
 from dct_plugin.kernels.checks import PACK_BLOCK
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend

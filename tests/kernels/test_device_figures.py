@@ -11,9 +11,10 @@ from torch import Tensor
 
 from dct_plugin import Compressor, kernels
 from dct_plugin.codecs import MessageWriter, Payload, ValueDtype, payload_bound, read_messages
-from dct_plugin.codecs.stats import Figures
+from dct_plugin.codecs.stats import Figures, Stats, read_stats
 from dct_plugin.config import KernelConfig
-from dct_plugin.kernels import SMALLEST_TAU, Backend, Job, Stats, read_stats
+from dct_plugin.kernels import Backend, Job
+from dct_plugin.kernels.job import SMALLEST_TAU
 from dct_plugin.kernels.reference import ReferenceBackend
 
 REFERENCE = ReferenceBackend()

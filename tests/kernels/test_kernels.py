@@ -16,10 +16,12 @@ from torch import Tensor
 
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound
 from dct_plugin.codecs.index import MAX_NUMEL
+from dct_plugin.codecs.stats import Stats
 from dct_plugin.compression.stream import add_at, encode_at, values_nbytes
 from dct_plugin.errors import PayloadError
-from dct_plugin.kernels import SMALLEST_TAU, Backend, Job, Stats, build
+from dct_plugin.kernels import Backend, Job, build
 from dct_plugin.kernels.cpu import ISA_NAMES, CpuBackend
+from dct_plugin.kernels.job import SMALLEST_TAU
 from dct_plugin.kernels.reference import ReferenceBackend, rank_of, sample_positions
 
 REFERENCE = ReferenceBackend()

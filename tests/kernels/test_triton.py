@@ -30,10 +30,12 @@ from support.launches import counted_launches
 
 from dct_plugin import Compressor, kernels
 from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
+from dct_plugin.codecs.stats import read_stats
 from dct_plugin.compression.feedback import Residual, unpacked
 from dct_plugin.config import KernelConfig
 from dct_plugin.errors import DCTError, PayloadError
-from dct_plugin.kernels import SMALLEST_TAU, Backend, Job, read_stats
+from dct_plugin.kernels import Backend, Job
+from dct_plugin.kernels.job import SMALLEST_TAU
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton import backend as triton_backend
 from dct_plugin.kernels.triton import selection_kernels

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dct_plugin.config import DCTConfig, PipelineConfig
 from dct_plugin.host_traffic import counted_by, own_traffic
-from dct_plugin.kernels import GRAD_DTYPES
+from dct_plugin.kernels.job import GRAD_DTYPES
 from dct_plugin.model_parallel import FixedMessages, Kept
 
 from ..host.activation_streams import ActivationStreams, PipelineMetrics

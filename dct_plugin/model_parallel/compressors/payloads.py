@@ -13,7 +13,8 @@ from ...codecs.stats import read_stats
 from ...codecs.values import ValueDtype
 from ...compression.stream import Encoded, Stream, add_payload, as_flat, first_position, wire_dtype
 from ...compression.thresholds import Threshold
-from ...kernels import Job, Tau
+from ...kernels import Job
+from ...kernels.job import Tau
 from .compressor import ActivationCompressor, Settings, Site, Written
 
 

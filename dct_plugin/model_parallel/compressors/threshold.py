@@ -13,7 +13,7 @@ from ...codecs.payload import HEADER_NBYTES, payload_bound
 from ...codecs.values import VALUE_GROUP, ValueDtype, value_nbytes
 from ...compression.stream import Encoded, add_at, as_flat, encode_at, values_nbytes, wire_dtype
 from ...config.methods import ThresholdMethod
-from ...kernels import SMALLEST_TAU, Tau
+from ...kernels.job import SMALLEST_TAU, Tau
 from .compressor import NUMBER_NBYTES, GradientMessages, Site, Written
 from .payloads import Whole, without_padding
 
