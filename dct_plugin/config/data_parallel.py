@@ -198,8 +198,8 @@ class DataParallelConfig(Section):
     measure the plugin's own cost.
     """
     quality: Literal["exact", "safe", "bytes"] | None = None
-    """Class of settings from which the plugin chooses the fastest by measurement: only the dense exchange,
-    plain or in a lossless code (exact); sparsities that lost nothing measurable with this optimizer and
+    """Class of settings from which the plugin chooses the fastest by measurement: only the dense exchange
+    (exact); sparsities that lost nothing measurable with this optimizer and
     number of ranks (safe); or all sparsities (bytes). `sparsity` is then the highest sparsity and
     `value_dtype` the widest type. null uses the settings as they are.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -11,9 +11,6 @@ from ..config import DataParallelConfig
 from .plan import ReductionPlan
 from .stream_group import Sparsity, StreamGroup
 from .topologies import Topologies
-
-#: Codes of a dense sum: the host's own sum, or a lossless code.
-DenseCode = Literal["plain", "lossless"]
 
 
 class AddOn:
@@ -42,9 +39,9 @@ class AddOn:
         return []
 
     @property
-    def dense(self) -> DenseCode | None:
-        """The code in which gradients of this step are to be summed densely; None: in no one."""
-        return None
+    def dense(self) -> bool:
+        """True if gradients of this step are to be summed densely."""
+        return False
 
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         """Return the sparsity of a tensor in this step; ``otherwise`` is that without this add-on."""

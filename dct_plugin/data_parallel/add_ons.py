@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .accordion import Accordion
-from .add_on import AddOn, DenseCode, ReducerContext
+from .add_on import AddOn, ReducerContext
 from .autotune.add_on import AutomaticSparsity
 from .plan import ReductionPlan
 from .step_ahead.add_on import StepAheadAddOn
@@ -54,9 +54,9 @@ class AddOns:
         return found
 
     @property
-    def dense(self) -> DenseCode | None:
-        """The code in which gradients of this step are to be summed densely; None: in no one."""
-        return next((each.dense for each in self._each if each.dense is not None), None)
+    def dense(self) -> bool:
+        """True if an add-on wants gradients of this step to be summed densely."""
+        return any(each.dense for each in self._each)
 
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         """Return the sparsity of a tensor in this step; ``otherwise`` is that without add-ons."""

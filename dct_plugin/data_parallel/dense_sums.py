@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from ..codecs.copies import to_host
 from ..compression.feedback import unpacked
-from ..host_traffic import bytes_sent
 from ..kernels.reference import has_overflow, overflow_flags
 from ..metrics import Record
 from ..transport.bounded_table import BoundedTable
-from . import lossless
 from .add_ons import AddOns
 from .plan import PlannedTensor, ReductionPlan
 from .stream_group import StreamGroup
@@ -43,16 +40,15 @@ class DenseSums:
     def active(self) -> bool:
         """True if this step's gradients are summed densely."""
         starting = self._group.step < self._warmup_steps
-        return self._group.world_size == 1 or starting or self._add_ons.dense is not None
+        return self._group.world_size == 1 or starting or self._add_ons.dense
 
     def reduce(self, plan: ReductionPlan, exchange_record: Record) -> None:
         """Sum the tensors of ``plan`` over the ranks; a collective."""
         if self._group.world_size == 1:
             self._add_loaded_residuals(plan)
         else:
-            codes = self._add_ons.dense == "lossless"
             # Nothing is selected: copies and checks are part of the exchange.
-            with nullcontext() if codes else exchange_record.timed("exchange"):
+            with exchange_record.timed("exchange"):
                 self._agree(plan)
                 for dtype in dict.fromkeys(each.tensor.dtype for each in plan.tensors):
                     self._sum([each for each in plan.tensors if each.tensor.dtype == dtype], exchange_record)
@@ -93,12 +89,8 @@ class DenseSums:
         flat = torch.cat(same) if adjoined is None else adjoined
         if not group.nonfinite_reported:
             self._look_for_nonfinite(planned, flat)
-        if self._add_ons.dense == "lossless":
-            size = bytes_sent("all_reduce", flat.nbytes, group.world_size, gloo=True)
-            sent = lossless.all_reduce(group, flat, exchange_record)
-        else:
-            size = sent = group.exchange.all_reduce(flat)
-        group.record(Record("gradient_warmup", size, sent, flat.numel()), exchange_record)
+        sent = group.exchange.all_reduce(flat)
+        group.record(Record("gradient_warmup", sent, sent, flat.numel()), exchange_record)
         if adjoined is not None:
             return
         for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):

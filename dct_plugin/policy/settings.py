@@ -10,16 +10,13 @@ from ..config import DataParallelConfig
 #: Sparsities and value types that the automatic mode chooses from, within the limits of a configuration.
 _SPARSITIES, _VALUES = (0.9, 0.97, 0.99), {"bf16": 16, "int8": 8, "int4": 4}
 
-#: In place of a value type: every entry in the gradient's own type, in a lossless code.
-LOSSLESS = "lossless"
-
 
 class Setting(NamedTuple):
     """A sparsity and the type of its values, as the automatic mode chooses them."""
 
     sparsity: float = 0.0
     value_dtype: str | None = None
-    """Type of the values, or :data:`LOSSLESS`; None: the dense exchange of the framework."""
+    """Type of the values; None: the dense exchange of the framework."""
 
     @property
     def is_dense(self) -> bool:
@@ -30,39 +27,28 @@ class Setting(NamedTuple):
         """Order from gentle to strong: by sparsity, then by bits left out."""
         return self.sparsity, -_VALUES.get(self.value_dtype or "", 32)
 
-    @property
-    def is_exact(self) -> bool:
-        """True if gradients are summed as the framework would, thresholded and rounded nowhere."""
-        return self.value_dtype in (None, LOSSLESS)
-
     def __str__(self) -> str:
-        if self.value_dtype == LOSSLESS:
-            return "dense, lossless code"
         if self.is_dense:
             return "dense"
         return f"sparsity {self.sparsity:g}, {self.value_dtype} values"
 
 
-def settings_within(
-    config: DataParallelConfig, *, all_types: bool = True, lossless: bool = True
-) -> list[Setting]:
+def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> list[Setting]:
     """Return the settings that the automatic mode may choose, the dense exchange first.
 
     Args:
         config: Its sparsity is the highest one that its quality class allows, its value type the widest.
         all_types: Whether types of fewer bits may be chosen, too.
-        lossless: Whether the lossless code may be chosen, too.
     """
-    coded = [Setting(0.0, LOSSLESS)] if lossless else []
     if config.quality == "exact":
-        return [Setting(), *coded]
+        return [Setting()]
     most_bits = bits_of(config)
     values = [name for name, bits in _VALUES.items() if bits <= most_bits]
     if not (values and all_types):
         values = [config.value_dtype]
     sparsities = [each for each in _SPARSITIES if each < config.sparsity]
     if not config.sparsity:
-        return [Setting(), *coded, Setting(0.0, values[0])]
+        return [Setting(), Setting(0.0, values[0])]
     sparsities.append(config.sparsity)
     return [Setting(), Setting(0.0, values[0]), *(Setting(*each) for each in product(sparsities, values))]
 

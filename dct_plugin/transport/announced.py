@@ -39,11 +39,6 @@ class AnnouncedMessages:
     _left: int = 0
     """Time at which the last exchange ended; 0 before the first."""
 
-    @property
-    def pending(self) -> int:
-        """The number of messages that were posted and not collected."""
-        return len(self._posted)
-
     def post(self, sizes: Sequence[int], fingerprint: int, messages: Sequence[Tensor] | None) -> None:
         """Announce messages of so many bytes to all ranks and start to send them."""
         at = time.perf_counter_ns()

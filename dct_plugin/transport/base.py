@@ -83,9 +83,6 @@ class Transport:
     def post(self, announced: Announced) -> None:
         """Start sending. Several may be posted; the methods below are then called for one after the other."""
 
-    def progress(self) -> None:
-        """Move what can be moved of what was posted, without waiting; not a collective."""
-
     def receive_headers(self, announced: Announced) -> list[Header]:
         """Return the header from every rank, where this rank posted ``announced``."""
         raise NotImplementedError

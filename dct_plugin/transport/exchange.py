@@ -72,7 +72,7 @@ def most_bytes(entries: int) -> int:
 class Exchange:
     """Messages between all ranks of one process group.
 
-    Every method is a collective, but for :meth:`progress`: all ranks of the group call it in the same order.
+    Every method is a collective: all ranks of the group call it in the same order.
     Works on gloo with CPU tensors and on nccl with CUDA tensors. Where gloo carries CUDA tensors, messages go
     through the host. The group of :attr:`peers` may be set before the first exchange.
 
@@ -147,12 +147,6 @@ class Exchange:
         """
         messages = self._staging.to_send(messages)
         self._announced.post([m.numel() for m in messages], fingerprint, messages)
-
-    def progress(self) -> None:
-        """Move what can be moved of what was posted here and by others, without waiting."""
-        if self._announced.pending:
-            with self.guard("exchange of messages"):
-                self._open().progress()
 
     def collect(self, own: Tensor, *, bounds: Sequence[int] | None = None) -> list[Tensor]:
         """Complete the oldest :meth:`all_to_all` that was posted; ``own`` is this rank's message to itself.

@@ -25,8 +25,6 @@ _WAKE = 1 << 17
 _LEAST_WAKE = 1 << 12
 #: Buffers that one system call sends: POSIX promises 16, Linux and macOS take 1024.
 _MOST_BUFFERS = 512
-#: Bytes that are taken from the system before they are waited for.
-_MOST_EARLY = 1 << 24
 #: Bytes of unwanted messages that are received so that the next one is understood, and seconds for that.
 _MOST_DISCARDED, _DISCARD = 1 << 28, 2.0
 
@@ -53,9 +51,6 @@ class TcpTransport(Transport):
                 self._connections.send(target, header, announced.messages[target])
                 self.sent_bytes += announced.messages[target].numel()
             self.sent_bytes += HEADER.size
-
-    def progress(self) -> None:
-        self._connections.progress()
 
     def receive_headers(self, announced: Announced) -> list[Header]:
         buffers = {source: bytearray(HEADER.size) for source, _ in self.peers}
@@ -122,13 +117,6 @@ class Connections:
         if len(buffer):
             self._peers[position].incoming.append(_view(buffer))
 
-    def progress(self) -> None:
-        """Send and receive what the system takes and has now, also before it is waited for; does not wait."""
-        for peer in self._peers.values():
-            if peer.outgoing:
-                peer.push()
-            peer.take_early()
-
     def complete(self, *, sent: bool = True, limit: float | None = None) -> None:
         """Wait until all buffers are full and, unless ``sent`` is False, all has been sent.
 
@@ -177,7 +165,6 @@ class _Connection:
         self.rank = rank
         self.outgoing: deque[memoryview] = deque()
         self.incoming: deque[memoryview] = deque()
-        self._early = bytearray()
         self._wake = 1
 
     def push(self) -> None:
@@ -194,28 +181,12 @@ class _Connection:
         except OSError as error:
             raise dist.DistNetworkError(f"sending to rank {self.rank}: {error}") from error
 
-    def take_early(self) -> None:
-        """Receive what has arrived and no buffer waits for: the system has room for some 100 kB of it."""
-        try:
-            while not self.incoming and len(self._early) < _MOST_EARLY:
-                arrived = self.socket.recv(_WAKE)
-                if not arrived:  # reported when the rank is waited for
-                    return
-                self._early += arrived
-        except OSError:
-            return
-
     def pull(self) -> None:
         """Receive what has arrived into the buffers."""
         try:
             while self.incoming:
                 buffer = self.incoming[0]
-                if self._early:
-                    received = min(len(buffer), len(self._early))
-                    buffer[:received] = self._early[:received]
-                    del self._early[:received]
-                else:
-                    received = self.socket.recv_into(buffer)
+                received = self.socket.recv_into(buffer)
                 if not received:
                     raise dist.DistNetworkError(f"rank {self.rank} closed its connection")
                 if received == len(buffer):

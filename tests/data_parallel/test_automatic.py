@@ -12,8 +12,8 @@ from support import add_on_of
 from support.processes import run
 
 from dct_plugin.compression.feedback import unpacked
-from dct_plugin.config import DataParallelConfig, DCTConfig, KernelConfig, MetricsConfig
-from dct_plugin.data_parallel import GradientReducer, Shard, lossless
+from dct_plugin.config import DataParallelConfig, DCTConfig, MetricsConfig
+from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.autotune import add_on
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
 from dct_plugin.data_parallel.autotune.cost_model import Coding, CostModel, Link
@@ -24,14 +24,13 @@ from dct_plugin.data_parallel.autotune.decision_rules import (
 )
 from dct_plugin.data_parallel.autotune.measurements import largest
 from dct_plugin.data_parallel.stream_group import StreamGroup
-from dct_plugin.errors import ConfigError, PayloadError
+from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training, resolve
 from dct_plugin.policy.rules import for_compressors
 from dct_plugin.policy.settings import Setting, settings_within
 
 DENSE, GENTLE, STRONG = Setting(), Setting(0.9, "bf16"), Setting(0.99, "bf16")
-LOSSLESS_CODE = Setting(0.0, "lossless")
 
 
 def _config(**settings: Any) -> DataParallelConfig:
@@ -84,8 +83,7 @@ def test_a_changed_section_still_follows_it() -> None:
 
 
 def test_settings_are_within_the_class_the_sparsity_and_the_value_type() -> None:
-    assert settings_within(_config(quality="exact")) == [DENSE, LOSSLESS_CODE]
-    assert settings_within(_config(quality="exact"), lossless=False) == [DENSE]
+    assert settings_within(_config(quality="exact")) == [DENSE]
     found = settings_within(_config(quality="bytes"))
     assert found[:2] == [DENSE, Setting(0.0, "bf16")]
     assert set(found[2:]) == {
@@ -102,7 +100,7 @@ def test_settings_are_within_the_class_the_sparsity_and_the_value_type() -> None
     on_a_device = settings_within(_config(quality="bytes", value_dtype="fp32"), all_types=False)
     assert on_a_device[1:] == [Setting(each, "fp32") for each in (0.0, 0.9, 0.97, 0.99)]
     nothing_left_out = settings_within(_config(quality="bytes", sparsity=0))
-    assert nothing_left_out == [DENSE, LOSSLESS_CODE, Setting(0.0, "bf16")]
+    assert nothing_left_out == [DENSE, Setting(0.0, "bf16")]
 
 
 @pytest.mark.parametrize(
@@ -181,85 +179,10 @@ def test_likely_settings_are_tried_and_the_gentlest_of_the_fast_ones_stays() -> 
     assert gentlest_of_fastest({STRONG: 1.0, GENTLE: 1.05, DENSE: 1.5}, rules) == STRONG
 
 
-# -- the lossless code ---
-
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("numel", [0, 1, 70_001])
-def test_the_lossless_code_gives_every_bit_back(dtype: torch.dtype, numel: int) -> None:
-    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
-    special = torch.tensor([0.0, -0.0, 1e-40, float("inf"), float("-inf"), float("nan")]).to(dtype)
-    tensor[: len(special)] = special[:numel]
-    message, bits = lossless.encode(tensor), _BITS[dtype.itemsize]
-    assert torch.equal(lossless.decode(message, tensor).view(bits), tensor.view(bits))
-    if numel == 70_001 and dtype in (torch.float32, torch.bfloat16):
-        assert message.numel() < tensor.nbytes * (0.86 if dtype is torch.float32 else 0.72)
-
-
-def test_a_damaged_lossless_message_is_refused() -> None:
-    tensor = torch.randn(1000)
-    message = lossless.encode(tensor)
-    garbled = message.clone()
-    garbled[-20] ^= 255
-    for wrong in (message[:-1], message[:2000], message[:0], garbled, lossless.encode(tensor[:-1])):
-        with pytest.raises(PayloadError, match="lossless message of"):
-            lossless.decode(wrong, tensor)
-
-
 @pytest.mark.parametrize("optimizer", [["AdamW"], ["Lion"], []])
 def test_exact_needs_no_feedback_and_no_start(optimizer: list[str]) -> None:
     made = resolve(_config(quality="exact"), Training(optimizer, ranks=16))
     assert (made.settings.feedback.label(), made.settings.dense_steps, made.line) == ("local", 0, "")
-
-
-def test_the_lossless_code_pays_on_slow_links() -> None:
-    codings = {LOSSLESS_CODE: Coding(12e-9, 9e-9, 3.4)}
-
-    def best(rate: float) -> Setting:
-        model = _model(rate, codings=codings)
-        return min((DENSE, LOSSLESS_CODE), key=lambda each: model.predict(each).total)
-
-    assert [best(rate) for rate in (1e8, 1e9)] == [LOSSLESS_CODE, DENSE]
-
-
-def _summed_exactly(rank: int, world_size: int) -> dict[str, Any]:
-    """Sum gradients of two types in both exact settings."""
-    metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
-    reducer = GradientReducer(_config(quality="exact", min_numel=10), metrics=metrics)
-    automatic = add_on_of(reducer, AutomaticSparsity)
-    generator, found = torch.Generator().manual_seed(rank), {}
-    for dtype in (torch.float32, torch.bfloat16):
-        gradient = torch.randn(400_001, generator=generator).to(dtype)
-        gradient[7] = float("nan") if rank and dtype is torch.bfloat16 else 1.0
-        for setting in (DENSE, LOSSLESS_CODE):
-            automatic.current, tensor = setting, gradient.clone()
-            reducer.all_reduce([(f"weight {dtype}", tensor)], scale=0.5)
-            found[dtype, setting] = tensor
-            reducer.end_step()
-    return {"sums": found, "bytes": metrics.summary().classes["gradient_warmup"]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_lossless_sums_are_those_of_the_dense_exchange(world_size: int) -> None:
-    ranks = run(world_size, _summed_exactly)
-    for dtype in (torch.float32, torch.bfloat16):
-        dense, coded = (ranks[0]["sums"][dtype, setting] for setting in (DENSE, LOSSLESS_CODE))
-        for each in ranks[1:]:
-            assert torch.equal(each["sums"][dtype, LOSSLESS_CODE].nan_to_num(), coded.nan_to_num())
-        assert torch.equal(dense.isnan(), coded.isnan())
-        assert coded.isnan().any() == (dtype is torch.bfloat16)
-        if world_size == 2:  # with more the order of a sum differs, and its last bit
-            assert torch.equal(dense.nan_to_num(), coded.nan_to_num())
-    assert ranks[0]["bytes"].sent_bytes < 0.93 * ranks[0]["bytes"].dense_bytes
-
-
-def _settings_on_a_gpu(rank: int, world_size: int) -> list[Setting]:
-    kernels = KernelConfig(backend="reference")  # as where there is no Triton
-    reducer = GradientReducer(_config(quality="exact"), device=torch.device("cuda"), kernels=kernels)
-    return list(add_on_of(reducer, AutomaticSparsity)._settings)
 
 
 def _reductions_of_a_step(rank: int, world_size: int) -> list[int]:
@@ -279,11 +202,6 @@ def _reductions_of_a_step(rank: int, world_size: int) -> list[int]:
 @pytest.mark.slow
 def test_a_step_has_as_many_reductions_as_micro_batches_under_zero_2() -> None:
     assert run(2, _reductions_of_a_step) == [[1, 3], [1, 3]]
-
-
-@pytest.mark.slow
-def test_the_lossless_code_is_not_offered_on_a_gpu_without_triton() -> None:
-    assert run(2, _settings_on_a_gpu) == [[DENSE], [DENSE]]
 
 
 # -- in a reducer ---

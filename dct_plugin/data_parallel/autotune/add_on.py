@@ -27,8 +27,8 @@ from torch import Tensor
 from ...console import logger
 from ...host_traffic import own_traffic
 from ...metrics import format_bytes
-from ...policy.settings import LOSSLESS, Setting, settings_within
-from ..add_on import AddOn, DenseCode, ReducerContext
+from ...policy.settings import Setting, settings_within
+from ..add_on import AddOn, ReducerContext
 from ..stream_group import Sparsity, StreamGroup
 from ..topologies import Topologies
 from .cost_model import CostModel, Link
@@ -76,16 +76,13 @@ class AutomaticSparsity(AddOn):
         config, group = context.config, context.group
         if config.quality is None or group.world_size == 1:
             return None
-        # Capacities of slots are agreed for one type of values. The lossless code runs on the CPU.
-        is_free = group.backend.lengths_on_host
-        settings = settings_within(config, all_types=is_free, lossless=is_free and group.device.type == "cpu")
+        # Capacities of slots are agreed for one type of values.
+        settings = settings_within(config, all_types=group.backend.lengths_on_host)
         return cls(group, settings, context.topologies)
 
     @property
-    def dense(self) -> DenseCode | None:
-        if self.current.value_dtype == LOSSLESS:
-            return "lossless"
-        return "plain" if self.current.is_dense else None
+    def dense(self) -> bool:
+        return self.current.is_dense
 
     def before_compression(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         self._sizes.update((name, (tensor.numel(), tensor.nbytes)) for name, tensor in entries)
@@ -194,12 +191,12 @@ class AutomaticSparsity(AddOn):
         until the dense start and the ramp are over.
         """
         schedule, step = self._group.schedule, self._group.step
-        if setting.is_exact and self._holds_residuals:
+        if setting.is_dense and self._holds_residuals:
             self._switch_to(self._flush)
             yield 1
             self._holds_residuals = False
         self._switch_to(setting)
-        if not setting.is_exact and schedule.starting(step):
+        if not setting.is_dense and schedule.starting(step):
             yield schedule.warmup_steps + schedule.ramp_steps - step
 
     def _wait_for_change(self, reference: float, link: Link) -> Generator[int, None, tuple[float, Link, str]]:
@@ -224,8 +221,8 @@ class AutomaticSparsity(AddOn):
 
     def _switch_to(self, setting: Setting) -> None:
         self.current, group = setting, self._group
-        self._holds_residuals |= not setting.is_exact
-        if setting.value_dtype not in (None, LOSSLESS, group.settings.value_dtype):
+        self._holds_residuals |= not setting.is_dense
+        if setting.value_dtype not in (None, group.settings.value_dtype):
             group.set_value_dtype(setting.value_dtype)
 
     # -- measurements, the same on all ranks ---

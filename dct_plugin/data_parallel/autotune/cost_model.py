@@ -157,12 +157,12 @@ class CostModel(NamedTuple):
 
     def _server_density(self, setting: Setting) -> float:
         """Return the density of what owners send, as a multiple of that of what they receive."""
-        if setting.is_exact:
+        if setting.is_dense:
             return 1.0
         return 0.0 if self.weight_gathers else min(self.server_density, 1.0 / (1.0 - setting.sparsity))
 
     def _is_direct(self, setting: Setting) -> bool:
-        return self.is_direct and not (setting.is_exact or self.weight_gathers)
+        return self.is_direct and not (setting.is_dense or self.weight_gathers)
 
     def _exchange_seconds(self, setting: Setting) -> float:
         """Return the seconds of a step's exchanges, from their rounds and bytes."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from ...codecs.message import MessageWriter
 from ...compression.stream import Compressor
 from ...policy.settings import Setting
-from .. import lossless
 from ..stream_group import StreamGroup
 from .cost_model import Coding, Link
 
@@ -82,9 +81,6 @@ def _seconds(function: Callable[[], object], times: int) -> list[float]:
 def _codec(group: StreamGroup, setting: Setting) -> tuple[Callable[[], Tensor], Callable[[Tensor], object]]:
     """Return a function that encodes random entries, and one that decodes the message."""
     data = torch.randn(ENTRIES, device=group.device)
-    if setting.is_exact:
-        data *= torch.rand(ENTRIES)  # exponents as varied as a gradient's
-        return partial(lossless.encode, data), partial(lossless.decode, like=data)
     stream = Compressor(
         group.settings, sparsity=setting.sparsity, value_dtype=setting.value_dtype, kernels=group.kernels
     )
