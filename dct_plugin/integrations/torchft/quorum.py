@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -105,16 +105,13 @@ class QuorumPeers(Peers):
         work = self._dense.allreduce([tensor], dist.AllreduceOptions())
         work.wait()
 
-    def guard(self, what: str, step: int | None, failed: Callable[[], None]) -> AbstractContextManager[None]:
-        return self._guard(what, step, failed)
-
     def close(self) -> None:
         """Close the connections, so that the other replicas fail at once, too."""
         if self._connections is not None:
             self._connections.close()
 
     @contextmanager
-    def _guard(self, what: str, step: int | None, failed: Callable[[], None]) -> Iterator[None]:
+    def guard(self, what: str, step: int | None, failed: Callable[[], None]) -> Iterator[None]:
         try:
             yield
         except DCTError:
