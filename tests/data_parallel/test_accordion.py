@@ -16,7 +16,7 @@ from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.accordion import SAMPLES, Accordion
 from dct_plugin.data_parallel.plan import PlannedTensor, ReductionPlan
 from dct_plugin.errors import ConfigError
-from dct_plugin.metrics import Metrics, Record
+from dct_plugin.metrics import Metrics
 from dct_plugin.schedules import SparsitySchedule
 
 
@@ -40,7 +40,7 @@ def run(regimes: Accordion, gradients: list[torch.Tensor], *, first: int = 0) ->
     seen = []
     for step, gradient in enumerate(gradients, first):
         regimes._group.step = step
-        regimes.before_reduce(planned(gradient), Record("gradient"))
+        regimes.before_reduce(planned(gradient))
         seen.append(regimes.critical("w"))
         regimes.after_reduce(planned(gradient))
         regimes.end_step(skipped=False)

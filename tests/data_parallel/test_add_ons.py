@@ -22,7 +22,6 @@ from dct_plugin.data_parallel.plan import ReductionPlan
 from dct_plugin.data_parallel.stream_group import Sparsity
 from dct_plugin.errors import ConfigError
 from dct_plugin.kernels.cpu import CpuBackend
-from dct_plugin.metrics import Record
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +47,7 @@ class Recorder(AddOn):
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         return Sparsity(0.25) if name == "a" else otherwise
 
-    def before_reduce(self, plan: ReductionPlan, whole: Record) -> None:
+    def before_reduce(self, plan: ReductionPlan) -> None:
         self.calls.append(f"before {plan.operation} {plan.compared}")
 
     def after_reduce(self, plan: ReductionPlan) -> None:
