@@ -88,7 +88,7 @@ class ParameterUpdates(StreamGroup):
         self._cls = EXACT_CLASS if self.exact else "parameter"
         self._exchanges = PendingExchanges(self, self._cls)
         self.choice = GatherChoice(self)
-        self._phase: OwnersToAll = ChangesToAll(self) if self.exact else _MastersToAll(self)
+        self._phase: OwnersToAll = ChangesToAll(self) if self.exact else MasterBroadcast(self)
 
     def full(self, dtype: torch.dtype) -> bool:
         """Return whether in this step the host is to gather weights of ``dtype`` by itself, in full.
@@ -137,7 +137,7 @@ class ParameterUpdates(StreamGroup):
 
     def _update(self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]]) -> None:
         between = self._between_nodes
-        with self.recorded(self._cls) as whole:
+        with self.recorded(self._cls) as exchange_record:
             with self.exchange.preparing():
                 if between is None:
                     tensors = [PlannedTensor(n, t, s, self.is_small(n, t.numel())) for n, t, s in entries]
@@ -148,7 +148,7 @@ class ParameterUpdates(StreamGroup):
                         for s, owner in between.exchanged(shards)
                     ]
                 plan = ReductionPlan(self.operation("parameters"), tensors)
-                exchange = self._exchanges.begin([self._phase], plan, whole)
+                exchange = self._exchanges.begin([self._phase], plan, exchange_record)
             exchange.post()
             self._exchanges.complete(exchange)
         self._exchanges.finish()
@@ -190,7 +190,7 @@ class ParameterUpdates(StreamGroup):
         self.loaded = {} if state is None else dict(state["streams"])
 
 
-class _MastersToAll(OwnersToAll):
+class MasterBroadcast(OwnersToAll):
     """Every owner sends what its working weights lack to all ranks."""
 
     spare = True
