@@ -134,8 +134,9 @@ def resolve(written: DataParallelConfig, training: Training) -> Resolved:
         return made._replace(updates=f"updated weights are gathered whole: {unavailable}")
     return made._replace(
         settings=changed(made.settings, parameters="exact"),
-        updates="updated weights cross where their bits changed, bitwise a gather (parameters 'exact'; null "
-        f"leaves it out): {EXACT_UPDATES.what} (docs/{EXACT_UPDATES.source})",
+        updates="updated weights cross where their bits changed if that is faster than a gather, with the "
+        "same bits (parameters 'exact'; null leaves it out): "
+        f"{EXACT_UPDATES.what} (docs/{EXACT_UPDATES.source})",
     )
 
 
