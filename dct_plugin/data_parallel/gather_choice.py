@@ -57,9 +57,8 @@ class GatherChoice:
             self._step = step
             if len(self._times[False]) == EXACT:
                 self._decide()
-        if step >= self._next_trial:
-            return len(self._times[True]) < WHOLE
-        return bool(self._whole)
+        on_trial = step >= self._next_trial
+        return len(self._times[True]) < WHOLE if on_trial else bool(self._whole)
 
     @contextmanager
     def timed(self, weights: int, *, whole: bool) -> Iterator[bool]:
@@ -85,20 +84,15 @@ class GatherChoice:
         with lost_ranks.reported("choice between gathers and exact updates", group.group, step):
             dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group.group)
         whole, exact = agreed.tolist()
-        before, factor = self._whole, {None: 1.0, True: 1 / _HYSTERESIS, False: _HYSTERESIS}
-        self._whole, self._next_trial = exact > whole * factor[before], step + PERIOD
+        before, factor = bool(self._whole), {None: 1.0, True: 1 / _HYSTERESIS, False: _HYSTERESIS}
+        self._whole, self._next_trial = exact > whole * factor[self._whole], step + PERIOD
         self._times = {True: {}, False: {}}
-        if self._whole == bool(before):
+        if self._whole == before:
             return
         way = "whole gathers" if self._whole else "exact updates"
         why = f"a million weights take {1e9 * whole:.3g} ms whole, {1e9 * exact:.3g} ms by what changed"
         if group.metrics is not None:
             group.metrics.event("decision", step=step, setting=way, reason=why)
         if dist.get_rank() == 0:
-            logger.warning(
-                "dct: from step %d on updated weights cross in %s: %s; compared again after %d steps",
-                step,
-                way,
-                why,
-                PERIOD,
-            )
+            said = f"dct: from step {step} on updated weights cross in {way}: {why}; compared again after"
+            logger.warning("%s %d steps", said, PERIOD)
