@@ -32,18 +32,16 @@ from ...compression.feedback import ScratchBuffers, unpacked
 from ...console import logger
 from ...errors import ConfigError
 from ...kernels import Backend
-from ...kernels.displacement import Displacement, denominator
+from ...kernels.displacement import Displacement
 from ...kernels.reference import ReferenceBackend
 from ...metrics import format_bytes
 from ...policy.evidence import BY_COMPRESSORS
 from ..add_on import AddOn, ReducerContext
 from ..plan import Entries, Part, PlannedTensor, ReductionPlan, Shard, common
 from ..step_units import StepUnit
-from ..stream_group import Sparsity
 from .displaced_weights import DisplacedWeights
 from .residual_coefficients import INTERVAL, ResidualCoefficients
 from .second_moments import Moments, SecondMoments, sizes
-from .tensor_densities import TensorDensities
 from .training_passes import TrainingPasses
 
 if TYPE_CHECKING:
@@ -321,22 +319,6 @@ class StepAhead:
             both[shard.start : shard.stop].add_(part, alpha=self._owner_factor / self._world_size)
         return (residual, coefficient, lasting) if both is None else (both, 1.0, False)
 
-    def residual_length(self, name: str) -> Tensor:
-        """Return the root mean square of a residual times its coefficient, in optimizer steps.
-
-        It is a scalar of fp32, and 0 if the optimizer has no second moment.
-        """
-        parameter, residual = self._parameters[name], self._unsent.residual(name)
-        first = 0 if self._node is None else self._node.part(name, parameter.numel())[0]
-        unit, moments = self._unit_of(parameter), self.moments.of(name)
-        if residual is None or moments is None or unit is None or not unit.preconditioned:
-            return torch.zeros((), device=parameter.device)
-        room, limit = self._scratch.take("step", residual), moments.limit(unit.decay)
-        ratio = self.coefficients.gradient_ratio(name)
-        moment = moments.moment(unit, gradient_unit=self._gradient_unit(), first=first, ratio=ratio)
-        steps = torch.div(residual, denominator(moment, room), out=room).clamp_(-limit, limit)
-        return steps.norm() * (self.coefficients.of(name) / residual.numel() ** 0.5)
-
     # -- gradients and steps ---
 
     def observe(self, entries: Entries) -> None:
@@ -387,10 +369,9 @@ class StepAheadAddOn(AddOn):
         self._group, self._config, self._topologies = context.group, context.config, context.topologies
         self._ahead: StepAhead | None = None
         self._loaded: dict[str, Any] | None = None
-        self.densities = TensorDensities()
         self._warned = False
-        # With few ranks all tensors have one density, and steps are in the unit of a rank's own gradients:
-        # all results were measured so. At two ranks, steps in the unit of the mean gradient lost 0.006 nats.
+        # With few ranks steps are in the unit of a rank's own gradients: all results were measured so. At two
+        # ranks, steps in the unit of the mean gradient lost 0.006 nats.
         self._has_many_ranks = context.group.world_size > BY_COMPRESSORS[0].most
 
     @classmethod
@@ -472,15 +453,12 @@ class StepAheadAddOn(AddOn):
         figures = []
         if self._has_many_ranks:
             figures = [self._square_of_reduced(plan, tensors[name]) for name in names]
-            figures += [self._ahead.residual_length(name) for name in names]
         mean = torch.cat([own, *(figure.to(own).view(1) for figure in figures)])
         group.exchange.all_reduce(mean)
         mean /= group.world_size
         self._ahead.coefficients.measure(names, own, mean[: own.numel()])
         if figures:
-            squares, lengths = mean[own.numel() :].chunk(2)
-            self._ahead.coefficients.measure_gradients(names, squares)
-            self.densities.measure(names, [tensors[n].tensor.numel() for n in names], lengths)
+            self._ahead.coefficients.measure_gradients(names, mean[own.numel() :])
 
     def _square_of_reduced(self, plan: ReductionPlan, tensor: PlannedTensor) -> Tensor:
         """Return the part of this rank in the sum of the squares of the mean gradient: the ranks' mean of
@@ -491,14 +469,10 @@ class StepAheadAddOn(AddOn):
             total += tensor.tensor[start:stop].float().square().sum()
         return total * ((1 if plan.sums_everywhere else ranks) / (plan.scale * ranks) ** 2)
 
-    def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
-        return otherwise._replace(density=self.densities.density(name, otherwise.density))
-
     def end_step(self, *, skipped: bool) -> None:
         if self._ahead is not None:
             self._ahead.end_step(skipped=skipped)
             self._warn_of_different_data(self._ahead.coefficients)
-            self.densities.end_step(self._group.step, skipped=skipped)
 
     def _warn_of_different_data(self, coefficients: ResidualCoefficients) -> None:
         """Say once, after the start, that the ranks' residuals cancel out."""
@@ -519,9 +493,7 @@ class StepAheadAddOn(AddOn):
             self._ahead.rescale(factor)
 
     def state_dict(self) -> dict[str, Any] | None:
-        if self._ahead is None:
-            return self._loaded
-        return {**self._ahead.state_dict(), "densities": self.densities.state_dict()}
+        return self._loaded if self._ahead is None else self._ahead.state_dict()
 
     @staticmethod
     def in_unit(state: Any, ratio: float) -> Any:
@@ -540,7 +512,6 @@ class StepAheadAddOn(AddOn):
 
     def load_state_dict(self, state: Any, *, step: int) -> None:
         self._loaded = state
-        self.densities.load_state_dict((state or {}).get("densities", {}))
         if self._ahead is not None:
             self._ahead.load_state_dict(state, step=step)
 
