@@ -404,9 +404,9 @@ class StepAheadAddOn(AddOn):
         group, parameters = self._group, list(parameters)
         large = [p for name, p in parameters if p.requires_grad and not group.is_small(name, p.numel())]
         if not group.group_rank:
-            logger.warning(
-                "dct: step-ahead keeps %s of displaced weights on a rank, and %s of second moments",
-                format_bytes(sum(each.data.nbytes for each in large)),
+            logger.info(
+                "dct: step-ahead keeps a copy of %d weights on a rank, and %s of second moments",
+                sum(each.numel() for each in large),
                 format_bytes(sum(8 * sum(sizes(each.shape)) for each in large)),
             )
         self._ahead = StepAhead(
