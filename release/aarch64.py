@@ -20,7 +20,11 @@ from pathlib import Path
 from wheels import ROOT, build, run
 
 FOLDER = ROOT / ".venv" / "aarch64"
-TESTS = ["tests/codecs/test_golden_bytes.py", "tests/kernels/test_kernels.py", "tests/kernels/test_packed_bits.py"]
+TESTS = [
+    "tests/codecs/test_golden_bytes.py",
+    "tests/kernels/test_kernels.py",
+    "tests/kernels/test_packed_bits.py",
+]
 #: It compiles a library of its own, with the compiler of the machine that emulates.
 DESELECTED = "tests/kernels/test_kernels.py::test_without_intrinsics_and_openmp"
 DEBIAN = [
