@@ -157,7 +157,8 @@ class _Rendezvous:
         """Connect for so many seconds at most. Never raises: :meth:`reason` says what is missing."""
         until = time.monotonic() + seconds
         for listener in listeners:
-            await asyncio.start_server(self._answer, sock=listener)
+            # It listens anew, with a queue of its own length.
+            await asyncio.start_server(self._answer, sock=listener, backlog=_MOST_CALLERS)
         calling = [asyncio.create_task(self._call(position, until)) for position in range(self._position)]
         if not self._behind:
             self._all_answered.set()
