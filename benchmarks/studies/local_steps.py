@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -249,16 +250,17 @@ def train(task: Gpt, job: Job, rule: Rule) -> dict[str, Any]:
 
 def runs_of(args: argparse.Namespace) -> Iterator[tuple[Job, str]]:
     """Yield what the command asks for."""
-    for seed in args.seeds:
-        for rule in args.rules:
-            for replicas in args.replicas:
-                for every in args.every:
-                    yield Job(args.width, replicas, every, args.start, args.steps, seed), rule
+    for seed, rule, replicas, every in itertools.product(args.seeds, args.rules, args.replicas, args.every):
+        yield Job(args.width, replicas, every, args.start, args.steps, seed), rule
+
+
+def job_of(row: Mapping[str, Any]) -> Job:
+    """Return the job that a result is of."""
+    return Job(**{field.name: row[field.name] for field in fields(Job)})
 
 
 def table(rows: Sequence[Mapping[str, Any]], against: str) -> str:
     """Return a Markdown table by job and rule: the loss, and its difference to the rule ``against``."""
-    job_of = lambda row: tuple(row[field.name] for field in fields(Job))  # noqa: E731
     base = {job_of(row): row["loss"] for row in rows if row["rule"] == against}
     lines = [
         "| width, replicas, every, steps | rule | loss | of the mean | difference | fewer bytes | a token |",
@@ -266,8 +268,9 @@ def table(rows: Sequence[Mapping[str, Any]], against: str) -> str:
     ]
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for row in rows:
-        width, replicas, every, start, steps, _ = job_of(row)
-        groups.setdefault((width, replicas, every, start, steps, row["rule"]), []).append(row)
+        job = job_of(row)
+        key = job.width, job.replicas, job.every, job.start, job.steps, row["rule"]
+        groups.setdefault(key, []).append(row)
     for key, those in sorted(groups.items(), key=lambda item: (item[0][:5], item[1][0]["loss"])):
         differences = [row["loss"] - base[job_of(row)] for row in those if job_of(row) in base]
         mean, of_mean = (sum(row[what] for row in those) / len(those) for what in ("loss", "loss_of_mean"))
@@ -299,12 +302,11 @@ def main() -> None:
     torch.set_num_threads(1)
     task = Gpt(args.text, args.width)
     for job, rule in runs_of(args):
-        key = {**vars(job), "rule": rule}
-        if any(all(row[name] == value for name, value in key.items()) for row in rows_of(args.results)):
+        if any((job_of(row), row["rule"]) == (job, rule) for row in rows_of(args.results)):
             continue
         began = time.process_time()
         figures = train(task, job, Rule.parse(rule))
-        result = {**key, **figures, "seconds": time.process_time() - began}
+        result = {**vars(job), "rule": rule, **figures, "seconds": time.process_time() - began}
         with args.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
         print(json.dumps(result), flush=True)

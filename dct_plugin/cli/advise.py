@@ -200,16 +200,14 @@ def _memory(sizes: Sequence[float]) -> Table:
         "nodes as a row says. A bucket, while it is selected, takes 4 bytes per entry more, at most 256 MiB."
     )
     table = Table(caption=caption, caption_justify="left", box=None, pad_edge=False)
-    for name in (
-        "host and setting",
-        *(f"{size / 1e9:g}B" if size >= 1e9 else f"{size / 1e6:g}M" for size in sizes),
-        "bytes per parameter",
-    ):
-        table.add_column(name, justify="left" if "e" in name else "right")
+    table.add_column("host and setting")
+    for size in sizes:
+        table.add_column(f"{size / 1e9:g}B" if size >= 1e9 else f"{size / 1e6:g}M", justify="right")
+    table.add_column("bytes per parameter")
     for job in JOBS:
-        each = memory(job, sizes[-1])
-        parts = ", ".join(f"{value / sizes[-1]:.2f} {what}" for what, value in each.items() if value)
-        table.add_row(job.name, *(format_bytes(sum(memory(job, n).values())) for n in sizes), parts)
+        kept = [memory(job, size) for size in sizes]
+        parts = ", ".join(f"{value / sizes[-1]:.2f} {what}" for what, value in kept[-1].items() if value)
+        table.add_row(job.name, *(format_bytes(sum(each.values())) for each in kept), parts)
     return table
 
 

@@ -18,6 +18,8 @@ from .copies import to_device
 
 #: Best distance of equally spaced levels for normal values of variance 1; more bits span the group.
 _BEST_STEP = {1: 1.596, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0569}
+#: The same by number of bits, 0 to 10.
+_BEST_STEPS = torch.tensor([_BEST_STEP.get(bits, 0.0) for bits in range(11)])
 
 
 class Quantiser(NamedTuple):
@@ -102,10 +104,8 @@ def round_rows(x: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
         ``(number + 0.5) * distance``.
     """
     levels = torch.exp2(bits.to(torch.float32)).unsqueeze(1)
-    table = torch.tensor([_BEST_STEP.get(each, 0.0) for each in range(11)])
-    best = torch.where(
-        bits == 1, x.abs().mean(dim=1) * 2, x.square().mean(dim=1).sqrt_() * to_device(table, x.device)[bits]
-    )
+    steps = to_device(_BEST_STEPS, x.device)[bits]
+    best = torch.where(bits == 1, x.abs().mean(dim=1) * 2, x.square().mean(dim=1).sqrt_() * steps)
     spanning = x.abs().amax(dim=1, keepdim=True) * (2 / levels)
     step = _better(x, levels, _stored(spanning), _stored(best.unsqueeze(1)))
     numbers = (_codes(x, step, levels) - levels / 2).to(torch.int32)

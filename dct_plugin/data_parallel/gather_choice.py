@@ -7,7 +7,6 @@ A way that is in use stays unless the other one is clearly faster.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +14,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from ..console import logger
 from ..host_traffic import own_traffic
 from ..transport import lost_ranks
 from .stream_group import StreamGroup
-
-logger = logging.getLogger("dct_plugin")
 
 #: Returns the time in seconds. Tests give their own figures.
 clock = time.perf_counter
@@ -46,7 +44,7 @@ class GatherChoice:
         self._whole: bool | None = None
         """The decision; None before the first one."""
         self._times: dict[bool, dict[int, tuple[float, int]]] = {True: {}, False: {}}
-        """By way (True: whole gathers) and step of a trial: seconds, and weights."""
+        """Each way (True: whole gathers) has the seconds and the weights of every step of a trial."""
 
     def is_whole(self, step: int) -> bool:
         """Return whether weights are to be gathered whole in a step; a collective in the step after a trial.

@@ -284,7 +284,7 @@ class StreamGroup:
 
     @contextmanager
     def recording(self, exchange_record: Record) -> Iterator[None]:
-        """Add what the block sends and takes to the record of the ``exchange_record``."""
+        """Add the bytes and the time of the block to the record of an exchange."""
         exchange = self.exchange
         exchange.step = self.step
         sent, waited, began = exchange.sent_bytes, exchange.waited_ms, time.perf_counter()

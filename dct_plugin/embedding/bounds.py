@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from ..codecs.copies import Mirror, to_device, to_host
 from ..compression.stream import as_flat, backend_beside
 from ..config import EmbeddingChannelConfig, KernelConfig
+from ..console import logger
 from ..kernels import Backend
 from ..kernels.embedding import FloatArray
 from ..kernels.job import SMALLEST_TAU
-
-logger = logging.getLogger("dct_plugin")
 
 #: Weight of the old threshold at a measurement.
 _SMOOTHING = 0.9

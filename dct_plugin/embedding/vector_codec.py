@@ -8,7 +8,7 @@ have a fixed number of bits per table (:mod:`~dct_plugin.kernels.packed`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -100,16 +100,22 @@ class VectorCodec:
         Raises:
             PayloadError: A payload is damaged, or not of these segments; names the rank.
         """
-        for sources in ([s for s in payloads if s not in packed_ones], list(packed_ones)):
-            each = [payloads[s] for s in sources], [lengths[s] for s in sources], [outs[s] for s in sources]
-            if sources and sources[0] in packed_ones:
-                faults = packed.decode(self.backend(each[2][0].device), *each)
-            else:
-                faults = kernels.decode(*each)
+        coded = [source for source in payloads if source not in packed_ones]
+        for sources, decode in ((coded, kernels.decode), (list(packed_ones), self._unpacked)):
+            if not sources:
+                continue
+            faults = decode(
+                [payloads[s] for s in sources], [lengths[s] for s in sources], [outs[s] for s in sources]
+            )
             for source, fault in zip(sources, faults, strict=True):
                 if fault is not None:
                     with self.blame(what, source):
                         raise PayloadError(fault)
+
+    def _unpacked(
+        self, payloads: Sequence[Tensor], lengths: Sequence[IntArray], outs: Sequence[Tensor]
+    ) -> list[str | None]:
+        return packed.decode(self.backend(outs[0].device), payloads, lengths, outs)
 
     # -- values of one floating type ---
 

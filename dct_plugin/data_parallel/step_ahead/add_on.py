@@ -450,14 +450,12 @@ class StepAheadAddOn(AddOn):
         group, names = self._group, plan.compared
         tensors = {tensor.name: tensor for tensor in plan.tensors}
         own = self._ahead.coefficients.samples(names, group.step, group.device)
-        figures = []
-        if self._has_many_ranks:
-            figures = [self._square_of_reduced(plan, tensors[name]) for name in names]
-        mean = torch.cat([own, *(figure.to(own).view(1) for figure in figures)])
+        reduced = [self._square_of_reduced(plan, tensors[n]) for n in names] if self._has_many_ranks else []
+        mean = torch.cat([own, *(square.to(own).view(1) for square in reduced)])
         group.exchange.all_reduce(mean)
         mean /= group.world_size
         self._ahead.coefficients.measure(names, own, mean[: own.numel()])
-        if figures:
+        if reduced:
             self._ahead.coefficients.measure_gradients(names, mean[own.numel() :])
 
     def _square_of_reduced(self, plan: ReductionPlan, tensor: PlannedTensor) -> Tensor:
