@@ -213,3 +213,21 @@ def test_exact_updates_are_megatrons_gathers() -> None:
                     ours.classes[f"parameter_{kind}"]["dense_bytes"] for kind in ("full", "exact")
                 )
                 assert gathers / (gathers + updates) == pytest.approx(steps / 8, rel=0.01)
+
+
+def test_a_step_without_a_forward_pass_before_the_next_one() -> None:
+    """With ``overlap_param_gather`` the forward pass asks for weights: the rest crosses later."""
+    exact = {"data_parallel": {**section(0.0, 0.0, "fp32")["data_parallel"], "parameters": "exact"}}
+    base = replace(BASE, bf16=True, lr=1e-5, overlap_grad_reduce=True, extra_steps=(1, 4, 5))
+    plain, same, sparse = run(
+        2,
+        base,
+        base.with_dct(exact, through_codec=True),
+        base.with_dct(section(warmup_steps=2), through_codec=True),  # step 1 is gathered whole
+    )
+    for theirs, ours in zip(plain, same, strict=True):
+        assert ours.losses == theirs.losses
+        assert ours.parameters == theirs.parameters
+        assert 0 < ours.classes["parameter_exact"]["density"] < 1
+    first, second = sparse
+    assert first.parameters == second.parameters

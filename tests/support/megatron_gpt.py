@@ -85,6 +85,8 @@ class Job:
     """Evaluate after every step, too."""
     evaluation_rounds: int = 1
     optimizer: str = "adam"
+    extra_steps: tuple[int, ...] = ()
+    """After these steps the optimizer takes another one, without a forward pass between."""
     through_codec: bool = False
     whole_gathers: bool = False
     """Whole gathers are faster than exact updates, and the next trial of both begins after one step."""
@@ -405,8 +407,9 @@ def _run(
             for group in optimizer.param_groups:
                 group["lr"] = job.lr * min(1.0, (step + 1) / 20) * fall
         losses.append(run(data, forward_only=False))
-        success, _, _ = optimizer.step()
-        skipped += not success
+        for _ in range(1 + (step in job.extra_steps)):
+            success, _, _ = optimizer.step()
+            skipped += not success
         if job.watch:
             scale = float(optimizer.get_loss_scale())
             history.append((bool(success), scale, copy.deepcopy(hooks.state_dict())))

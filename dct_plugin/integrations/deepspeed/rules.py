@@ -222,7 +222,7 @@ def _under_zero3(job: Job, settings: DataParallelConfig) -> Iterator[tuple[str, 
             "modules gather their parameters from all ranks when they need them, and no rank keeps a copy "
             "that takes updates. With several ranks per node set zero_optimization.zero_hpz_partition_size "
             "to their number, which keeps a copy in each node. One rank per node would need all the weights "
-            "in its memory: take ZeRO stage 1 or 2, or leave parameters out "
+            "in its memory, as under ZeRO stage 2: take that stage or 1, or leave parameters out "
             "(zero_optimization.zero_quantized_weights is DeepSpeed's own way)",
         )
     if settings.verify is not None:
