@@ -105,11 +105,20 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "0.96/0.934 int4, over 3 steps": _section(0.96, 0.934, value_dtype="int4", over=3),
     "0.99 direct, over 3 steps": _section(0.99, exchange="direct", over=3),
     "0.99, updates 0.97": _section(0.99, parameters={"sparsity": 0.97}),
+    "0.99, updates 0.97, not displaced by them": _section(
+        0.99, parameters={"sparsity": 0.97}, displaced_by_updates=False
+    ),
     "0.98 int4, updates 0.93 int4": _section(
         0.98, value_dtype="int4", parameters={"sparsity": 0.93, "value_dtype": "int4"}
     ),
     "0.96 int4, updates 0.90 int4": _section(
         0.96, value_dtype="int4", parameters={"sparsity": 0.90, "value_dtype": "int4"}
+    ),
+    "0.96 int4, updates 0.90 int4, not displaced by them": _section(
+        0.96,
+        value_dtype="int4",
+        parameters={"sparsity": 0.90, "value_dtype": "int4"},
+        displaced_by_updates=False,
     ),
     "0.99, weighted": _section(0.99, weighted=0.5),
     "0.98 int4, weighted": _section(0.98, value_dtype="int4", weighted=0.5),
@@ -144,6 +153,7 @@ class Rank:
         self.section, self._clip_to = dict(section), task.clip
         self._power, self._factors = self.section.pop("weighted", 0.0), dict[str, Tensor]()
         self._over, self._waiting = self.section.pop("over", 1), dict[str, list[Tensor]]()
+        displaced_by_updates = self.section.pop("displaced_by_updates", True)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         config = DataParallelConfig.of(self.section)
         if "feedback" not in section:
@@ -163,7 +173,9 @@ class Rank:
         self.ahead: StepAhead | None = None
         if config.feedback.looks_ahead:
             units = units_of(self.optimizer, [list(self.named.values())])
-            pending = {} if self.updates is None else {"pending_of": self.updates.pending_of}
+            pending = {}
+            if self.updates is not None and displaced_by_updates:
+                pending["pending_of"] = self.updates.pending_of
             self.ahead = self.reducer.add_ons.step_ahead.prepare(self.named.items(), units, **pending)
             if self._over > 1:
                 self._displace_by_what_waits(self.ahead)
