@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dct_plugin.report.reading import Row
 from .figures import Run
 
 #: Figures of a run that its JSON has as they are.
-_SIDE = ("name", "epochs", "wire_bytes", "step_ms", "seconds", "ranks_in_step")
+_SIDE = ("name", "steps", "epochs", "wire_bytes", "step_ms", "seconds", "ranks_in_step")
 
 _ON_LINKS = "dct_plugin.recommender.on_links:Trainings"
 
@@ -172,29 +172,12 @@ class Comparison:
                 share = max(share, 1 - explained / run.wire_bytes)
         return share
 
-    @classmethod
-    def of_dict(cls, content: Mapping[str, Any]) -> Comparison:
-        """Return the comparison that :meth:`as_dict` made the content of."""
-
-        def side(figures: dict[str, Any]) -> tuple[Run, Sent]:
-            own: dict[str, Any] = {name: figures[name] for name in _SIDE}
-            own |= {name: {0: figures[name]} for name in ("auc", "log_loss", "losses")}
-            return Run(**own), Sent(**{each.name: figures[each.name] for each in fields(Sent)})
-
-        (dense, dense_sent), (dct, dct_sent) = side(content["dense"]), side(content["dct"])
-        measured = [
-            Measured(each["name"], *(Figures(**each[method]) for method in ("dense", "bf16", "dct")))
-            for each in content["measured_step_ms"]
-        ]
-        ranks, stage = content["ranks"], content["zero_stage"]
-        return cls(dense, dct, dense_sent, dct_sent, ranks, stage, measured)
-
     def as_dict(self) -> dict[str, Any]:
         """Return everything in the table and the charts, for JSON."""
 
         def side(run: Run, sent: Sent) -> dict[str, Any]:
             (losses,) = run.losses.values()
-            measured = {name: getattr(run, name) for name in ("steps", *_SIDE)}
+            measured = {name: getattr(run, name) for name in _SIDE}
             measured |= {"auc": run.mean_auc, "log_loss": run.mean_log_loss, "losses": losses}
             return {**measured, **asdict(sent)}
 

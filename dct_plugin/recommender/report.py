@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from dct_plugin.report.page import Part, Section
 
 from .comparison import Comparison
 from .figures import LAYERS, Run
-from .intervals import Interval
 from .plots import Point, draw_bars, draw_differences, png
 
 #: A loss of AUC up to this is called none.
@@ -295,45 +294,6 @@ def comparison_part(comparison: Comparison, *, title: str, quick: bool = False) 
     ]
     broken = diverged([comparison.dense, comparison.dct])
     return Part(title, verdict(comparison, quick=quick), sections, notes=broken)
-
-
-def demo_part(figures: Mapping[str, Any]) -> Part:
-    """Return the part of the page about the JSON of ``dct demo``."""
-    title = f"dct demo: {figures['data']['data']}"
-    return comparison_part(Comparison.of_dict(figures), title=title, quick=figures["quick"])
-
-
-def outcomes_part(figures: Mapping[str, Any]) -> Part:
-    """Return the part of the page about a report of ``dct dlrm``."""
-    outcomes: dict[str, dict[str, Any]] = figures["outcomes"]
-    rows, points, said = [], [], []
-    for name, run in outcomes.items():
-        change, ratio = run["auc_difference"], run["total_reduction"]
-        auc = sum(run["auc"].values()) / len(run["auc"])
-        rows.append([name, f"{auc:.4f}", "" if change is None else str(Interval(**change))])
-        rows[-1] += [f"{run['total_bytes_per_step']:,.1f}", _times(ratio)]
-        rows[-1] += [_times(run["crossing_reduction"]), f"{run['step_ms']:.1f}"]
-        if ratio is not None:
-            said.append(f"{name} sent {fewer(ratio)} bytes than dense.")
-        if change is not None:
-            times = () if ratio is None else (round(ratio, 1),)
-            points.append(Point(name, change["mean"], change["half_width"], times))
-    if points:
-        held = sum(point.mean >= -MARGIN_AUC for point in points)
-        said.append(f"{held} of {len(points)} runs lost at most {MARGIN_AUC:g} of AUC beside dense.")
-
-    title = "Quality beside dense (95 % interval), and bytes per step of all ranks"
-    header = ["", "AUC", "AUC - dense", "bytes", "fewer", "embeddings, fewer", "step, ms"]
-    draw = partial(_draw_differences, points=points) if points else None
-    section = Section(Table(title, header, rows), draw, 0.45 * len(points) + 1.2)
-    return Part(f"dct dlrm: {figures['data']['data']}", said, [section])
-
-
-#: A key that only the JSON of one command has -> makes its part of the page of ``dct report``.
-PARTS: dict[str, Callable[[Mapping[str, Any]], Part]] = {
-    "reduction_payload": demo_part,
-    "outcomes": outcomes_part,
-}
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -214,14 +214,3 @@ def _add(runs: list[list[RankRun]], part: RankRun) -> None:
             run.append(part)
             return
     runs.append([part])
-
-
-def json_object(path: Path) -> dict[str, Any] | None:
-    """Return the content of a file that is one JSON object; None if it is something else."""
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DCTError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) and not {"class", "event"} & content.keys() else None

