@@ -34,22 +34,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stage is a list": (zero([1, 2]), "zero_optimization.stage = [1, 2]: "),
     "no such stage": (zero(4), "zero_optimization.stage = 4: "),
     "unknown key of ZeRO": (zero(1, bucket=3), "zero_optimization.bucket = 3: DeepSpeed has no such key"),
-    "old stage 1": (zero(1, legacy_stage1=True), "zero_optimization"),
     "fp16 is a boolean": (job(fp16=True), "fp16 = true: must be a JSON object"),
     "bf16 is a text": (job(bf16="yes"), 'bf16 = "yes": must be a JSON object'),
     "loss scale of bf16": (job(bf16={"enabled": True, "loss_scale": 0}), "bf16.loss_scale = 0: "),
     "half a loss scale": (job(fp16={"enabled": True, "min_loss_scale": 0.5}), "fp16.min_loss_scale = 0.5"),
     "no loss scale": (job(fp16={"enabled": True, "min_loss_scale": 0}), "fp16.min_loss_scale must be > 0"),
     "both precisions": (job(fp16={"enabled": True}, bf16={"enabled": True}), "simultaneously"),
-    "fp16 master weights": (
-        job(zero_optimization={"stage": 2}, fp16={"enabled": True, "fp16_master_weights_and_grads": True}),
-        "fp16: fp16_master_weights_and_grads needs",
-    ),
-    "bf16 master weights": (
-        job(zero_optimization={"stage": 2}, bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
-        "bf16: bf16_master_weights_and_grads needs",
-    ),
-    "ZenFlow without offloading": (zero(2, zenflow={"topk_ratio": 0.1}), "zenflow needs an optimizer"),
     "tensor parallelism in quotes": (
         job(tensor_parallel={"autotp_size": "2"}),
         'tensor_parallel.autotp_size = "2": must be an integer',
@@ -81,10 +71,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "schedule without its length": (
         job(scheduler={"type": "WarmupDecayLR", "params": {}}),
         "total_num_steps",
-    ),
-    "prescaled gradients": (
-        job(zero_optimization={"stage": 2}, prescale_gradients=True),
-        "prescale_gradients = true needs zero_optimization.reduce_scatter = false",
     ),
     "optimizer is a list": (job(optimizer=["AdamW"]), "optimizer: 'list' object has no attribute"),
     "ZeRO is a number": (job(zero_optimization=7), "zero_optimization = 7: must be a JSON object"),

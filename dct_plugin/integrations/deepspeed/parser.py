@@ -280,36 +280,12 @@ def _construct(config: Any, device: str) -> None:
         size = (config._param_dict.get("tensor_parallel") or {}).get("autotp_size", 0)
         if isinstance(size, str) and size != "auto":
             raise ValueError(f".autotp_size = {show(size)}: must be an integer")
-        _check_zero(engine, config)
         parameters = [torch.nn.Parameter(torch.zeros(1))]
         optimizer = torch.optim.Adam(parameters)
         if name and not name.lower().startswith(_NOT_CONSTRUCTED):
             optimizer = engine._configure_basic_optimizer(parameters)
             engine._do_optimizer_sanity_check(optimizer)
         engine._scheduler_from_config(optimizer)
-
-
-def _check_zero(engine: Any, config: Any) -> None:
-    """Refuse what the constructors of DeepSpeed's ZeRO optimizers refuse of a JSON."""
-    stage, zero = engine.zero_optimization_stage(), config.zero_config
-    if stage and zero.legacy_stage1:
-        raise ValueError("zero_optimization.legacy_stage1 is not supported any more")
-    if stage in (2, 3) and zero.reduce_scatter:
-        for key, wanted in ("prescale_gradients", False), ("gradient_predivide_factor", 1.0):
-            if (value := getattr(config, key)) != wanted:
-                raise ValueError(f"{key} = {show(value)} needs zero_optimization.reduce_scatter = false")
-    halves = config.bfloat16_config
-    masters = {
-        "fp16": config.float16_config.fp16_master_weights_and_grads,
-        "bf16": getattr(halves, "bf16_master_weights_and_grads", False)
-        and not getattr(halves, "bf16_optimizer_states", False),
-    }
-    if (kind := next(filter(masters.get, masters), None)) and not engine.zero_use_cpu_optimizer():
-        raise ValueError(f"{kind}_master_weights_and_grads needs an optimizer that is offloaded to the CPU")
-    if stage in (1, 2) and zero.zenflow is not None and not engine.zero_use_cpu_optimizer():
-        raise ValueError("zero_optimization.zenflow needs an optimizer that is offloaded to the CPU")
-    if stage in (1, 2) and not getattr(zero, "compute_grad_norm", True) and config.gradient_clipping:
-        raise ValueError("zero_optimization.compute_grad_norm = false needs gradient_clipping = 0")
 
 
 def _meant(name: str, module: Any) -> str:
