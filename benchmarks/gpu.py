@@ -44,9 +44,11 @@ from no_gpu import DEVICE, DRY, device_ids, stand_in
 
 import dct_plugin
 from dct_plugin import Compressor
-from dct_plugin.codecs import MessageWriter, Payload, Stats, ValueDtype, payload_bound, read_messages
+from dct_plugin.codecs.message import MessageWriter, read_messages
+from dct_plugin.codecs.payload import Payload, payload_bound
 from dct_plugin.codecs.slots import slot_bytes
-from dct_plugin.codecs.stats import Figures, read_figures
+from dct_plugin.codecs.stats import Figures, Stats, read_figures
+from dct_plugin.codecs.values import ValueDtype
 from dct_plugin.kernels import Job, get_backend
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.links.interleave import orders

@@ -25,8 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dct_plugin.codecs import HEADER_NBYTES, Payload, ValueDtype, payload_bound, value_nbytes
 from dct_plugin.codecs.index import ANY_POSITIONS
+from dct_plugin.codecs.payload import HEADER_NBYTES, Payload, payload_bound
+from dct_plugin.codecs.values import ValueDtype, value_nbytes
 from dct_plugin.compression.feedback import PackedTensor
 from dct_plugin.kernels import Job
 from dct_plugin.kernels.cpu import CpuBackend

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from .choice import Choice, Part, choose
-from .des import ColumnShards, Embeddings, FieldShards, LocalEmbeddings
-from .embedding_exchange import EmbeddingExchange, Route
-from .placement import Table, place_tables
-from .request_message import Bags
-from .tables import ShardedTables, TableShard, load_tables
-
-__all__ = [
-    "Bags",
-    "Choice",
-    "ColumnShards",
-    "EmbeddingExchange",
-    "Embeddings",
-    "FieldShards",
-    "LocalEmbeddings",
-    "Part",
-    "Route",
-    "ShardedTables",
-    "Table",
-    "TableShard",
-    "choose",
-    "load_tables",
-    "place_tables",
-]
+from .choice import Choice as Choice
+from .choice import Part as Part
+from .choice import choose as choose
+from .des import ColumnShards as ColumnShards
+from .des import Embeddings as Embeddings
+from .des import FieldShards as FieldShards
+from .des import LocalEmbeddings as LocalEmbeddings
+from .embedding_exchange import EmbeddingExchange as EmbeddingExchange
+from .embedding_exchange import Route as Route
+from .placement import Table as Table
+from .placement import place_tables as place_tables
+from .request_message import Bags as Bags
+from .tables import ShardedTables as ShardedTables
+from .tables import TableShard as TableShard
+from .tables import load_tables as load_tables

@@ -16,23 +16,10 @@ from typing import NamedTuple
 import torch
 
 from . import self_check
-from .backend import Backend
+from .backend import Backend as Backend
 from .cpu import CpuBackend
-from .job import Job, PartedJob, Parts, Tau
+from .job import Job as Job
 from .reference import ReferenceBackend
-
-__all__ = [
-    "Backend",
-    "Job",
-    "PartedJob",
-    "Parts",
-    "Tau",
-    "backend_names",
-    "get_backend",
-    "problem_with",
-    "register_backend",
-    "serves",
-]
 
 logger = logging.getLogger("dct_plugin.kernels")
 

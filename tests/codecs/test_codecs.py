@@ -12,22 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dct_plugin.codecs import (
-    HEADER_NBYTES,
-    Header,
+from dct_plugin.codecs.index import (
+    ANY_POSITIONS,
+    CODECS,
     IndexEncoding,
-    Payload,
-    ValueDtype,
+    check_section,
     decode_indices,
-    decode_values,
     encode_indices,
-    encode_values,
-    parse_payload,
-    payload_bound,
+    index_bound,
 )
-from dct_plugin.codecs.index import ANY_POSITIONS, CODECS, check_section, index_bound
-from dct_plugin.codecs.payload import checksum
-from dct_plugin.codecs.values import VALUE_CODECS
+from dct_plugin.codecs.payload import HEADER_NBYTES, Header, Payload, checksum, parse_payload, payload_bound
+from dct_plugin.codecs.values import VALUE_CODECS, ValueDtype, decode_values, encode_values
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Job, build
 from dct_plugin.kernels.backend import Backend

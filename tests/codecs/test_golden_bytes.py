@@ -7,7 +7,9 @@ import hashlib
 import pytest
 import torch
 
-from dct_plugin.codecs import IndexEncoding, ValueDtype, payload_bound
+from dct_plugin.codecs.index import IndexEncoding
+from dct_plugin.codecs.payload import payload_bound
+from dct_plugin.codecs.values import ValueDtype
 from dct_plugin.kernels import Job
 from dct_plugin.kernels.backend import Backend
 from dct_plugin.kernels.cpu import CpuBackend

@@ -15,8 +15,11 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton")
 
 from dct_plugin import Compressor
-from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
+from dct_plugin.codecs.index import IndexEncoding
+from dct_plugin.codecs.message import MessageWriter, read_messages
+from dct_plugin.codecs.payload import Payload, payload_bound
 from dct_plugin.codecs.stats import Stats
+from dct_plugin.codecs.values import ValueDtype
 from dct_plugin.compression.stream import add_at, encode_at
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import units_of

@@ -10,8 +10,10 @@ from support.deferred_backend import DeferredBackend, OnDevice, on_device
 from torch import Tensor
 
 from dct_plugin import Compressor, kernels
-from dct_plugin.codecs import MessageWriter, Payload, ValueDtype, payload_bound, read_messages
+from dct_plugin.codecs.message import MessageWriter, read_messages
+from dct_plugin.codecs.payload import Payload, payload_bound
 from dct_plugin.codecs.stats import Figures, Stats, read_stats
+from dct_plugin.codecs.values import ValueDtype
 from dct_plugin.config import KernelConfig
 from dct_plugin.kernels import Backend, Job
 from dct_plugin.kernels.job import SMALLEST_TAU

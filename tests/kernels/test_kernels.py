@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from support.kernel_cases import GRAD_DTYPES, Case, agree, cases, same_bits
 from torch import Tensor
 
-from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound
-from dct_plugin.codecs.index import MAX_NUMEL
+from dct_plugin.codecs.index import MAX_NUMEL, IndexEncoding
+from dct_plugin.codecs.message import MessageWriter
+from dct_plugin.codecs.payload import Payload, payload_bound
 from dct_plugin.codecs.stats import Stats
+from dct_plugin.codecs.values import ValueDtype
 from dct_plugin.compression.stream import add_at, encode_at, values_nbytes
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Backend, Job, build

@@ -17,7 +17,8 @@ from support.launches import counted_launches
 
 from dct_plugin import kernels
 from dct_plugin.cli import doctor
-from dct_plugin.codecs import Stats, ValueDtype
+from dct_plugin.codecs.stats import Stats
+from dct_plugin.codecs.values import ValueDtype
 from dct_plugin.kernels import Job, get_backend, problem_with, self_check
 from dct_plugin.kernels.triton.backend import TritonBackend
 

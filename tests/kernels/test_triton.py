@@ -29,8 +29,11 @@ pytest.importorskip("triton", reason="triton is for Linux only")
 from support.launches import counted_launches
 
 from dct_plugin import Compressor, kernels
-from dct_plugin.codecs import IndexEncoding, MessageWriter, Payload, ValueDtype, payload_bound, read_messages
+from dct_plugin.codecs.index import IndexEncoding
+from dct_plugin.codecs.message import MessageWriter, read_messages
+from dct_plugin.codecs.payload import Payload, payload_bound
 from dct_plugin.codecs.stats import read_stats
+from dct_plugin.codecs.values import ValueDtype
 from dct_plugin.compression.feedback import Residual, unpacked
 from dct_plugin.config import KernelConfig
 from dct_plugin.errors import DCTError, PayloadError

@@ -10,9 +10,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dct_plugin.codecs import IndexEncoding, ValueDtype, payload_bound
-from dct_plugin.codecs.index import MAX_NUMEL
+from dct_plugin.codecs.index import MAX_NUMEL, IndexEncoding
+from dct_plugin.codecs.payload import payload_bound
 from dct_plugin.codecs.stats import Stats
+from dct_plugin.codecs.values import ValueDtype
 from dct_plugin.kernels import Job
 from dct_plugin.kernels.backend import Backend
 from dct_plugin.kernels.reference import ReferenceBackend

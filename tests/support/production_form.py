@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dct_plugin.codecs import ValueDtype, payload_bound
+from dct_plugin.codecs.payload import payload_bound
+from dct_plugin.codecs.values import ValueDtype
 from dct_plugin.kernels import Backend, Job
 
 _NUMELS = (66_000, 5_000, 64)
