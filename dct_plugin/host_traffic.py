@@ -149,8 +149,8 @@ def count_group(group: dist.ProcessGroup, count: Count) -> Callable[[], None]:
 
 
 class HostTraffic:
-    """Records the collectives of this process but for the plugin's own, between :meth:`start` and
-    :meth:`stop`; also a context manager. Of several that are started, the last one records.
+    """Records the collectives of this process but for the plugin's own, within a ``with`` statement. Of
+    several that are entered, the last one records.
 
     Args:
         metrics: Takes the records, of the classes ``host_all_reduce``, ``host_all_gather`` and so on, and
@@ -160,30 +160,22 @@ class HostTraffic:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
-    def start(self) -> None:
-        """Begin to record."""
+    def __enter__(self) -> HostTraffic:
         for name, (operation, position) in _METHODS.items():
             _wrap(dist.ProcessGroup, name, operation, position)
         # DDP asks the module for it: (group, tensors, bytes of a bucket, source).
         _wrap(dist, "_broadcast_coalesced", "broadcast", 0)
         _started.append(self)
         self._metrics.counts_host = True
+        return self
 
-    def stop(self) -> None:
-        """Record no more; the last one puts everything back, but for what somebody else has wrapped since."""
-        if self in _started:
-            _started.remove(self)
+    def __exit__(self, *error: object) -> None:
+        _started.remove(self)
+        # The last one puts everything back, but for what somebody else has wrapped since.
         for (owner, name), (original, ours) in () if _started else list(_wrapped.items()):
             if vars(owner)[name] is ours:
                 setattr(owner, name, original)
                 del _wrapped[owner, name]
-
-    def __enter__(self) -> HostTraffic:
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
 
     def record(self, operation: str, group: dist.ProcessGroup, tensors: Any, splits: Sequence[int]) -> None:
         """Record one collective.

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 
+from dct_plugin.transport import transports
 from dct_plugin.transport.base import HEADER, Announced, Header, Transport
-from dct_plugin.transport.transports import TRANSPORTS
 
 #: Name of the backend.
 BACKEND = "threads"
@@ -182,6 +182,13 @@ def apart() -> Iterator[None]:
             TURN.acquire()
 
 
+def _open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport:
+    """Take the place of :func:`~dct_plugin.transport.transports.open_transport`: every group is one of threads."""
+    return MemoryTransport(
+        dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD), group
+    )
+
+
 def run(count: int, function: Callable[[int], Any]) -> list[Any]:
     """Return what ``function(rank)`` returns for each of ``count`` ranks, in a process group of theirs.
 
@@ -207,7 +214,7 @@ def run(count: int, function: Callable[[int], Any]) -> list[Any]:
             dist.destroy_process_group()
 
     dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])
-    TRANSPORTS[ThreadGroup] = MemoryTransport
+    transports.open_transport = _open_transport
     store, Rounds.error = dist.HashStore(), None
     _install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)

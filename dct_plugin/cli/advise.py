@@ -94,14 +94,11 @@ class Figures(NamedTuple):
     def candidates(self) -> list[Candidate]:
         """Return all settings, from gentle to strong, then those with thresholded updates of the weights."""
         settings = sorted(self.model.codings, key=lambda each: each.strength)
+        found = [Candidate(each) for each in (Setting(), *settings)]
         updates, _ = self._updates()
-        if self.model.weight_gathers != 1 or updates not in self.model.codings:
-            return [Candidate(each) for each in (Setting(), *settings)]
-        thresholded = [each for each in settings if each.sparsity]
-        return [
-            *(Candidate(each) for each in (Setting(), *settings)),
-            *(Candidate(each, updates) for each in thresholded),
-        ]
+        if self.model.weight_gathers == 1 and updates in self.model.codings:
+            found += [Candidate(each, updates) for each in settings if each.sparsity]
+        return found
 
     def is_safe(self, candidate: Candidate) -> bool:
         """Return whether nothing measurable was lost with a setting in such a training."""
@@ -232,12 +229,11 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
     with tempfile.TemporaryDirectory(prefix="dct-advise-") as folder:
         path, log, section = Path(folder, "figures.json"), Path(folder, "log"), Path(folder, "section.json")
         section.write_text(json.dumps(SECTION), encoding="utf-8")
-        variables = {VARIABLE: str(path), CONFIG_VARIABLE: str(section)}
         with log.open("wb") as output:
             try:
                 job = subprocess.Popen(
                     launch_line(command),
-                    env={**os.environ, **variables},
+                    env={**os.environ, VARIABLE: str(path), CONFIG_VARIABLE: str(section)},
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -306,13 +302,11 @@ def _print(figures: Figures, models: dict[str, CostModel], line: Sequence[str]) 
         )
     for name, each in best.items():
         text = "leave the plugin out" if each.setting.is_dense else _pasted(each.section, line)
-        console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
-    console.print(
-        f"or let the job choose: {_pasted({'sparsity': 'auto'}, line)}", highlight=False, soft_wrap=True
-    )
+        typer.echo(f"{name}: {text}")
+    typer.echo(f"or let the job choose: {_pasted({'sparsity': 'auto'}, line)}")
     if "dct_plugin.megatron" not in line:
         text = "into DeepSpeed's configuration, or: dct_plugin.attach(model, optimizer, SECTION)"
-        console.print(f"one of these goes {text}", highlight=False, soft_wrap=True)
+        typer.echo(f"one of these goes {text}")
 
 
 def _pasted(section: dict[str, Any], line: Sequence[str]) -> str:

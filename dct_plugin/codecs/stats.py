@@ -149,12 +149,6 @@ class Stats:
         assert isinstance(self._tau, float)
         return self._tau
 
-    def __repr__(self) -> str:
-        if self.pending:
-            return "Stats(pending)"
-        nbytes, nnz, above, nonfinite = self._counts
-        return f"Stats({nbytes=}, {nnz=}, {above=}, {nonfinite=}, tau={self._tau})"
-
 
 def read_stats(stats: Iterable[Stats]) -> list[Stats]:
     """Read statistics that are still on a device, in one device-to-host copy per device.

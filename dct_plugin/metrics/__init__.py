@@ -20,7 +20,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 from uuid import uuid4
 
-from rich.filesize import decimal
 from torch.profiler import record_function
 
 from .._version import __version__
@@ -37,6 +36,7 @@ from .summary import (
     ratio_of,
     uncompressed_in_words,
 )
+from .summary import format_bytes as format_bytes
 
 
 @dataclass(slots=True)
@@ -405,8 +405,3 @@ def _identity(path: str | None) -> str | None:
 def is_estimate(cls: str) -> bool:
     """Return whether the bytes of a tensor class follow from the sizes of collectives, not from messages."""
     return cls.startswith(HOST) or cls == PLUGIN
-
-
-def format_bytes(count: float) -> str:
-    """A number of bytes in decimal units, e.g. ``1.9 MB``."""
-    return decimal(round(count))

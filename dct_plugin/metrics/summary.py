@@ -139,8 +139,8 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
     if total.ratio is None:
         return f"dct: {steps}, nothing sent ({_counted(world_size, 'rank')})"
     parts = [
-        f"dct: {steps}, rank {rank} sent {_bytes(total.sent_bytes)} in place of "
-        f"{_bytes(total.dense_bytes)} ({fewer(total.ratio)})"
+        f"dct: {steps}, rank {rank} sent {format_bytes(total.sent_bytes)} in place of "
+        f"{format_bytes(total.dense_bytes)} ({fewer(total.ratio)})"
     ]
     if 0 < total.start_steps < total.steps:
         first = _counted(total.start_steps, "step")
@@ -168,7 +168,7 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
             share = full.dense_bytes / (full.dense_bytes + exact.dense_bytes)
             parts[-1] += f", {_percent(share)} of their gathers are whole"
     if total.intra_node:
-        parts.append(f"{_bytes(total.intra_node)} inside its node")
+        parts.append(f"{format_bytes(total.intra_node)} inside its node")
     select, encode, exchange, decode, waited = (
         total.steady_ms[f"{part}_ms"] for part in ("select", "encode", "exchange", "decode", "waited")
     )
@@ -222,5 +222,6 @@ def fewer(ratio: float | None) -> str:
     return f"{ratio:.3g}x fewer" if ratio >= 1 else f"{1 / ratio:.3g}x more"
 
 
-def _bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
+    """Return a number of bytes in decimal units, e.g. ``1.9 MB``."""
     return decimal(round(count))

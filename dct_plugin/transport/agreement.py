@@ -75,11 +75,15 @@ class Agreement:
             in_time(lambda: self._farewell(verdict["present"]), 2 * _FAREWELL)
             raise DesyncError(f"rank {self.rank}: {verdict['fault']}")
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank stops with ``error``; returns when they know, or after a short wait.
+    def __enter__(self) -> None:
+        return
 
-        Never raises: the caller is about to raise ``error``.
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Tell the others that this rank stops with ``error``; returns when they know, or after a short wait.
+        It raises nothing of its own.
         """
+        if error is None:
+            return
         try:
             self._say({"error": f"{type(error).__name__}: {error}"})
             verdict = self._judge() if self.rank == 0 else self._await_verdict(_FAREWELL)

@@ -23,28 +23,12 @@ from .tcp import Connections, TcpTransport
 
 logger = logging.getLogger("dct_plugin.transport")
 
-#: Transports of process groups that have one of their own, by the class of the group.
-TRANSPORTS: dict[
-    type[dist.ProcessGroup], Callable[[int, Sequence[int], dist.ProcessGroup | None], Transport]
-] = {}
-
-
-def message_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
-    """Return where a message of ``device`` has to lie for the group to send it: gloo sends from the host."""
-    backends = str(dist.get_backend_config(group)).split(",")
-    if device.type == "cpu" or f"{device.type}:gloo" not in backends:
-        return device
-    log_once(f"dct: gloo carries messages of {device} through the host; nccl would not")
-    return torch.device("cpu")
-
 
 @own_traffic(recorded=False)
 def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport:
     """Return a transport of messages that lie on ``device``; a collective."""
     known_group: Any = group if group is not None else dist.group.WORLD
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(known_group)
-    if type(known_group) in TRANSPORTS:
-        return TRANSPORTS[type(known_group)](rank, ranks, group)
     if device.type == "cpu" and len(ranks) > 1:
         sockets, reason = tcp_connect.connect(group)
         if sockets is not None:
@@ -151,7 +135,11 @@ class GroupPeers(Peers):
         self._group, self._in_part = group, False
 
     def message_device(self, device: torch.device) -> torch.device:
-        return message_device(self._group, device)
+        backends = str(dist.get_backend_config(self._group)).split(",")
+        if device.type == "cpu" or f"{device.type}:gloo" not in backends:
+            return device
+        log_once(f"dct: gloo carries messages of {device} through the host; nccl would not")
+        return torch.device("cpu")
 
     def open_transport(self, device: torch.device) -> Transport:
         transport = open_transport(self.group, device)

@@ -71,8 +71,8 @@ def test_a_rank_that_never_comes_is_named_after_the_limit(
 def test_a_failure_is_passed_on_at_once(failing: int) -> None:
     def act(agreement: Agreement, rank: int) -> None:
         if rank == failing:
-            agreement.fail(ValueError("no such key"))
-            raise ValueError("no such key")
+            with agreement:
+                raise ValueError("no such key")
         time.sleep(0.2)  # the failing rank is usually the first
         agreement.confirm({"a": 1})
 

@@ -298,7 +298,7 @@ class DCTState:
     def _agree(self, device: torch.device) -> Overlap:
         agreement = startup.join("ddp", group=self.process_group, limit=self.time_limit, hint=_HINT)
         self._topic = agreement.topic
-        with startup.reported(agreement):
+        with agreement:
             self._resolve("register_comm_hook does not tell the model, DCTState.register does")
             feedback = self.config.data_parallel.feedback
             if feedback.looks_ahead and self._ahead is None:

@@ -358,7 +358,7 @@ def attach(engine: Any, section: Any) -> Attachment | None:
     if ATTRIBUTE in engine.__dict__:
         return engine.__dict__[ATTRIBUTE]
     agreement = startup.join(TOPIC, hint=f"its configuration has no {SECTION!r} section, or {HINT}")
-    with startup.reported(agreement):
+    with agreement:
         config = DCTConfig.parse(section, rank=dist.get_rank())
         if not config.enabled and gradient_path_of_optimizer(engine) is None:
             agreement.abstain()

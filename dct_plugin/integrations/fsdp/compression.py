@@ -269,7 +269,7 @@ class ReplicaCompression:
     def _agree(self, group: ReplicaGroup) -> None:
         hint = "its model was not passed to compress_replicas, or it is far behind"
         agreement = startup.join("fsdp", group=group.replicas, limit=self._time_limit, hint=hint)
-        with startup.reported(agreement):
+        with agreement:
             for each in filter(has_replicas, parameter_groups(self._model)):
                 if not isinstance(each.mesh_info.replicate_process_group, ReplicaGroup):
                     module = each._module_fqn or type(each.modules[0]).__name__

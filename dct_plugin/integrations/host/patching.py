@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
@@ -110,7 +110,7 @@ def _waiting(name: str, function: Callback) -> list[_Finder]:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module through the finders behind it, and has its loader call back."""
+    """Finds one module through the finders behind it, and calls a function once it is loaded."""
 
     def __init__(self, name: str, function: Callback) -> None:
         self.name = name
@@ -123,34 +123,17 @@ class _Finder(MetaPathFinder):
             spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self)
+                    patches = Patches()
+                    patches.intercept(spec.loader, "exec_module", functools.partial(self._execute, patches))
                 return spec
         return None
 
-    def call(self, module: ModuleType) -> None:
-        """Call the function, unless that was done; another finder may have wrapped the loader twice."""
-        if self in sys.meta_path:
+    def _execute(self, patches: Patches, original: Function, module: ModuleType) -> None:
+        """Load a module, and call the function after that of the name; a loader may serve several modules."""
+        is_awaited = module.__name__ == self.name
+        if is_awaited:  # nothing of ours stays behind in the module
+            patches.undo()
+        original(module)
+        if is_awaited and self in sys.meta_path:  # else the finder was asked twice, and the call is made
             self.function(module)
             sys.meta_path.remove(self)
-
-
-class _Loader(Loader):
-    """Loads the module with its own loader, and then calls the function."""
-
-    def __init__(self, loader: Any, finder: _Finder) -> None:
-        self._loader = loader
-        self._finder = finder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: Any) -> Any:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # Nothing of ours stays behind in the module.
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._finder.call(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 from collections.abc import Callable
 
 from dct_plugin.host_traffic import HostTraffic
@@ -28,8 +29,8 @@ class Reporting:
     ) -> None:
         self.metrics = metrics
         self._before_finish = before_finish
-        self._host_traffic = HostTraffic(metrics)
-        self._host_traffic.start()
+        self._host_traffic = contextlib.ExitStack()
+        self._host_traffic.enter_context(HostTraffic(metrics))
         self._finished = False
         if monitor is not None and metrics.rank == 0:
             metrics.add_sink(monitor)
@@ -43,7 +44,7 @@ class Reporting:
         atexit.unregister(self.finish)
         if self._before_finish is not None:
             self._before_finish()
-        self._host_traffic.stop()
+        self._host_traffic.close()
         self.metrics.close()
         if self.metrics.rank == 0 and self.metrics.summary().steps:
             print(self.metrics.summary_line(), flush=True)

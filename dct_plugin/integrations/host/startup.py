@@ -7,8 +7,7 @@ differs. A rank that states nothing is named after a time limit, and hangs nobod
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -56,16 +55,6 @@ def join(
         limit=limit,
         hint=hint,
     )
-
-
-@contextmanager
-def reported(agreement: Agreement) -> Iterator[None]:
-    """Pass an error inside the block on to the ranks that wait for this one to confirm."""
-    try:
-        yield
-    except BaseException as error:
-        agreement.fail(error)
-        raise
 
 
 def facts_of(config: DCTConfig, more: Mapping[str, Any]) -> dict[str, Any]:
