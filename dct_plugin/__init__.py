@@ -6,6 +6,7 @@ Public names are imported on first use, so that importing this package costs no 
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,33 +38,22 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home: ModuleType
     if name == "__version__":
-        from . import _version
-
-        return _version.__version__
-    if name in ("attach", "detach"):
-        from .integrations import attach
-
-        return getattr(attach, name)
-    if name in ("DCTState", "dct_hook"):
-        from .integrations import ddp
-
-        return getattr(ddp, name)
-    if name == "DCTConfig":
-        from . import config
-
-        return config.DCTConfig
-    if name == "Compressor":
-        from .compression import stream
-
-        return stream.Compressor
-    if name == "Payload":
-        from .codecs import payload
-
-        return payload.Payload
-    from . import errors
-
-    return getattr(errors, name)
+        from . import _version as home
+    elif name in ("attach", "detach"):
+        from .integrations import attach as home
+    elif name in ("DCTState", "dct_hook"):
+        from .integrations import ddp as home
+    elif name == "DCTConfig":
+        from . import config as home
+    elif name == "Compressor":
+        from .compression import stream as home
+    elif name == "Payload":
+        from .codecs import payload as home
+    else:
+        from . import errors as home
+    return getattr(home, name)
 
 
 def __dir__() -> list[str]:

@@ -55,31 +55,22 @@ _OPERATIONS = {
     "barrier": _Operation(lambda p: 0, lambda p: (p - 1).bit_length()),
 }
 
-#: Methods of a process group: their operation, and the argument whose tensors count.
+#: Methods of a process group, by their operation.
 _METHODS = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "allgather": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather", 1),
-    "allgather_into_tensor_coalesced": ("all_gather", 1),
-    "all_gather_single": ("all_gather", 1),
-    "all_gather_single_coalesced": ("all_gather", 1),
-    "_allgather_base": ("all_gather", 1),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce": ("reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "send": ("send", 0),
-    "barrier": ("barrier", 0),
-}
+    "all_reduce": ("allreduce", "allreduce_coalesced"),
+    "all_gather": (
+        "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single",
+        "all_gather_single_coalesced", "_allgather_base",
+    ),
+    "reduce_scatter": (
+        "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+        "reduce_scatter_tensor_coalesced", "_reduce_scatter_base",
+    ),
+    "all_to_all": ("alltoall", "alltoall_base", "all_to_all_single"),
+    **{name: (name,) for name in ("reduce", "broadcast", "gather", "scatter", "send", "barrier")},
+}  # fmt: skip
+#: Operations whose methods take the output first, and then the input, whose tensors count.
+_OUTPUT_FIRST = {"all_gather", "reduce_scatter", "gather", "all_to_all"}
 
 
 def bytes_sent(operation: str, nbytes: float, ranks: int, *, gloo: bool) -> float:
@@ -161,8 +152,9 @@ class HostTraffic:
         self._metrics = metrics
 
     def __enter__(self) -> HostTraffic:
-        for name, (operation, position) in _METHODS.items():
-            _wrap(dist.ProcessGroup, name, operation, position)
+        for operation, methods in _METHODS.items():
+            for name in methods:
+                _wrap(dist.ProcessGroup, name, operation, int(operation in _OUTPUT_FIRST))
         # DDP asks the module for it: (group, tensors, bytes of a bucket, source).
         _wrap(dist, "_broadcast_coalesced", "broadcast", 0)
         _started.append(self)

@@ -183,10 +183,9 @@ def apart() -> Iterator[None]:
 
 
 def _open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport:
-    """Take the place of :func:`~dct_plugin.transport.transports.open_transport`: every group is one of threads."""
-    return MemoryTransport(
-        dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD), group
-    )
+    """Take the place of ``transports.open_transport``: the ranks of every group are threads."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return MemoryTransport(dist.get_rank(group), ranks, group)
 
 
 def run(count: int, function: Callable[[int], Any]) -> list[Any]:

@@ -145,10 +145,8 @@ def gradient_path_of(engine: Any, config: DCTConfig) -> type[GradientPath] | Non
     """Return the class of path for the engine's gradients; None if there is none, or nothing to train."""
     if not has_optimizer(engine):
         return None
-    of_optimizer: type[GradientPath] | None = gradient_path_of_optimizer(engine)
-    if of_optimizer is not None:
-        return of_optimizer
-    return next((path for path in GRADIENT_PATHS if path.applies(engine, config)), None)
+    applying = (path for path in GRADIENT_PATHS if path.applies(engine, config))
+    return gradient_path_of_optimizer(engine) or next(applying, None)
 
 
 def activation_paths_of(engine: Any, config: DCTConfig) -> list[type[ActivationPath]]:

@@ -66,9 +66,8 @@ class PipelinePath(ActivationPath):
         replica = self.engine.grid.get_data_parallel_id
         self.streams = ActivationStreams(_PREFIX, context.config.kernels, replica)
         self._number = 0
-        self._sent: dict[
-            int, list[_Compressed]
-        ] = {}  # by pipeline buffer, one for each floating-point tensor
+        # By pipeline buffer, one for each floating-point tensor.
+        self._sent: dict[int, list[_Compressed]] = {}
         self._received: dict[int, list[_Compressed]] = {}
 
     @classmethod

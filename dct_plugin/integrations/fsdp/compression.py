@@ -146,7 +146,11 @@ class ReplicaCompression:
         self._before_forward(self._close_if_done)
         if self.config.data_parallel.feedback.looks_ahead:
             self._step_ahead()
-        self._follow_steps()
+        self._optimizer_steps.follow(self._optimizers)
+        # Whether a scaler skipped the last step is known at the next pass, without waiting for a device; and
+        # to be known before weights are displaced.
+        self._before_forward(self._optimizer_steps.end_due)
+        self.ends.callback(self._optimizer_steps.close)
         self.ends.callback(lost_peers.watch(self, lambda compression: compression.steps.step))
 
     @property
@@ -188,13 +192,6 @@ class ReplicaCompression:
 
         self.steps.replicas.append(ReplicaChecksums(settings, weights, replicas))
         return reducer
-
-    def _follow_steps(self) -> None:
-        self._optimizer_steps.follow(self._optimizers)
-        # Whether a scaler skipped the last step is known at the next pass, without waiting for a device; and
-        # to be known before weights are displaced.
-        self._before_forward(self._optimizer_steps.end_due)
-        self.ends.callback(self._optimizer_steps.close)
 
     def _before_forward(self, function: Callable[[], None]) -> None:
         hook = ModuleHook(lambda *_: function(), self._model)

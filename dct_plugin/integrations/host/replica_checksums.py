@@ -107,6 +107,5 @@ def _minority(ranks: list[int], sums: list[int]) -> str:
     usual, count = Counter(sums).most_common(1)[0]
     if 2 * count <= len(sums):
         return f"ranks {', '.join(map(str, ranks))} (no majority)"
-    return (
-        f"rank(s) {', '.join(str(rank) for rank, found in zip(ranks, sums, strict=True) if found != usual)}"
-    )
+    others = [str(rank) for rank, found in zip(ranks, sums, strict=True) if found != usual]
+    return f"rank(s) {', '.join(others)}"

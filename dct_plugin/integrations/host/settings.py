@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -125,14 +125,8 @@ def training_of(optimizer: Any, training: Training) -> Training:
         alike = "Adam" if any(unit.decay is not None for unit in units) else "Adagrad"
         names = [names[0], alike]
     momentum = max((float(group.get("momentum", 0.0)) for group in inner.param_groups), default=0.0)
-    return replace(training, optimizer=names, momentum=momentum, lr=_highest_rate(inner.param_groups))
-
-
-def _highest_rate(groups: Iterable[Mapping[str, Any]]) -> float:
-    """Return the highest learning rate of an optimizer's parameter groups; infinity if they say none.
-
-    At the start of a schedule rates may be 0: schedulers note the rates that they begin or end with.
-    """
+    # At the start of a schedule rates may be 0: schedulers note the rates that they begin or end with.
     keys = ("lr", "initial_lr", "max_lr")
-    rates = [float(group.get(key, 0.0)) for group in groups for key in keys]
-    return max(rates, default=0.0) or math.inf
+    rates = [float(group.get(key, 0.0)) for group in inner.param_groups for key in keys]
+    highest = max(rates, default=0.0) or math.inf
+    return replace(training, optimizer=names, momentum=momentum, lr=highest)

@@ -68,11 +68,9 @@ def collective_device() -> torch.device:
     """
     kinds = [backend.partition(":")[0] for backend in str(dist.get_backend_config()).split(",")]
     kind = "cpu" if "cpu" in kinds else kinds[0]
-    return (
-        torch.device("cpu")
-        if kind == "cpu"
-        else torch.device(kind, torch.get_device_module(kind).current_device())
-    )
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 class PoisonedSteps:

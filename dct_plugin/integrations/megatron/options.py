@@ -66,10 +66,8 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> CommandLi
 
 def wants_help(arguments: Sequence[str]) -> bool:
     """Return whether a command line asks for :func:`help_text`."""
-    if "--dct-help" in arguments:
-        return True
-    # Before the script these are ours; behind it they are the script's.
-    return arguments[:1] in (["-h"], ["--help"])
+    # Before the script -h and --help are ours; behind it they are the script's.
+    return "--dct-help" in arguments or arguments[:1] in (["-h"], ["--help"])
 
 
 def help_text() -> str:

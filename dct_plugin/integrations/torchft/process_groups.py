@@ -247,10 +247,9 @@ class _ThresholdedGroup(ProcessGroupWrapper):
                     if self._failure is None:
                         call()
                 done()
-                return
         except Exception as error:
             self._fail(error)
-        done()
+            done()
 
     def _fail(self, error: Exception) -> None:
         """Note an error, and close the connections, so that the other replicas fail at once, too."""
