@@ -48,3 +48,10 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
         return ModuleHook, ()
+
+
+def remove(handles: list[Any]) -> None:
+    """Remove all of these hooks, and empty the list."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -8,6 +8,7 @@ publishes the verdict, so that the store sees O(ranks) requests.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,8 +112,8 @@ class Agreement:
     def _judge(self) -> dict[str, Any]:
         """Rank 0: collect the statements, publish the verdict, return it."""
         heard: dict[int, Any] = {}
-        until = time.monotonic() + self.limit
-        for pause in _pauses():
+        until = math.inf
+        for _ in attempts(self.limit):
             for rank in range(self.world_size):
                 if rank not in heard and (statement := self._read(rank)) is not None:
                     heard[rank] = statement
@@ -121,44 +122,37 @@ class Agreement:
                 until = min(until, time.monotonic() + 1.0)
             if len(heard) == self.world_size or time.monotonic() >= until:
                 break
-            time.sleep(pause)
         fault = describe(heard, self.world_size, self.limit, self.hint)
         verdict = {"fault": fault, "present": sum("absent" not in statement for statement in heard.values())}
         self.store.set(self._key("verdict"), json.dumps(verdict))
         return verdict
 
     def _await_verdict(self, limit: float) -> dict[str, Any]:
-        until = time.monotonic() + limit
         first = None
-        for pause in _pauses():
-            if time.monotonic() >= until:
-                break
-            verdict = self._read("verdict")
-            if verdict is not None:
+        for _ in attempts(limit):
+            if (verdict := self._read("verdict")) is not None:
                 return dict(verdict)
             first = first or self._read(0)
             if first is not None and "absent" in first:
                 return {"fault": describe({0: first}, 1, self.limit, self.hint), "present": 1}
-            time.sleep(pause)
-        return {"fault": _no_answer([0], self.limit, self.hint), "present": 1}
+        return {"fault": no_answer([0], self.limit, self.hint), "present": 1}
 
     def _farewell(self, present: int) -> None:
         """Wait until everybody has read the verdict: the first to exit may take the store with it."""
-        until = time.monotonic() + _FAREWELL
         key = self._key("farewell")
-        count = self.store.add(key, 1)
-        for pause in _pauses():
-            if count >= present or time.monotonic() >= until:
-                break
-            time.sleep(pause)
-            count = self.store.add(key, 0)
+        self.store.add(key, 1)
+        for _ in attempts(_FAREWELL):
+            if self.store.add(key, 0) >= present:
+                return
 
 
-def _pauses() -> Iterator[float]:
-    """Yield the seconds between two requests to the store: short at first, then longer."""
-    pause = 0.01
-    while True:
-        yield pause
+def attempts(seconds: float) -> Iterator[None]:
+    """Yield for each request to the store until ``seconds`` are over, with pauses that become longer."""
+    until, pause = time.monotonic() + seconds, 0.01
+    yield
+    while time.monotonic() < until:
+        time.sleep(pause)
+        yield
         pause = min(1.5 * pause, 0.25)
 
 
@@ -183,7 +177,7 @@ def describe(heard: Mapping[int, Any], world_size: int, limit: float, hint: str 
         )
     missing = [rank for rank in range(world_size) if rank not in heard]
     if missing and not faults:  # after a failure the wait is cut short: then silence says nothing
-        faults.append(_no_answer(missing, limit, hint))
+        faults.append(no_answer(missing, limit, hint))
     faults += differences({rank: s["facts"] for rank, s in heard.items() if "facts" in s})
     return "; ".join(faults)
 
@@ -207,7 +201,7 @@ def differences(facts: Mapping[int, Facts]) -> list[str]:
     return lines
 
 
-def _no_answer(missing: Sequence[int], limit: float, hint: str) -> str:
+def no_answer(missing: Sequence[int], limit: float, hint: str) -> str:
     return f"{ranks_in_words(missing)} did not report within {limit:g} s: crashed, or {hint}"
 
 

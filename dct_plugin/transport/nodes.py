@@ -6,7 +6,6 @@ hang the others beyond a time limit.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from .. import processes
 from ..errors import ConfigError, DesyncError
-from .agreement import HINT, TIME_LIMIT, ranks_in_words
+from .agreement import HINT, TIME_LIMIT, attempts, no_answer, ranks_in_words
 from .lost_ranks import default_store, key_of, stated
 
 #: The option that says which ranks are a node, as errors name it.
@@ -76,16 +75,13 @@ def ranks_of_machines(
         DesyncError: A rank did not report; names it.
     """
     publish_machine()
-    until = time.monotonic() + limit
-    names: dict[int, str] = {}
-    while missing := [rank for rank in ranks if rank not in names]:
+    missing, names = list(ranks), dict[int, str]()
+    for _ in attempts(limit):
         names |= {rank: name for rank in missing if (name := stated(key_of("machine", rank))) is not None}
-        if time.monotonic() >= until and len(names) < len(ranks):
-            silent = ranks_in_words(rank for rank in ranks if rank not in names)
-            raise DesyncError(
-                f"rank {dist.get_rank()}: {silent} did not report within {limit:g} s: crashed, or {hint}"
-            )
-        time.sleep(0.02)
+        if not (missing := [rank for rank in ranks if rank not in names]):
+            break
+    if missing:
+        raise DesyncError(f"rank {dist.get_rank()}: {no_answer(missing, limit, hint)}")
     machines: dict[str, list[int]] = {}
     for rank in ranks:
         machines.setdefault(names[rank], []).append(rank)

@@ -37,6 +37,7 @@ from ...kernels.reference import ReferenceBackend
 from ...metrics import format_bytes
 from ...policy.evidence import BY_COMPRESSORS
 from ..add_on import AddOn, ReducerContext
+from ..module_hooks import remove
 from ..plan import Entries, Part, PlannedTensor, ReductionPlan, Shard, common
 from ..step_units import StepUnit
 from .displaced_weights import DisplacedWeights
@@ -198,9 +199,7 @@ class StepAhead:
         Raises:
             DCTError: A parameter was written while it held displaced weights; the write is undone.
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        remove(self._handles)
         self.restore()
         self._displaced.unregister()
 

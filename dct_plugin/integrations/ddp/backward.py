@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dct_plugin.console import logger
-from dct_plugin.data_parallel.module_hooks import ModuleHook
+from dct_plugin.data_parallel.module_hooks import ModuleHook, remove
 from dct_plugin.errors import ConfigError
 
 from ..host.overlap import Overlap
@@ -138,14 +138,14 @@ class NextPass:
 
     def watch(self, model: nn.Module) -> None:
         """Follow the forward passes of ``model``, before all hooks that it has."""
-        self._remove(self._forward)
+        remove(self._forward)
         hook = ModuleHook(lambda *_: self._before_forward(), model)
         self._forward.append(model.register_forward_pre_hook(hook, prepend=True))
 
     def unwatch(self) -> None:
         """Undo :meth:`watch`."""
-        self._remove(self._forward)
-        self._remove(self._accumulators)
+        remove(self._forward)
+        remove(self._accumulators)
 
     def backward_done(self) -> None:
         """Wait for the next pass from now on, if forward passes are not followed."""
@@ -165,13 +165,7 @@ class NextPass:
 
     def _begin(self, *_: Any) -> None:
         if self._accumulators:
-            self._remove(self._accumulators)
+            remove(self._accumulators)
             self._steps.end_or_reject()
             if self._steps.steps.open:
                 self._accumulates()
-
-    @staticmethod
-    def _remove(handles: list[Any]) -> None:
-        for handle in handles:
-            handle.remove()
-        handles.clear()

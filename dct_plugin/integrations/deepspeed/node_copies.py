@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dct_plugin.config.data_parallel import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
-from dct_plugin.data_parallel.module_hooks import ModuleHook
+from dct_plugin.data_parallel.module_hooks import ModuleHook, remove
 from dct_plugin.data_parallel.plan import Part
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
@@ -174,8 +174,7 @@ class NodeCopies(WeightUpdates):
         ]
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        remove(self._handles)
         self.gather()
 
     def before_step(self) -> None:

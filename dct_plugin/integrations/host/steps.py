@@ -19,6 +19,7 @@ from dct_plugin.codecs.copies import Mirror, to_host
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.module_hooks import remove
 from dct_plugin.host_traffic import own_traffic
 from dct_plugin.kernels.reference import overflow_flags
 from dct_plugin.metrics import Metrics
@@ -303,7 +304,7 @@ class OptimizerSteps:
         self._passes_are_steps = False
         self._rejected = 0
         self._handles: list[Any] = []
-        self._finalizer = weakref.finalize(self, _remove, self._handles)
+        self._finalizer = weakref.finalize(self, remove, self._handles)
 
     def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """End steps with those of ``optimizers`` (torch's), or of others of the same parameters."""
@@ -467,12 +468,6 @@ class OptimizerSteps:
 def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
     if (function := method()) is not None:
         function(*arguments)
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
 
 
 def _local(gradient: Tensor) -> Tensor:
