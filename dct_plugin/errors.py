@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class DCTError(RuntimeError):
     """Base of all errors of the plugin."""
@@ -33,3 +36,12 @@ class VersionError(DCTError):
 
 class DesyncError(DCTError):
     """Ranks disagree (configuration, version, order or shape of tensors), or a peer reported a failure."""
+
+
+@contextmanager
+def blamed(culprit: str) -> Iterator[None]:
+    """Put ``culprit``, and a colon, before the text of a :class:`PayloadError` in the block."""
+    try:
+        yield
+    except PayloadError as error:
+        raise PayloadError(f"{culprit}: {error}") from error

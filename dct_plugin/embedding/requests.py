@@ -19,7 +19,7 @@ from torch import Tensor
 from ..codecs.copies import to_device, to_host
 from ..compression.stream import backend_beside
 from ..config import EmbeddingChannelConfig, KernelConfig
-from ..errors import PayloadError
+from ..errors import blamed
 from ..kernels.embedding import OutOfRange, distinct_rows
 from ..transport.exchange import Exchange
 from .request_message import (
@@ -240,12 +240,8 @@ class RequestExchange:
         Raises:
             PayloadError: The request is damaged, or about other tables; names the ranks.
         """
-        try:
+        with blamed(f"{self.name}: rank {self.rank}: request from rank {source} of the group"):
             return read_request(message, self.first_rows[self.rank], self._kernels)
-        except PayloadError as error:
-            raise PayloadError(
-                f"{self.name}: rank {self.rank}: request from rank {source} of the group: {error}"
-            ) from error
 
 
 def _shape_error(ids: Tensor, tables: int) -> str:

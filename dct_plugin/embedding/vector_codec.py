@@ -8,8 +8,8 @@ have a fixed number of bits per table (:mod:`~dct_plugin.kernels.packed`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
 from ..compression.stream import encode_all
 from ..config import EmbeddingChannelConfig
-from ..errors import PayloadError
+from ..errors import PayloadError, blamed
 from ..kernels import Backend, packed
 from ..kernels import embedding as kernels
 from ..kernels.embedding import Encoded, IntArray, Outgoing
@@ -131,10 +131,6 @@ class VectorCodec:
 
     # -- errors ---
 
-    @contextmanager
-    def blame(self, what: str, source: int) -> Iterator[None]:
-        """Name the exchange and rank ``source`` in errors of the block."""
-        try:
-            yield
-        except PayloadError as error:
-            raise PayloadError(f"{self.name}: {what} from rank {source} of the group: {error}") from error
+    def blame(self, what: str, source: int) -> AbstractContextManager[None]:
+        """Name the sender in errors about a message."""
+        return blamed(f"{self.name}: {what} from rank {source} of the group")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..autograd import with_gradient
 from ..compression.stream import Encoded
-from ..errors import PayloadError
+from ..errors import blamed
 from ..metrics import Metrics
 from ..transport import Exchange
 from ..transport.exchange import most_bytes
@@ -296,10 +296,8 @@ class _SumRoundTrip:
 
 
 def _decoded(stream: ActivationStream, message: Tensor, out: Tensor, sender: int) -> Any:
-    try:
+    with blamed(f"{stream.name}: message from rank {sender} of the group"):
         return stream.activations.decode(message, out, sender)
-    except PayloadError as error:
-        raise PayloadError(f"{stream.name}: message from rank {sender} of the group: {error}") from error
 
 
 def _splits(rows: int, world_size: int, splits: Sequence[int] | None, stream: ActivationStream) -> list[int]:

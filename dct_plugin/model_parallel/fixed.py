@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..compression.stream import Encoded
-from ..errors import PayloadError
+from ..errors import PayloadError, blamed
 from .compressors.compressor import NUMBER_NBYTES
 from .stream import ActivationStream
 
@@ -65,10 +65,8 @@ class FixedMessages:
             PayloadError: The message is malformed or of a tensor of another size.
         """
         number = number_of(message)
-        try:
+        with blamed(f"{self.stream.name}: message {number}"):
             return Kept(number, self.stream.activations.decode(message[NUMBER_NBYTES:], out.zero_(), 0))
-        except PayloadError as error:
-            raise PayloadError(f"{self.stream.name}: message {number}: {error}") from error
 
     def encode_gradient(self, gradient: Tensor, kept: Kept, *, exact: bool = False) -> tuple[Tensor, Encoded]:
         """Return the gradient message for ``kept``, and its statistics.
@@ -79,7 +77,7 @@ class FixedMessages:
         size = self.nbytes(gradient.shape, gradient.dtype, gradient=True, kept=kept if exact else None)
         return _numbered(kept.number, body, size), encoded
 
-    def decode_gradient(self, message: Tensor, awaited: dict[int, Kept], out: Tensor) -> Kept:
+    def decode_gradient(self, message: Tensor, awaited: dict[int, Kept], out: Tensor) -> None:
         """Fill ``out`` from a gradient message, and remove its forward message from ``awaited``.
 
         Raises:
@@ -90,11 +88,8 @@ class FixedMessages:
         if kept is None:
             known = ", ".join(str(n) for n in sorted(awaited)) or "none"
             raise PayloadError(f"{self.stream.name}: gradient of message {number}; awaited are {known}")
-        try:
+        with blamed(f"{self.stream.name}: gradient of message {number}"):
             self.stream.gradients.decode(message[NUMBER_NBYTES:], kept.content, out.zero_())
-        except PayloadError as error:
-            raise PayloadError(f"{self.stream.name}: gradient of message {number}: {error}") from error
-        return kept
 
 
 def number_of(message: Tensor) -> int:

@@ -73,15 +73,14 @@ class RankCoordinates(NamedTuple):
             ps.get_data_parallel_world_size(with_context_parallel=True),
         )
 
-    def file(self, folder: str | os.PathLike[str], data: int | None = None) -> Path:
-        """Return the file of this rank, or of its replica with the data-parallel rank ``data``."""
-        number = self.data if data is None else data
-        return Path(folder) / f"dct_tp{self.tensor:02d}_pp{self.pipeline:03d}_dp{number:05d}.pt"
+    def file(self, folder: str | os.PathLike[str]) -> Path:
+        """Return the file of this rank."""
+        return Path(folder) / f"dct_tp{self.tensor:02d}_pp{self.pipeline:03d}_dp{self.data:05d}.pt"
 
-    def described(self, data: int | None = None) -> dict[str, int]:
-        """Return what the rank's file says about the rank that wrote it."""
-        number = self.data if data is None else data
-        return {"tensor": self.tensor, "pipeline": self.pipeline, "data": number}
+    @property
+    def place(self) -> dict[str, int]:
+        """What the rank's file says about the rank that wrote it."""
+        return {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data}
 
 
 def save(session: Session, folder: str | os.PathLike[str]) -> None:
@@ -97,7 +96,7 @@ def save(session: Session, folder: str | os.PathLike[str]) -> None:
             "save": identity,
             "configuration": session.config.fingerprint(),
             "layout": own.layout,
-            "place": own.described(),
+            "place": own.place,
             "expert": own.expert,
             "world_size": own.replicas,
             "state": session.state_dict(),
@@ -153,8 +152,9 @@ def _read(
         NoState: There is none.
         DCTError: A file is damaged or belongs elsewhere.
     """
-    own, first = rank.file(folder), rank.file(folder, 0)
-    known = own if own.exists() else first  # on node-local storage only the own file is here
+    own = rank.file(folder)
+    # On node-local storage only the own file is here.
+    known = own if own.exists() else rank._replace(data=0).file(folder)
     if not known.exists():
         other = next(folder.glob("dct_tp*_pp*_dp*.pt"), None) if folder.is_dir() else None
         if other is None:
@@ -166,21 +166,19 @@ def _read(
     saved = int(content["world_size"])
     dense = [each for name, each in content["state"]["reducers"].items() if name.startswith("dense")]
     same = saved == rank.replicas and all(each["state"].get("layout", []) == list(nodes) for each in dense)
-    numbers = [rank.data] if same else range(saved)
-    for number in numbers:
-        if not rank.file(folder, number).exists():
-            raise NoState(f"{rank.file(folder, number).name} is missing")
-    if same:
-        _check(own, content, rank, rank.data, sizes)
-        return Loaded.of(content["state"], content)
+    writers = [rank] if same else [rank._replace(data=number) for number in range(saved)]
+    if missing := [each.file(folder).name for each in writers if not each.file(folder).exists()]:
+        raise NoState(f"{missing[0]} is missing")
 
     def contents() -> Iterator[State]:
-        for number in numbers:
-            file = rank.file(folder, number)
-            part = checkpoint.read(file, content)
-            _check(file, part, rank, number, sizes)
+        for each in writers:
+            file = each.file(folder)
+            part = content if file == known else checkpoint.read(file, content)
+            _check(file, part, each, sizes)
             yield part
 
+    if same:
+        return Loaded.of(next(contents())["state"], content)
     return Loaded.of(_resharded(contents, content["state"], rank), content)._replace(ranks=saved)
 
 
@@ -195,11 +193,10 @@ def _check_layout(content: State, rank: RankCoordinates) -> None:
         raise NoState(f"the parameters are cut in another way ({sizes}), which residuals cannot follow")
 
 
-def _check(file: Path, content: State, rank: RankCoordinates, data: int, sizes: Mapping[str, int]) -> None:
-    """Refuse a file that is not that of the rank at ``data``, or does not fit the model."""
-    expected = rank.described(data)
-    if content["place"] != expected:
-        raise DCTError(f"{file}: written by the rank at {content['place']}, its name says {expected}")
+def _check(file: Path, content: State, rank: RankCoordinates, sizes: Mapping[str, int]) -> None:
+    """Refuse a file that is not that of ``rank``, or does not fit the model."""
+    if content["place"] != rank.place:
+        raise DCTError(f"{file}: written by the rank at {content['place']}, its name says {rank.place}")
     for part in content["state"]["reducers"].values():
         checkpoint.check_sizes(file, part["state"], sizes)
 
