@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 
 logger = logging.getLogger("dct_plugin")
 
@@ -12,6 +13,11 @@ logger = logging.getLogger("dct_plugin")
 def log_once(line: str) -> None:
     """Log a warning, once in a process."""
     logger.warning("%s", line)
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return names with commas between them, and dots in place of those behind the first ``most``."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def print_error(message: object) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..config import AccordionConfig
-from ..console import logger
+from ..console import listed, logger
 from .add_on import AddOn, ReducerContext
 from .plan import ReductionPlan
 from .stream_group import Sparsity, StreamGroup
@@ -112,14 +112,10 @@ class Accordion(AddOn):
         for critical, what, schedule in ((True, "in", self._gentle), (False, "out of", group.schedule)):
             names = [name for name in turned if self.critical(name) == critical]
             if names and group.rank == 0:
+                count = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
                 logger.warning(
-                    "dct: step %d: Accordion: %d tensor%s %s a critical regime, sparsity %g: %s",
-                    group.step,
-                    len(names),
-                    "" if len(names) == 1 else "s",
-                    what,
-                    schedule.sparsity,
-                    ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else ""),
+                    f"dct: step {group.step}: Accordion: {count} {what} a critical regime, sparsity "
+                    f"{schedule.sparsity:g}: {listed(names, _NAMED)}"
                 )
 
     def _decide(self, due: Mapping[str, _Layer], squares: Tensor) -> list[str]:

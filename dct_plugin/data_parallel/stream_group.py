@@ -244,17 +244,14 @@ class StreamGroup:
     def report_nonfinite(self, name: str) -> None:
         """Say, on the rank where it arose, which gradient poisons the step."""
         self.nonfinite_reported = True
-        skips = self.settings.nonfinite_action == "skip"
-        logger.warning(
-            "dct: %s: the gradient of %s is not finite in step %d%s",
-            f"rank {self.rank}" if self.nodes is None else f"node of {ranks_in_words(self.nodes.inside)}",
-            name,
-            self.step,
-            ""
-            if skips
-            else " and reaches all ranks as NaN; said once. To skip such steps on all ranks: "
-            "dct.data_parallel.nonfinite_action = 'skip'",
+        who = f"rank {self.rank}" if self.nodes is None else f"node of {ranks_in_words(self.nodes.inside)}"
+        remedy = (
+            " and reaches all ranks as NaN; said once. To skip such steps on all ranks: "
+            "dct.data_parallel.nonfinite_action = 'skip'"
         )
+        skips = self.settings.nonfinite_action == "skip"
+        text = f"dct: {who}: the gradient of {name} is not finite in step {self.step}"
+        logger.warning(text if skips else text + remedy)
 
     @contextmanager
     def naming_sender(self, first: int = 0) -> Iterator[None]:

@@ -131,10 +131,8 @@ class TableLimits(nn.Module):
         config = self.config
         if self._passes == _FORGOTTEN and config.enabled and config.sparsity > 0:
             logger.warning(
-                "dct: %s: %d forward passes in training without an optimizer step; thresholds stand still. "
-                "Call follow(optimizer) once, or end_step() after every step.",
-                self.name,
-                self._passes,
+                f"dct: {self.name}: {self._passes} forward passes in training without an optimizer step; "
+                "thresholds stand still. Call follow(optimizer) once, or end_step() after every step."
             )
 
     # -- what applies now ---

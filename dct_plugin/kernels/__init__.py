@@ -139,9 +139,8 @@ def _find_problem(name: str, device: torch.device) -> str | None:
     began = time.perf_counter()
     if problem := self_check.first_difference(backend, device):
         logger.warning(
-            "kernel backend %r fails its self-check (%s); %s. Please report this line with the output of "
-            "`dct doctor`. dct.kernels.backend: %r uses these kernels nevertheless",
-            *(name, problem, slower, name),
+            f"kernel backend {name!r} fails its self-check ({problem}); {slower}. Please report this line "
+            f"with the output of `dct doctor`. dct.kernels.backend: {name!r} uses these kernels nevertheless"
         )
         return f"self-check: {problem}"
     logger.info("%r kernels equal the reference on %s: %.1f s", name, device, time.perf_counter() - began)

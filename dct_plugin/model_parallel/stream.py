@@ -110,11 +110,8 @@ class ActivationStream:
             if compressor.state_dict().keys() <= saved.keys():
                 compressor.load_state_dict(saved)
             else:
-                logger.warning(
-                    "%s: the saved state is not one of the method %r, which starts afresh",
-                    compressor.site.name,
-                    compressor.config.label(),
-                )
+                what = f"the saved state is not one of the method {compressor.config.label()!r}"
+                logger.warning(f"{compressor.site.name}: {what}, which starts afresh")
 
     @property
     def _is_dense(self) -> bool:

@@ -35,11 +35,9 @@ def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Tra
             return TcpTransport(rank, ranks, Connections(sockets, ranks, tcp_connect.time_limit(group)))
         if reason:
             logger.warning(
-                "dct: rank %d: messages travel by gloo, which costs time where cores are busy, as the ranks "
-                "could not be connected directly: %s (%s=gloo: not to try)",
-                dist.get_rank(),
-                reason,
-                tcp_connect.VARIABLE,
+                f"dct: rank {dist.get_rank()}: messages travel by gloo, which costs time where cores are "
+                f"busy, as the ranks could not be connected directly: {reason} ({tcp_connect.VARIABLE}=gloo: "
+                "not to try)"
             )
     return CollectiveTransport(rank, ranks, group, device)
 

@@ -403,11 +403,9 @@ class StepAheadAddOn(AddOn):
         group, parameters = self._group, list(parameters)
         large = [p for name, p in parameters if p.requires_grad and not group.is_small(name, p.numel())]
         if not group.group_rank:
-            logger.info(
-                "dct: step-ahead keeps a copy of %d weights on a rank, and %s of second moments",
-                sum(each.numel() for each in large),
-                format_bytes(sum(8 * sum(sizes(each.shape)) for each in large)),
-            )
+            copied, moments = sum(p.numel() for p in large), sum(8 * sum(sizes(p.shape)) for p in large)
+            memory = f"a copy of {copied} weights on a rank, and {format_bytes(moments)} of second moments"
+            logger.info(f"dct: step-ahead keeps {memory}")
         self._ahead = StepAhead(
             parameters,
             unit_of,
@@ -479,10 +477,9 @@ class StepAheadAddOn(AddOn):
         if (agreement := coefficients.agreement()) < LEAST_AGREEMENT:
             self._warned = True
             logger.warning(
-                "dct: the ranks' residuals cancel out (agreement %.2f; 1 is chance): their data are of "
-                "different kinds, and thresholds lose more than with shuffled data. Shuffle them over the "
-                "ranks, or lower the sparsity (docs/quality.md#data-that-differ-between-ranks)",
-                agreement,
+                f"dct: the ranks' residuals cancel out (agreement {agreement:.2f}; 1 is chance): their data "
+                "are of different kinds, and thresholds lose more than with shuffled data. Shuffle them over "
+                "the ranks, or lower the sparsity (docs/quality.md#data-that-differ-between-ranks)"
             )
 
     def rescale(self, factor: float) -> None:

@@ -172,9 +172,8 @@ def warn_of_dropped_residuals(engine: Any) -> None:
             norm = sum(float(stream["residual"].norm()) ** 2 for stream in streams) ** 0.5
             logger.warning(
                 "dct: the section switches dct.data_parallel off, and the checkpoint holds residuals: "
-                "the unsent gradient of rank 0, of norm %.3g, is dropped. To send it first, load the "
-                "checkpoint with 'sparsity': 0 and 'value_dtype': 'fp32', train one step and save",
-                norm,
+                f"the unsent gradient of rank 0, of norm {norm:.3g}, is dropped. To send it first, load the "
+                "checkpoint with 'sparsity': 0 and 'value_dtype': 'fp32', train one step and save"
             )
         return loaded
 

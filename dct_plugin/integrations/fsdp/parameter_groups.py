@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_plugin.console import logger
+from dct_plugin.console import listed, logger
 from dct_plugin.errors import ConfigError
 
 from ..host import versions
@@ -163,11 +163,8 @@ def replicated_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter
             )
     rest = [p.name for group, parameters in groups if not has_replicas(group) for p in parameters]
     if rest and dist.get_rank() == 0:
-        logger.warning(
-            "dct: %d parameters have no replicas, and FSDP reduces their gradients by itself: %s",
-            len(rest),
-            ", ".join(rest[:5]),
-        )
+        what = f"{len(rest)} parameters have no replicas, and FSDP reduces their gradients by itself"
+        logger.warning(f"dct: {what}: {listed(rest)}")
     return replicated
 
 

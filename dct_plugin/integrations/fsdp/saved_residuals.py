@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.compression.stream import fresh_state
-from dct_plugin.console import logger
+from dct_plugin.console import listed, logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import ConfigError
 from dct_plugin.transport import lost_ranks
@@ -93,11 +93,8 @@ def load(folder: str | os.PathLike[str], key: str, groups: Sequence[ReplicaGroup
             residuals[name] = _as_dtensor(each, torch.zeros(each.shape))
     rest = [name for name in sizes if name not in residuals]
     if rest and dist.get_rank() == 0:
-        logger.warning(
-            "dct: residuals of %d parameters are left, which this model does not have or now sends dense: %s",
-            len(rest),
-            ", ".join(rest[:5]),
-        )
+        why = "which this model does not have or now sends dense"
+        logger.warning(f"dct: residuals of {len(rest)} parameters are left, {why}: {listed(rest)}")
     states = {label: b""} if f"{key}.states.{label}" in saved else {}
     state = {"counters": "", "residuals": residuals, "states": states}
     with lost_ranks.reported("load of residuals"):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dct_plugin import checkpoint
 from dct_plugin.checkpoint import Loaded, NoState
-from dct_plugin.console import logger
+from dct_plugin.console import listed, logger
 from dct_plugin.errors import DCTError
 from dct_plugin.host_traffic import own_traffic
 from dct_plugin.transport import lost_ranks
@@ -125,10 +125,8 @@ def load_together(
 def report_spread(source: Folder, found: Loaded, ranks: int) -> None:
     """Log that a checkpoint of another number of ranks was loaded, whose residuals are spread over these."""
     if found.ranks not in (0, ranks):
-        logger.warning(
-            "dct: %s: the residuals of %d ranks at step %d are spread over %d ranks",
-            source, found.ranks, found.state["step"], ranks,
-        )  # fmt: skip
+        before = f"the residuals of {found.ranks} ranks at step {found.state['step']}"
+        logger.warning(f"dct: {source}: {before} are spread over {ranks} ranks")
 
 
 def _warn_of_missing(source: Folder, without_state: dict[int, str], ranks: int) -> None:
@@ -137,10 +135,10 @@ def _warn_of_missing(source: Folder, without_state: dict[int, str], ranks: int) 
         first.setdefault(reason, rank)
     reasons = "; ".join(f"rank {rank}: {reason}" for reason, rank in list(first.items())[:3])
     logger.warning(
-        "dct: %s: no residuals for %d of %d ranks (%s); training goes on with residuals of zero and new "
-        "thresholds, and the start (dense steps, rising sparsity) begins anew",
-        source, len(without_state), ranks, reasons,
-    )  # fmt: skip
+        f"dct: {source}: no residuals for {len(without_state)} of {ranks} ranks ({reasons}); training goes "
+        "on with residuals of zero and new thresholds, and the start (dense steps, rising sparsity) begins "
+        "anew"
+    )
 
 
 def _gathered(value: Any, group: dist.ProcessGroup | None) -> dict[int, Any]:
@@ -238,12 +236,8 @@ class ReducerFiles:
             report_spread(folder, found, world_size)
         state, strange = checkpoint.known_to(self.sizes, found.state)
         if strange and rank == 0:
-            logger.warning(
-                "dct: %s: residuals of %d parameters that the model does not have are left: %s",
-                folder,
-                len(strange),
-                ", ".join(strange[:5]),
-            )
+            what = f"residuals of {len(strange)} parameters that the model does not have are left"
+            logger.warning(f"dct: {folder}: {what}: {listed(strange)}")
         return state
 
     @property

@@ -165,10 +165,7 @@ class LongWaits(threading.Thread):
         ]
         if others:
             logger.warning(
-                "dct: rank %d has waited for %.0f s in the %s; meanwhile %s. A rank in another call is slow "
-                "or stuck, or it has left the training loop: decide on all ranks",
-                own,
-                time.monotonic() - wait.began,
-                wait.call,
-                ", ".join(others[:5]),
+                f"dct: rank {own} has waited for {time.monotonic() - wait.began:.0f} s in the {wait.call}; "
+                f"meanwhile {', '.join(others[:5])}. A rank in another call is slow or stuck, or it has left "
+                "the training loop: decide on all ranks"
             )

@@ -82,12 +82,8 @@ class ReplicaChecksums:
             dist.broadcast(named[i][1], ranks[0], group=self._group)
         if dist.get_rank() == ranks[0]:
             logger.warning(
-                "dct: parameters differed between the ranks after step %d: %s%s; all took over those of rank "
-                "%d",
-                step,
-                text,
-                more,
-                ranks[0],
+                f"dct: parameters differed between the ranks after step {step}: {text}{more}; all took over "
+                f"those of rank {ranks[0]}"
             )
 
 

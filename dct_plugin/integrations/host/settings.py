@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.console import logger
+from dct_plugin.console import listed, logger
 from dct_plugin.data_parallel.step_units import StepUnit, unwrapped
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy import Training, resolve
@@ -72,12 +72,9 @@ def check_parameters(
     without_optimizer = [name for name, p in compressed.items() if p.requires_grad and id(p) not in told]
     if optimizers and without_optimizer and warns:
         logger.warning(
-            "dct: %d parameters are in none of the optimizers that were passed, and get local error feedback "
-            "at sparsity %g: %s%s; pass all optimizers in a list",
-            len(without_optimizer),
-            sparsity,
-            ", ".join(without_optimizer[:5]),
-            ", ..." if len(without_optimizer) > 5 else "",
+            f"dct: {len(without_optimizer)} parameters are in none of the optimizers that were passed, and "
+            f"get local error feedback at sparsity {sparsity:g}: {listed(without_optimizer)}; pass all "
+            "optimizers in a list"
         )
 
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from dct_plugin.codecs.copies import Mirror, to_host
 from dct_plugin.config import DataParallelConfig
-from dct_plugin.console import logger
+from dct_plugin.console import listed, logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.module_hooks import remove
 from dct_plugin.host_traffic import own_traffic
@@ -55,12 +55,7 @@ class FrozenParameters:
             del self._frozen[name]
         found = sorted(name for name, parameter in unfrozen.items() if not self._is_reduced(parameter))
         if found:
-            logger.warning(
-                "dct: unfrozen during the training: %s%s; %s",
-                ", ".join(found[:5]),
-                ", ..." if len(found) > 5 else "",
-                self._consequence,
-            )
+            logger.warning(f"dct: unfrozen during the training: {listed(found)}; {self._consequence}")
 
 
 def collective_device() -> torch.device:
@@ -134,14 +129,10 @@ class PoisonedSteps:
         names = [name for (name, _), flag in zip(named, found, strict=True) if flag]
         self._count += 1
         if rank == (first if self._agree else 0) and not self._count & (self._count - 1):
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             logger.warning(
-                "dct: rank %d: step %d is skipped on all ranks: the gradient of %s%s is not finite; skipped "
-                "so far: %d",
-                rank,
-                step,
-                ", ".join(names[:3]),
-                f" and {len(names) - 3} more" if len(names) > 3 else "",
-                self._count,
+                f"dct: rank {rank}: step {step} is skipped on all ranks: the gradient of "
+                f"{', '.join(names[:3])}{more} is not finite; skipped so far: {self._count}"
             )
         return True
 
@@ -455,13 +446,12 @@ class OptimizerSteps:
             return
         what = f"dct: step {self.steps.step}: its gradients were cleared without optimizer.step()"
         if self._transactional:
-            logger.warning("%s: residuals are as before it; so far: %d", what, self._rejected)
+            logger.warning(f"{what}: residuals are as before it; so far: {self._rejected}")
         elif self._rejected == 1:
             logger.warning(
-                "%s, and what was not sent of them stays in the residuals and is sent in later steps. Set "
-                "dct.data_parallel.nonfinite_action = 'skip' to leave residuals as before such steps, which "
-                "takes a second residual buffer",
-                what,
+                f"{what}, and what was not sent of them stays in the residuals and is sent in later steps. "
+                "Set dct.data_parallel.nonfinite_action = 'skip' to leave residuals as before such steps, "
+                "which takes a second residual buffer"
             )
 
 

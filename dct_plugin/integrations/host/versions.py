@@ -193,10 +193,7 @@ def warn_of_unknown_bodies(distribution: str, part: str = "") -> None:
                     unknown.append(name)
     if unknown:
         logger.warning(
-            "dct: %s %s is not as in the versions that were tested (%s): %s; compare the first steps at "
-            "sparsity 0 with a run without dct",
-            distribution,
-            installed(distribution),
-            ", ".join(TESTED[distribution]),
-            ", ".join(unknown),
+            f"dct: {distribution} {installed(distribution)} is not as in the versions that were tested "
+            f"({', '.join(TESTED[distribution])}): {', '.join(unknown)}; compare the first steps at sparsity "
+            "0 with a run without dct"
         )

@@ -113,10 +113,10 @@ class ReplicaResiduals:
         self._lose("replicas_left", len(gone) * sum(numel for numel, _ in self._tensors.values()), norm, gone)
         if peers.rank == 0:
             logger.warning(
-                "dct: replica %s has left after step %d. What it had not sent is lost: a gradient of norm "
-                "%.3g or so, the largest of what the remaining replicas have not sent",
-                ", ".join(map(repr, gone)), self._step, norm,
-            )  # fmt: skip
+                f"dct: replica {', '.join(map(repr, gone))} has left after step {self._step}. What it had "
+                f"not sent is lost: a gradient of norm {norm:.3g} or so, the largest of what the remaining "
+                "replicas have not sent"
+            )
 
     def _lose(self, event: str, entries: int, norm: float, replicas: list[str]) -> None:
         """Count entries of residuals that are lost."""
@@ -237,10 +237,8 @@ class ReplicaResiduals:
         """
         entries, norm = self.debt()
         if norm:
-            logger.warning(
-                "dct: this replica takes over another one's state; what it had not sent is dropped: a "
-                "gradient of norm %.3g", norm
-            )  # fmt: skip
+            dropped = f"what it had not sent is dropped: a gradient of norm {norm:.3g}"
+            logger.warning(f"dct: this replica takes over another one's state; {dropped}")
             self._lose("healed", entries, norm, [])
         self.counts.times_healed += 1
         streams = {
