@@ -217,7 +217,7 @@ def _counts(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
         optimizer.zero_grad()
     note("no_sync", state)
     model, optimizer, state = ddp(KEYS, scaler=torch.amp.GradScaler("cpu", init_scale=16.0))
-    scaler = state._optimizer_steps.scale.scaler
+    scaler = state._optimizer_steps.scaler
     train(model, optimizer, rank, [0, 1, 2, 3, 4], micro=2, scaler=scaler)
     state.state_dict()
     note("scaler", state)

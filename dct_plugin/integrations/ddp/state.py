@@ -256,7 +256,7 @@ class DCTState:
                 metrics=self.metrics,
                 device=device,
                 kernels=self.config.kernels,
-                transactional=self._optimizer_steps.scale.scaler is not None,
+                transactional=self._optimizer_steps.scaler is not None,
                 optimizer=ParameterGroups(self._optimizers),
             )
             self.steps.members, self.steps.metrics = [self._reducer], self.metrics
@@ -319,7 +319,7 @@ class DCTState:
     def _resolve(self, step_ahead_unavailable: str = "") -> None:
         """Let the settings follow the optimizer, once; the argument says why step-ahead cannot be had."""
         settings = self.config.data_parallel
-        has_scaler = self._optimizer_steps.scale.scaler is not None
+        has_scaler = self._optimizer_steps.scaler is not None
         if settings.nonfinite_action == "skip" and not (has_scaler or self._optimizers):
             raise ConfigError(
                 "dct.data_parallel.nonfinite_action = 'skip' needs DCTState(..., optimizer=optimizer)"
@@ -351,7 +351,7 @@ class DCTState:
         self._loaded = state["reducer"] or FRESH
         self._optimizer_steps.forget()
         if self._reducer is not None:
-            self._reducer.load_state_dict(self._loaded, loss_scale=self._optimizer_steps.scale.current())
+            self._reducer.load_state_dict(self._loaded, loss_scale=self._optimizer_steps.loss_scale())
             self.steps.step = self._reducer.step
 
     def save(self, folder: str | os.PathLike[str]) -> None:

@@ -181,7 +181,7 @@ class ReplicaCompression:
             metrics=self.metrics,
             device=device,
             kernels=self.config.kernels,
-            transactional=self._optimizer_steps.scale.scaler is not None,
+            transactional=self._optimizer_steps.scaler is not None,
             optimizer=ParameterGroups(self._optimizers),
         )
 
@@ -285,7 +285,7 @@ class ReplicaCompression:
 
     def _follow_unit(self, group: ReplicaGroup) -> None:
         """Tell the reducer what the coming gradients are multiplied by: FSDP's factors, the loss scale."""
-        reducer, unit = group.reducer, group.unit * (self._optimizer_steps.scale.current() or 1.0)
+        reducer, unit = group.reducer, group.unit * (self._optimizer_steps.loss_scale() or 1.0)
         if reducer.loss_scale == unit:
             return
         if reducer in self._reduced:

@@ -137,47 +137,6 @@ class PoisonedSteps:
         return True
 
 
-class LossScale:
-    """The scale of the coming gradients.
-
-    Args:
-        scaler: The gradient scaler, None where gradients are not scaled. Its ``update`` also starts the copy
-            of the new scale to the host: later a device would first run the next forward pass.
-        updated: Called after each ``update`` of the scaler.
-    """
-
-    def __init__(
-        self, scaler: torch.amp.GradScaler | None, updated: Callable[[], None] = lambda: None
-    ) -> None:
-        self.scaler, self._updated = scaler, updated
-        self._mirror, self._patches = Mirror(), Patches()
-        if scaler is not None:
-            self._patches.intercept(scaler, "update", self._update)
-
-    def close(self) -> None:
-        """Follow the scaler no longer."""
-        self._patches.undo()
-
-    def current(self) -> float | None:
-        """Return the scale, None without a scaler."""
-        if self.scaler is None:
-            return None
-        scale = self.scaler._get_scale_async()
-        return float(self.scaler.get_scale() if scale is None else self._mirror.of(scale))
-
-    def skipped_since(self, scale: float) -> bool:
-        """Return whether the scaler has skipped the step with this scale: it is lowered only then."""
-        current = self.current()
-        return current is not None and current < scale
-
-    def _update(self, original: Function, *arguments: Any, **keywords: Any) -> None:
-        original(*arguments, **keywords)
-        scale = None if self.scaler is None else self.scaler._get_scale_async()
-        if scale is not None:
-            self._mirror.begin(scale)
-        self._updated()
-
-
 class HasSteps(Protocol):
     """A :class:`~dct_plugin.data_parallel.GradientReducer`, or another object that counts optimizer steps."""
 
@@ -283,7 +242,10 @@ class OptimizerSteps:
         *,
         sharded: bool,
     ) -> None:
-        self.steps, self.scale = steps, LossScale(scaler, self._scaler_updated)
+        self.steps, self.scaler = steps, scaler
+        self._mirror, self._patches = Mirror(), Patches()
+        if scaler is not None:
+            self._patches.intercept(scaler, "update", self._update_scaler)
         self.optimizers: list[Any] = []
         self._reducers, self._poisoned, self._sharded = reducers, poisoned, sharded
         self._transactional = scaler is not None or poisoned.skips
@@ -315,7 +277,7 @@ class OptimizerSteps:
     @property
     def _is_undecided(self) -> bool:
         """True until it is known whether an optimizer of torch makes the steps."""
-        return not (self.optimizers or self.scale.scaler or self._passes_are_steps)
+        return not (self.optimizers or self.scaler or self._passes_are_steps)
 
     @property
     def reduced(self) -> Iterable[Tensor]:
@@ -325,14 +287,21 @@ class OptimizerSteps:
     def close(self) -> None:
         """Follow the optimizers and the scaler no longer."""
         self._finalizer()
-        self.scale.close()
+        self._patches.undo()
+
+    def loss_scale(self) -> float | None:
+        """Return the scale of the coming gradients; None without a scaler."""
+        if self.scaler is None:
+            return None
+        scale = self.scaler._get_scale_async()
+        return float(self.scaler.get_scale() if scale is None else self._mirror.of(scale))
 
     # -- called by the host ---
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Note that gradients of these parameters are reduced; any number of times in a step."""
         if not self.steps.open:
-            self._scale_before = self.scale.current()
+            self._scale_before = self.loss_scale()
         self._reduced.update((id(each), each) for each in parameters)
         self.steps.begin()
 
@@ -344,7 +313,7 @@ class OptimizerSteps:
     @property
     def is_due(self) -> bool:
         """True if the gradient scaler has made or skipped a step that has not ended."""
-        return self.scale.scaler is not None and (self._updated or self._stepped)
+        return self.scaler is not None and (self._updated or self._stepped)
 
     def end_due(self, *, alone: bool = False) -> None:
         """End the step that the gradient scaler has made or skipped, before the next gradients come.
@@ -357,7 +326,8 @@ class OptimizerSteps:
         if not self.is_due:
             return
         was_left_out = bool(self.optimizers) and not self._stepped
-        lowered = self._scale_before is not None and self.scale.skipped_since(self._scale_before)
+        before, scale = self._scale_before, self.loss_scale()
+        lowered = before is not None and scale is not None and scale < before  # by a step that is skipped
         self.end(skipped=was_left_out or lowered, alone=alone)
 
     def end_or_reject(self) -> None:
@@ -379,7 +349,7 @@ class OptimizerSteps:
         """End a step, if gradients were reduced since the last one."""
         if self.steps.open:
             self.forget()
-            scale = None if self._sharded else self.scale.current()
+            scale = None if self._sharded else self.loss_scale()
             self.steps.end(skipped=skipped, loss_scale=scale, alone=alone)
 
     def forget(self) -> None:
@@ -405,7 +375,7 @@ class OptimizerSteps:
         self._stepping = True  # closures clear gradients that the optimizer has used
         if not self.steps.open:
             return
-        with_scaler = self.scale.scaler is not None
+        with_scaler = self.scaler is not None
         self._skips = self._cleared(zeros=self._poisoned.skips and not with_scaler)
         if self._skips:
             self._report_rejected()
@@ -416,15 +386,17 @@ class OptimizerSteps:
         if not self._is_followed(optimizer):
             return
         self._stepping = False
-        if self.scale.scaler is None:
+        if self.scaler is None:
             self.end(skipped=self._skips)
         else:
             self._stepped = self.steps.open and not self._skips
 
-    def _scaler_updated(self) -> None:
+    def _update_scaler(self, original: Function, *arguments: Any, **keywords: Any) -> None:
+        original(*arguments, **keywords)
+        scale = None if self.scaler is None else self.scaler._get_scale_async()
+        if scale is not None:  # copied now: later a device would first run the next forward pass
+            self._mirror.begin(scale)
         self._updated = self.steps.open
-
-    # -- rejected gradients ---
 
     def _cleared(self, *, zeros: bool) -> bool:
         """Return whether no optimizer can use the gradients any more; ``zeros`` count as cleared ones."""
