@@ -28,23 +28,21 @@ class Reporting:
         before_finish: Callable[[], None] | None = None,
     ) -> None:
         self.metrics = metrics
-        self._before_finish = before_finish
-        self._host_traffic = contextlib.ExitStack()
-        self._host_traffic.enter_context(HostTraffic(metrics))
-        self._finished = False
+        self._ends = contextlib.ExitStack()
+        self._ends.callback(self._summarize)
+        self._ends.enter_context(HostTraffic(metrics))
+        if before_finish is not None:
+            self._ends.callback(before_finish)
         if monitor is not None and metrics.rank == 0:
             metrics.add_sink(monitor)
         atexit.register(self.finish)
 
     def finish(self) -> None:
         """Write what is left and print the summary on rank 0; the second call does nothing."""
-        if self._finished:
-            return
-        self._finished = True
         atexit.unregister(self.finish)
-        if self._before_finish is not None:
-            self._before_finish()
-        self._host_traffic.close()
+        self._ends.close()
+
+    def _summarize(self) -> None:
         self.metrics.close()
         if self.metrics.rank == 0 and self.metrics.summary().steps:
             print(self.metrics.summary_line(), flush=True)

@@ -98,7 +98,6 @@ class Session:
         self.hooks: list[Hook] = []
         self.active: dict[str, str] = {}
         self._open = self._leaves = self._sites_told = False
-        self._reporting: Reporting | None = None
         self._monitors: set[str] = set()
 
     @functools.cached_property
@@ -112,7 +111,7 @@ class Session:
         metrics = Metrics(config, rank=rank, world_size=size)
         if rank == size - 1:  # the rank that writes Megatron's own log lines
             metrics.add_sink(_print_line)
-        self._reporting = Reporting(metrics, before_finish=self.end_step)
+        self.ends.callback(Reporting(metrics, before_finish=self.end_step).finish)
         return metrics
 
     def when_imported(self, module: str, function: Callable[[ModuleType], None]) -> None:
@@ -202,8 +201,6 @@ class Session:
 
     def close(self) -> None:
         """Report what is left, and put megatron-core back as it was."""
-        if self._reporting is not None:
-            self._reporting.finish()
         self.ends.close()
         for hook in self.hooks:
             hook.close()
