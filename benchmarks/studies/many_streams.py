@@ -93,6 +93,9 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "0.97/0.93 int4": _section(0.97, 0.93, value_dtype="int4"),
     "0.97/0.93 int2": _section(0.97, 0.93, value_dtype="int2"),
     "0.95/0.90 int4": _section(0.95, 0.90, value_dtype="int4"),
+    "0.96/0.934 int4, displaced by steps of a rank's own gradient": _section(
+        0.96, 0.934, value_dtype="int4", steps_of_own=True
+    ),
     "0.92/0.868 int4": _section(0.92, 0.868, value_dtype="int4"),
     "0.85/0.75 int4": _section(0.85, 0.75, value_dtype="int4"),
     "int4 of all": {**_local(0, value_dtype="int4"), "min_numel": 1024},
@@ -154,6 +157,7 @@ class Rank:
         self._power, self._factors = self.section.pop("weighted", 0.0), dict[str, Tensor]()
         self._over, self._waiting = self.section.pop("over", 1), dict[str, list[Tensor]]()
         displaced_by_updates = self.section.pop("displaced_by_updates", True)
+        steps_of_own = self.section.pop("steps_of_own", False)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         config = DataParallelConfig.of(self.section)
         if "feedback" not in section:
@@ -176,6 +180,8 @@ class Rank:
             pending = {}
             if self.updates is not None and displaced_by_updates:
                 pending["pending_of"] = self.updates.pending_of
+            if steps_of_own:
+                self.reducer.add_ons.step_ahead._has_many_ranks = False
             self.ahead = self.reducer.add_ons.step_ahead.prepare(self.named.items(), units, **pending)
             if self._over > 1:
                 self._displace_by_what_waits(self.ahead)

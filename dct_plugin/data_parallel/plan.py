@@ -21,6 +21,8 @@ MIN_SHARD = 16_384
 ALIGNED = 64
 #: A last chunk with a smaller share of the entries that a chunk is to send joins the one before.
 SMALLEST_CHUNK = 0.25
+#: Parts of a tensor up to which they do not make chunks larger.
+MESSAGES_OF_CHUNK = 8
 
 Entries = Sequence[tuple[str, Tensor]]
 #: Bounds of a part of a tensor.
@@ -164,8 +166,11 @@ class ReductionPlan:
 
         Args:
             density: Share of a tensor's entries that is sent; the same on every rank.
-            entries: Entries sent that are worth a message of their own.
+            entries: Entries sent that are worth a message of their own; more in tensors of many parts, since
+                each part has a message.
         """
+        parts = max((len(tensor.shards) for tensor in self.tensors), default=1)
+        entries *= max(1.0, parts / MESSAGES_OF_CHUNK)
         groups: list[list[PlannedTensor]] = []
         kept = entries
         for tensor in self.tensors:

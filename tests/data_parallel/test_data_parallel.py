@@ -270,6 +270,11 @@ def test_a_plan_is_cut_between_tensors_and_leaves_no_scraps() -> None:
     assert cut(600, 0.1) == [[60_000], [2_000, 70_000, 64, 64]]
     assert cut(100, 0.1) == [[60_000], [2_000], [70_000], [64, 64]]
     assert plan.ReductionPlan("direct", []).chunks(lambda _: 1.0, 100)[0].tensors == []
+    for parts, chunks in ((8, 4), (32, 2)):  # a message for each part
+        each = 60_000 // parts
+        shards = [Shard(n, n * each, (n + 1) * each) for n in range(parts)]
+        four = [plan.PlannedTensor(f"{n}", torch.zeros(60_000), shards, False) for n in range(4)]
+        assert len(plan.ReductionPlan("two phases", four).chunks(lambda _: 0.01, 400)) == chunks, parts
 
 
 def test_owners_of_plans_that_are_gone_are_not_kept() -> None:
