@@ -79,7 +79,7 @@ def memory(job: Job, parameters: float, *, width: int = 1024, bucket: int = 6_55
     settings = for_compressors(DataParallelConfig.of(job.section), job.ranks)
     feedback, entries, weights = settings.feedback, parameters / job.inside, job.weight_bytes * parameters
     kept = (1.0 + job.transactional) * _RESIDUAL[settings.residual_dtype] * feedback.keeps_residual * entries
-    answers = not job.shards and exchange_by_rule(settings, job.ranks) == "two_phase"
+    answers = not job.shards and exchange_by_rule(settings, job.ranks) != "direct"
     sent = min(entries, bucket + (MOST_PENDING / settings.density if job.in_slots else 0.0))
     copies = 2.0 if job.shards else 3.0 if answers else job.ranks  # of a message, the own one with them
     arrive = _SLOT * copies if job.in_slots else copies - 1.0

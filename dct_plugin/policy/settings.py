@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
+from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig
 
 #: Sparsities and value types that the automatic mode chooses from, within the limits of a configuration.
@@ -55,4 +56,4 @@ def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> li
 
 def bits_of(settings: DataParallelConfig) -> int:
     """Return the bits of a value on the wire."""
-    return {"int2": 2, "fp16": 16, **_VALUES}.get(settings.value_dtype, 32)
+    return ValueDtype.parse(settings.value_dtype).bits

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from support import ROOT
 from support.processes import run
 
+from dct_plugin import detach
+from dct_plugin.errors import ConfigError
+
 pytestmark = pytest.mark.slow
 
 EXACT = {"data_parallel": {"sparsity": 0, "value_dtype": "fp32", "min_numel": 16}}
@@ -51,7 +54,19 @@ def _train(rank: int, world_size: int, section: dict[str, Any] | None, folder: s
         losses.append(float(loss))
     if host is not None:
         host.save(folder)
-        host.load(folder)
+        host.steps.step = 0
+        assert host.load(folder)
+        assert host.steps.step == 12
+        detach(host)
+        host.average()
+        held = [stream.residual for stream in host.reducer.streams.values() if stream.residual is not None]
+        assert held
+        assert not any(bool(residual.current.any()) for residual in held)
+        host.end_step()
+        assert host.reducer.flushed
+        for option in ({"nonfinite_action": "skip"}, {"verify": {}}, {"nodes": 2}, {"parameters": {}}):
+            with pytest.raises(ConfigError, match=next(iter(option))):
+                names["AveragedGradients"](model, optimizer, {"data_parallel": option})
     return {"weights": torch.cat([p.detach().view(-1) for p in model.parameters()]), "losses": losses}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,6 +76,37 @@ def check_parameters(
             f"get local error feedback at sparsity {sparsity:g}: {listed(without_optimizer)}; pass all "
             "optimizers in a list"
         )
+
+
+def refuse_unserved(config: DCTConfig, why: str, served: Collection[str] = ()) -> None:
+    """Refuse the options that need more of a host than its gradients.
+
+    Args:
+        config: The section as it is written.
+        why: What the host lacks, in words.
+        served: Names of those options that the host serves nevertheless.
+
+    Raises:
+        ConfigError: Names the option, and what to set instead.
+    """
+    settings = config.data_parallel
+    ahead, skips = settings.feedback.looks_ahead, settings.nonfinite_action == "skip"
+    refused = {
+        "feedback": (ahead, f" = '{settings.feedback.label()}'", '"local"'),
+        "nodes": (settings.nodes not in ("auto", 1), f" = {settings.nodes}", "1"),
+        "parameters": (settings.parameters is not None, "", "null"),
+        "verify": (settings.verify is not None, "", "null"),
+        "quality": (
+            settings.quality is not None,
+            f" = '{settings.quality}'",
+            "null, and sparsity to a number",
+        ),
+        "adaptive": (settings.adaptive is not None, "", "null"),
+        "nonfinite_action": (skips, " = 'skip'", '"pass"'),
+    }
+    for key, (wrong, value, instead) in refused.items():
+        if wrong and key not in served:
+            raise ConfigError(f"dct.data_parallel.{key}{value}: {why}; set it to {instead}")
 
 
 def resolve_settings(config: DCTConfig, optimizer: Any, training: Training) -> tuple[DCTConfig, str]:

@@ -29,7 +29,7 @@ from dct_plugin.host_traffic import counted_by
 from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training
 
-from ..host.settings import resolve_settings
+from ..host.settings import refuse_unserved, resolve_settings
 from .quorum import QuorumPeers, Statement
 from .residuals import NO_AVERAGE, AveragedWeights, Counts, ReplicaResiduals
 
@@ -72,7 +72,9 @@ class _ThresholdedGroup(ProcessGroupWrapper):
             optimizer_unknown_hint=f"{type(self).__name__}(section, optimizer=optimizer) takes what suits it",
         )
         self.config, note = resolve_settings(DCTConfig.given(section), optimizer, training)
-        _check_settings(self.config)
+        refuse_unserved(
+            self.config, "this needs parameters and optimizer, and torchft hands over bare tensors"
+        )
         if note:
             logger.warning("dct: %s", note)
         super().__init__(timeout)
@@ -360,28 +362,3 @@ def _after(ready: Any) -> Iterator[None]:
         stream.wait_event(ready)
         yield
         stream.synchronize()
-
-
-def _check_settings(config: DCTConfig) -> None:
-    """Refuse what needs more than the tensors that torchft hands over.
-
-    Raises:
-        ConfigError: Names the setting, and what to set instead.
-    """
-    settings = config.data_parallel
-    feedback = settings.feedback
-    refused = {
-        f"feedback = '{feedback.label()}'": (feedback.looks_ahead, '"local"'),
-        f"nodes = {settings.nodes}": (settings.nodes not in ("auto", 1), "1; a replica is a node"),
-        "parameters": (settings.parameters is not None, "null"),
-        "verify": (settings.verify is not None, "null"),
-        f"quality = '{settings.quality}'": (settings.quality is not None, "null, and sparsity to a number"),
-        "adaptive": (settings.adaptive is not None, "null"),
-        "nonfinite_action = 'skip'": (settings.nonfinite_action == "skip", '"pass"'),
-    }
-    for key, (wrong, instead) in refused.items():
-        if wrong:
-            raise ConfigError(
-                f"dct.data_parallel.{key}: this needs parameters and optimizer, and torchft hands over bare "
-                f"tensors; set it to {instead}"
-            )

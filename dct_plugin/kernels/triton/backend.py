@@ -38,6 +38,7 @@ try:
     from .batch import ROOM, Batch, launched_on, upload
     from .launch import launch
     from .messages import OpenedMessages, add_up
+    from .selection_kernels import VALUE_DTYPES
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
 
@@ -62,6 +63,7 @@ class TritonBackend(Backend):
     lengths_on_host = False
     message_entries = math.inf  # one launch writes the payloads of a whole bucket
     encodings = WRITTEN
+    value_dtypes = VALUE_DTYPES
 
     def __init__(self) -> None:
         self._errors: dict[torch.device, Tensor] = {}

@@ -45,7 +45,9 @@ SAMPLES, SEED, ALL, SHARE, RANK = map(tl.constexpr, (2, 3, 5, 6, 7))
 #: the others.
 SECOND_AT, THIRD_AT = map(tl.constexpr, (1, 2))
 
-FP32, BF16, FP16, INT8, INT4, INT2 = map(tl.constexpr, map(int, ValueDtype))
+#: Types of values that these kernels write and read: a new one is refused until it has its branches here.
+VALUE_DTYPES = tuple(ValueDtype[name] for name in ("FP32", "BF16", "FP16", "INT8", "INT4", "INT2"))
+FP32, BF16, FP16, INT8, INT4, INT2 = map(tl.constexpr, map(int, VALUE_DTYPES))
 DENSE, BITMAP, GAPS8, BLOCK16, RICE = map(tl.constexpr, map(int, IndexEncoding))
 #: What is wrong with a payload, see :data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`.
 BAD_CHECKSUM, _, _, BAD_POSITION, BAD_COUNT, BAD_ORDER, BAD_HEADER = map(tl.constexpr, KERNEL_ERRORS)
