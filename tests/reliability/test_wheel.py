@@ -10,6 +10,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from contextlib import closing
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -20,7 +21,9 @@ from packaging.requirements import Requirement
 from support import ROOT
 
 from dct_plugin import cli
+from dct_plugin.config import MetricsConfig
 from dct_plugin.kernels import build
+from dct_plugin.metrics import Metrics, Record
 
 pytestmark = pytest.mark.slow
 
@@ -236,7 +239,12 @@ def test_commands_run_from_a_wheel(clean: Clean, tmp_path: Path) -> None:
         packages = clean.packages(f"dct-plugin[{extra}]")
         # DeepSpeed compiles with what the machine has.
         clean.run(packages, "dct", *call.split(), where=tmp_path, path=os.environ["PATH"])
-    clean.run(clean.packages("dct-plugin[report]"), "dct", "report", "report.json", where=tmp_path)
+    with closing(
+        Metrics(MetricsConfig(path=str(tmp_path / "metrics.jsonl")), rank=0, world_size=2)
+    ) as metrics:
+        metrics.record(Record("gradient", 4000, 40, 1000, 9))
+        metrics.step(1)
+    clean.run(clean.packages("dct-plugin[report]"), "dct", "report", "metrics.jsonl", where=tmp_path)
     assert "-m dct_plugin.megatron --dct-config hybrid_dct" in (tmp_path / "train.sh").read_text()
     assert (tmp_path / "report.html").is_file()
 
