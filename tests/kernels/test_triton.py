@@ -26,6 +26,7 @@ from torch._subclasses import FakeTensorMode
 
 pytest.importorskip("triton", reason="triton is for Linux only")
 
+import triton.language as tl
 from support.launches import counted_launches
 
 from dct_plugin import Compressor, kernels
@@ -41,7 +42,7 @@ from dct_plugin.kernels import Backend, Job
 from dct_plugin.kernels.job import SMALLEST_TAU
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton import backend as triton_backend
-from dct_plugin.kernels.triton import selection_kernels
+from dct_plugin.kernels.triton import message_kernels, selection_kernels
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 from dct_plugin.kernels.triton.batch import Batch, upload
 from dct_plugin.kernels.triton.messages import OpenedMessages
@@ -86,6 +87,31 @@ def test_several_blocks_and_programs(encoding: IndexEncoding | None, capacity: i
     assert (nnz == capacity) == (capacity is not None)
     assert above > 500
     read_alike(payload, nnz, grad.numel())
+
+
+@pytest.mark.parametrize("encoding", [None, *WRITTEN[1:]])
+@pytest.mark.parametrize("capacity", [300, 9000])
+def test_counts_of_many_blocks(
+    encoding: IndexEncoding | None, capacity: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven blocks and several chunks of gaps, in two payloads of a message. Groups are small here."""
+    for module in (selection_kernels, message_kernels):
+        monkeypatch.setattr(module, "COUNTED", tl.constexpr(2))
+    generator = torch.Generator().manual_seed(4)
+    payloads = []
+    for numel, residual in ((5 * 65_536 + 9, True), (65_537, False)):
+        grad = torch.randn(numel, generator=generator)
+        grad[numel // 3 :] *= 0.5
+        beside = torch.randn(numel, generator=generator) * 0.3 if residual else None
+        case = Case(grad, beside, False, 1.9, capacity, numel // 2, ValueDtype.INT2, encoding, False)
+        payload, (_, nnz, _, _) = agree(case, *BOTH)
+        read_alike(payload, nnz, numel)
+        payloads.append(payload)
+    message = torch.cat(payloads)
+    outs = [[torch.zeros(5 * 65_536 + 9), torch.zeros(65_537)] for _ in BOTH]
+    for backend, into in zip(BOTH, outs, strict=True):
+        backend.sum_messages([message, message], into)
+    assert all(same_bits(one, other) for one, other in zip(*outs, strict=True))
 
 
 @given(data=st.data())
@@ -411,6 +437,27 @@ def test_a_damaged_payload_is_not_added_and_is_told_with_the_next_figures(encodi
         written(TRITON)  # told once
 
 
+def test_a_damaged_payload_is_told_on_the_stream_that_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter has no streams: their numbers are given by hand."""
+
+    def on_stream(number: int) -> None:
+        monkeypatch.setattr(triton_backend, "stream_number", lambda where: number)
+
+    damaged = written(REFERENCE)
+    damaged[41] ^= 0x55
+    for stream in (1, 2):
+        on_stream(stream)
+        TRITON.decode_add(damaged, torch.zeros(3000))
+        TRITON.positions(damaged, 3000)
+    on_stream(3)
+    written(TRITON)
+    for stream in (2, 1):
+        on_stream(stream)
+        with pytest.raises(PayloadError, match="decoded before"):
+            written(TRITON)
+        written(TRITON)  # told once
+
+
 @pytest.mark.parametrize("encoding", WRITTEN[1:])
 def test_wrong_positions_under_right_checksums(encoding: IndexEncoding) -> None:
     """As a sender that is wrong would write them."""
@@ -637,7 +684,7 @@ def assert_same_state(one: Any, other: Any) -> None:
 def test_cuda_tensors_take_triton_where_there_is_triton(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("DCT_KERNELS", raising=False)
+    monkeypatch.delenv("DCT_KERNELS")
     monkeypatch.setattr(kernels, "_instances", {})
     monkeypatch.setattr(kernels, "_problems", {})
     assert kernels.get_backend("cuda").name == "triton"

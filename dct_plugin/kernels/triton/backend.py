@@ -2,7 +2,7 @@
 
 Nothing here waits for the device. Thresholds and figures stay there; what is wrong with a payload that is
 decoded is found there before anything is written, leaves the output alone, and raises
-:class:`~dct_plugin.errors.PayloadError` where the figures of a later payload on the same device are read
+:class:`~dct_plugin.errors.PayloadError` where the figures of a later payload of the same stream are read
 (:func:`~dct_plugin.codecs.read_stats`).
 """
 
@@ -35,7 +35,7 @@ try:
 
     from . import message_kernels as reading
     from . import planes, step_ahead
-    from .batch import ROOM, Batch, launched_on, upload
+    from .batch import ROOM, Batch, launched_on, stream_number, upload
     from .launch import launch
     from .messages import OpenedMessages, add_up
     from .selection_kernels import VALUE_DTYPES
@@ -66,7 +66,7 @@ class TritonBackend(Backend):
     value_dtypes = VALUE_DTYPES
 
     def __init__(self) -> None:
-        self._errors: dict[torch.device, Tensor] = {}
+        self._errors: dict[tuple[torch.device, int], Tensor] = {}
         self._waiting = threading.local()
         self._reference = ReferenceBackend(WRITTEN)
 
@@ -120,12 +120,13 @@ class TritonBackend(Backend):
             batch.launch()
 
     def _error(self, where: torch.device) -> Tensor:
-        """Return what is wrong with payloads that were read on a device, int32 [1]; the next payload that is
-        written there takes it to the host.
+        """Return what is wrong with payloads that were read on the current stream of a device, int32 [1]; the
+        next payload that is written on that stream takes it to the host.
         """
-        if where not in self._errors:
-            self._errors[where] = torch.zeros(1, dtype=torch.int32, device=where)
-        return self._errors[where]
+        key = where, stream_number(where)
+        if key not in self._errors:  # two threads of one stream get one tensor
+            self._errors.setdefault(key, torch.zeros(1, dtype=torch.int32, device=where))
+        return self._errors[key]
 
     # -- reading ---
 

@@ -45,6 +45,11 @@ def programs(count: int, each: int) -> int:
     return max(1, -(-count // each))
 
 
+def counts_and_sums(units: int, rows: int) -> int:
+    """Return how many numbers the counts of so many units of work in so many rows, and their sums, are."""
+    return units + units // device.COUNTED.value + rows
+
+
 def readable(tensor: Tensor) -> Tensor:
     """Return a gradient as the kernels read it: bf16 as its bits."""
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
@@ -277,7 +282,8 @@ class Batch:
                 self._pass(next(parts), key, chunks)
             for key, _, chunks in drawn:
                 self._find(next(parts), key, chunks, max(each.entries for each in samples))
-            sizes = [-(-(len(rows) * STATE + int(units[1])) // 2) * 2 for rows, units in laid]
+            sizes = [len(rows) * STATE + counts_and_sums(int(units[1]), len(rows)) for rows, units in laid]
+            sizes = [-(-size // 2) * 2 for size in sizes]
             states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where).split(sizes)
             for variant, (rows, units), state in zip(variants, laid, states, strict=True):
                 self._write(next(parts), variant, len(rows) - 1, units.tolist(), state, counts)
@@ -448,6 +454,11 @@ def upload(table: Any, where: torch.device) -> Tensor:
     if where.type != "cuda":
         return torch.tensor(table, dtype=torch.int64, device=where)
     return torch.tensor(table, dtype=torch.int64, pin_memory=True).to(where, non_blocking=True)
+
+
+def stream_number(where: torch.device) -> int:
+    """Return the address of a device's current stream; 0 for the default one, and where there are none."""
+    return torch.cuda.current_stream(where).cuda_stream if where.type == "cuda" else 0
 
 
 def launched_on(where: torch.device) -> contextlib.AbstractContextManager[Any]:

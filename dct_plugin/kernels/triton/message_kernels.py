@@ -28,6 +28,7 @@ from .selection_kernels import (
     BLOCK,
     BLOCK16,
     CHUNK,
+    COUNTED,
     DENSE,
     FP16,
     FP32,
@@ -41,8 +42,8 @@ from .selection_kernels import (
     ROW,
     STEP,
     _as_position,
+    _before,
     _bits_set,
-    _counts_before,
     _levels_of,
     _load_bytes,
     _load_grad,
@@ -51,6 +52,7 @@ from .selection_kernels import (
     _pointer,
     _rounded,
     _row_of,
+    _sums_of,
     _value_nbytes,
 )
 
@@ -156,7 +158,7 @@ def open_messages(
         absent = ((size < 0) | (at + PREFIX + size > end) | stands_for_nothing).to(tl.int64)
         at += PREFIX
         end = tl.where(absent != 0, at, at + size)
-        tl.store(missing + message, absent)
+    tl.store(missing + message, absent)
     checks = absent * 0
     scans = absent * 0
     sums = absent * 0
@@ -255,82 +257,90 @@ def _steps(index, nbytes, chunk):
     return tl.where(at < nbytes, byte, 0) + ends.to(tl.int64), ends.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["count", "stride", "units"])
-def scan(buffer, rows, meta, counts, count, stride, units):
-    """Write ``counts``, int64 [messages, 2, units]: entries of a unit of positions, what its bytes step
-    over.
+@triton.jit(do_not_specialize=["count", "stride", "units", "width"])
+def scan(buffer, rows, meta, counts, count, stride, units, width):
+    """Write the entries of every unit of positions, and what its bytes step over.
+
+    ``counts``, int64 [messages, 2, width], zeros: ``units`` counts, and behind them the sums of those of each
+    row.
     """
     unit = tl.program_id(0).to(tl.int64)
     message = tl.program_id(1).to(tl.int64)
     rows += message * (count + 1) * ROW
     meta += message * stride
-    counts += message * 2 * units
+    counts += message * 2 * width
     row = _row_of(rows, count, unit, SCANS)
     if row < count:
         here = rows + row * ROW
         index = buffer + tl.load(here + BODY)
         part = unit - tl.load(here + SCANS)
         kind = tl.load(here + KIND)
+        numel = tl.load(meta + META * row)
+        entries = part * 0
         if kind == BITMAP:
             word = part * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-            content, stray = _bitmap_words(index, word, tl.load(meta + META * row))
+            content, stray = _bitmap_words(index, word, numel)
             tl.atomic_max(here + WRONG, tl.where(stray > 0, BAD_POSITION, 0).to(tl.int64))
-            tl.store(counts + unit, tl.sum(_bits_set(content), 0).to(tl.int64))
-        if kind == GAPS8:
+            entries = tl.sum(_bits_set(content), 0).to(tl.int64)
+        elif kind == BLOCK16:
+            entries = _block16_count(index, part)
+            # No total of all blocks is right then.
+            entries = tl.where(entries > BLOCK, 1 << 40, entries)
+        else:
             nbytes = tl.load(here + INDEX)
             steps, ends = _steps(index, nbytes, part)
-            tl.store(counts + unit, tl.sum(ends, 0))
-            tl.store(counts + units + unit, tl.sum(steps, 0))
+            entries = tl.sum(ends, 0)
+            _store_count(counts + width, tl.sum(steps, 0), here, row, unit, units)
             if part == 0:
                 last = tl.load(index + nbytes - 1, mask=nbytes > 0, other=0)
                 wrong = tl.where((nbytes > 0) & (last == 255), BAD_COUNT, 0)
                 tl.atomic_max(here + WRONG, wrong.to(tl.int64))
+        _store_count(counts, entries, here, row, unit, units)
 
 
 @triton.jit
-def _place_block16(index, positions, here, block, numel, nnz):
+def _store_count(counts, number, here, row, unit, units):
+    """Store a count of a unit of work, and add it to that of its group."""
+    first = tl.load(here + SCANS)
+    tl.store(counts + unit, number)
+    tl.atomic_add(_sums_of(counts + units, first, row) + (unit - first) // COUNTED, number)
+
+
+@triton.jit
+def _block16_count(index, block):
+    """Return the entries of a block of ``block16``."""
+    return _as_position(_load_bytes(index, block * 4, block >= 0, 4))
+
+
+@triton.jit
+def _place_block16(index, positions, here, block, numel, start):
+    """Write the positions of a block, the first of which is the ``start``-th of all."""
     lanes = tl.arange(0, STEP)
-    blocks = (numel + BLOCK - 1) // BLOCK
-    before = tl.zeros((STEP,), tl.int64)
-    total = tl.zeros((STEP,), tl.int64)
-    largest = tl.zeros((STEP,), tl.int64)
-    first = blocks * 0
-    while first < blocks:
-        at = first + lanes
-        count = _as_position(_load_bytes(index, at * 4, at < blocks, 4))
-        before += tl.where(at < block, count, 0)
-        total += count
-        largest = tl.maximum(largest, count)
-        first += STEP
-    wrong = tl.where((tl.sum(total, 0) != nnz) | (tl.max(largest, 0) > BLOCK), BAD_COUNT, 0)
-    tl.atomic_max(here + WRONG, wrong.to(tl.int64))
-    if wrong == 0:
-        start = tl.sum(before, 0)
-        count = _as_position(_load_bytes(index, block * 4, block < blocks, 4))
-        offsets = index + blocks * 4 + start * 2
-        done = count * 0
-        worst = tl.zeros((STEP,), tl.int32)
-        while done < count:
-            at = done + lanes
-            mine = at < count
-            offset = _load_bytes(offsets, at * 2, mine, 2)
-            before_it = _load_bytes(offsets, at * 2 - 2, mine & (at > 0), 2)
-            position = block * BLOCK + offset
-            worst = tl.maximum(worst, tl.where(mine & (position >= numel), BAD_POSITION, 0))
-            worst = tl.maximum(worst, tl.where(mine & (at > 0) & (offset <= before_it), BAD_ORDER, 0))
-            tl.store(positions + start + at, position.to(tl.int32), mask=mine)
-            done += STEP
-        tl.atomic_max(here + WRONG, tl.max(worst, 0).to(tl.int64))
+    count = _block16_count(index, block)
+    offsets = index + (numel + BLOCK - 1) // BLOCK * 4 + start * 2
+    done = count * 0
+    worst = tl.zeros((STEP,), tl.int32)
+    while done < count:
+        at = done + lanes
+        mine = at < count
+        offset = _load_bytes(offsets, at * 2, mine, 2)
+        before_it = _load_bytes(offsets, at * 2 - 2, mine & (at > 0), 2)
+        position = block * BLOCK + offset
+        worst = tl.maximum(worst, tl.where(mine & (position >= numel), BAD_POSITION, 0))
+        worst = tl.maximum(worst, tl.where(mine & (at > 0) & (offset <= before_it), BAD_ORDER, 0))
+        tl.store(positions + start + at, position.to(tl.int32), mask=mine)
+        done += STEP
+    tl.atomic_max(here + WRONG, tl.max(worst, 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["count", "stride", "units", "room"])
-def place(buffer, rows, meta, counts, positions, count, stride, units, room):
+@triton.jit(do_not_specialize=["count", "stride", "units", "width", "room"])
+def place(buffer, rows, meta, counts, positions, count, stride, units, width, room):
     """Write ``positions``, int32 [messages, room]: those of the kept entries of every payload."""
     unit = tl.program_id(0).to(tl.int64)
     message = tl.program_id(1).to(tl.int64)
     rows += message * (count + 1) * ROW
     meta += message * stride
-    counts += message * 2 * units
+    counts += message * 2 * width
     row = _row_of(rows, count, unit, SCANS)
     if row < count:
         here = rows + row * ROW
@@ -342,35 +352,37 @@ def place(buffer, rows, meta, counts, positions, count, stride, units, room):
         kind = tl.load(here + KIND)
         index = buffer + tl.load(here + BODY)
         positions += message * room + tl.load(here + PLACE)
+        sums = _sums_of(counts + units, first, row)
+        counts += first
+        before = _before(counts, sums, part)
+        wrong = tl.where(_before(counts, sums, mine) != nnz, BAD_COUNT, 0)
         if kind == BLOCK16:
-            _place_block16(index, positions, here, part, numel, nnz)
+            if wrong == 0:
+                _place_block16(index, positions, here, part, numel, before)
+        elif kind == BITMAP:
+            word = part * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+            content, _stray = _bitmap_words(index, word, numel)
+            set_bits = _bits_set(content)
+            rank = before + (tl.cumsum(set_bits, 0) - set_bits).to(tl.int64)
+            most = tl.max(set_bits, 0)
+            bit = 0
+            while bit < most:
+                low = _lowest(content)
+                position = word * 32 + _bits_set(low - 1)
+                tl.store(positions + rank, position.to(tl.int32), mask=(content != 0) & (rank < nnz))
+                content = content ^ low
+                rank += 1
+                bit += 1
         else:
-            before, _same, total = _counts_before(counts + first, mine, part, part)
-            wrong = tl.where(total != nnz, BAD_COUNT, 0)
-            if kind == BITMAP:
-                word = part * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-                content, _stray = _bitmap_words(index, word, numel)
-                set_bits = _bits_set(content)
-                rank = before + (tl.cumsum(set_bits, 0) - set_bits).to(tl.int64)
-                most = tl.max(set_bits, 0)
-                bit = 0
-                while bit < most:
-                    low = _lowest(content)
-                    position = word * 32 + _bits_set(low - 1)
-                    tl.store(positions + rank, position.to(tl.int32), mask=(content != 0) & (rank < nnz))
-                    content = content ^ low
-                    rank += 1
-                    bit += 1
-            else:
-                passed, _same, _all = _counts_before(counts + units + first, mine, part, part)
-                steps, ends = _steps(index, tl.load(here + INDEX), part)
-                entry = passed + tl.cumsum(steps, 0) - 1
-                number = before + tl.cumsum(ends, 0) - 1
-                kept = ends != 0
-                outside = tl.max((kept & (entry >= numel)).to(tl.int32), 0) > 0
-                wrong = tl.where((wrong == 0) & outside, BAD_POSITION, wrong)
-                tl.store(positions + number, entry.to(tl.int32), mask=kept & (number < nnz))
-            tl.atomic_max(here + WRONG, wrong.to(tl.int64))
+            passed = _before(counts + width, sums + width, part)
+            steps, ends = _steps(index, tl.load(here + INDEX), part)
+            entry = passed + tl.cumsum(steps, 0) - 1
+            number = before + tl.cumsum(ends, 0) - 1
+            kept = ends != 0
+            outside = tl.max((kept & (entry >= numel)).to(tl.int32), 0) > 0
+            wrong = tl.where((wrong == 0) & outside, BAD_POSITION, wrong)
+            tl.store(positions + number, entry.to(tl.int32), mask=kept & (number < nnz))
+        tl.atomic_max(here + WRONG, wrong.to(tl.int64))
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from ...codecs.payload import Payload
 from ..checks import scales_first
 from ..job import GRAD_CODES
 from . import message_kernels as device
-from .batch import BLOCK, CHUNK, launched_on, upload
+from .batch import BLOCK, CHUNK, counts_and_sums, launched_on, upload
 from .launch import launch
 
 _ROW, _FOUND, _WANTED, _WRONG = (
@@ -72,7 +72,7 @@ class OpenedMessages(NamedTuple):
         places, meta = table[:several], table[several:].view(targets.shape)
         stride = _stride(meta)
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
-        missing = torch.zeros(several, dtype=torch.int64, device=where)
+        missing = torch.empty(several, dtype=torch.int64, device=where)
         sums = -(-at_most // CHUNK) + count
         units = int((-(-numels // BLOCK)).sum(axis=1).max()) + longest // CHUNK + count
         with launched_on(where):
@@ -86,9 +86,9 @@ class OpenedMessages(NamedTuple):
             )
             programs = -(-longest // (4 * CHUNK)) + count
             launch(device.check, (programs, several), buffer, rows, count)
-            counts = torch.empty(several, 2, units, dtype=torch.int64, device=where)
+            counts = torch.zeros(several, 2, counts_and_sums(units, count), dtype=torch.int64, device=where)
             positions = torch.empty(several, room, dtype=torch.int32, device=where)
-            sizes = (count, stride, units)
+            sizes = (count, stride, units, counts.shape[-1])
             launch(device.scan, (units, several), buffer, rows, meta, counts, *sizes)
             launch(device.place, (units, several), buffer, rows, meta, counts, positions, *sizes, room)
         return cls(buffer, rows, positions, missing, sums, meta)

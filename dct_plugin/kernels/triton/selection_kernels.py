@@ -30,7 +30,8 @@ GROUP = tl.constexpr(256)
 HEADER = tl.constexpr(40)
 
 #: Places in ``state``: whether the input overflows, selected entries below ``start`` in its block, checksums
-#: of the body, and what ``plan`` and ``compact`` found. Behind the last job's, there is a count per block.
+#: of the body, and what ``plan`` and ``compact`` found. Behind the last job's, there is a count per block,
+#: and then sums of the counts (:func:`_sums_of`).
 FLAG, BEFORE, CHECK1, CHECK2, ENCODING, NNZ, ABOVE, INDEX_NBYTES = map(tl.constexpr, range(8))
 STATE = tl.constexpr(16)  # its size
 
@@ -67,6 +68,8 @@ SMALLEST_TAU = tl.constexpr(2.0**-126)
 ROUNDER = tl.constexpr(12582912.0)
 #: Programs that only walk over counts take this many at once.
 STEP = tl.constexpr(1024)
+#: Counts that have a sum beside them.
+COUNTED = tl.constexpr(128)
 
 
 _LOOK = tl.constexpr(256)
@@ -320,6 +323,7 @@ def select(
     first_block = tl.load(job + BLOCKS)
     grad = _grad_of(job, GRAD, ALIGNED)
     counts = state + count * STATE + first_block
+    sums = _sums_of(state + count * STATE + tl.load(table + count * ROW + BLOCKS), first_block, number)
     state += number * STATE
     words += first_block * (BLOCK // 32)
     rows = tl.arange(0, TILE // 32)
@@ -354,7 +358,9 @@ def select(
     selected = ((tl.abs(acc) >= tau) & inside).to(tl.int32)
     tl.store(words + tile * (TILE // 32) + rows, tl.sum(selected << columns[None, :], axis=1))
     block = tile // (BLOCK // TILE)
-    tl.atomic_add(counts + block, tl.sum(tl.ravel(selected), 0).to(tl.int64))
+    found = tl.sum(tl.ravel(selected), 0).to(tl.int64)
+    tl.atomic_add(counts + block, found)
+    tl.atomic_add(sums + block // COUNTED, found)
     if not IN_PLACE:
         _flag_unless(state, ok)
     if (block == start // BLOCK) & (tile * TILE < start):
@@ -397,21 +403,22 @@ def settle(
 
 
 @triton.jit
-def _counts_before(counts, blocks, block, other):
-    """Return the sums of the counts before two blocks, and of all."""
-    lanes = tl.arange(0, STEP)
-    before = tl.zeros((STEP,), tl.int64)
-    before_other = tl.zeros((STEP,), tl.int64)
-    total = tl.zeros((STEP,), tl.int64)
-    first = 0
-    while first < blocks:
-        at = first + lanes
-        count = tl.load(counts + at, mask=at < blocks, other=0)
-        before += tl.where(at < block, count, 0)
-        before_other += tl.where(at < other, count, 0)
-        total += count
-        first += STEP
-    return tl.sum(before, 0), tl.sum(before_other, 0), tl.sum(total, 0)
+def _sums_of(sums, first, row):
+    """Return the pointer to the sums of a row's counts, of which the first is the ``first`` of all rows."""
+    return sums + first // COUNTED + row
+
+
+@triton.jit
+def _before(counts, sums, place):
+    """Return the sum of the counts before a place: those of whole groups, and the rest one by one."""
+    lanes = tl.arange(0, COUNTED)
+    groups = place // COUNTED
+    total = tl.load(counts + groups * COUNTED + lanes, mask=lanes < place % COUNTED, other=0)
+    first = groups * 0
+    while first < groups:
+        total += tl.load(sums + first + lanes, mask=first + lanes < groups, other=0)
+        first += COUNTED
+    return tl.sum(total, 0)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -427,12 +434,14 @@ def compact(table, words, state, positions, kept_counts, count):
     first_block = tl.load(job + BLOCKS)
     blocks = tl.load(job + ROW + BLOCKS) - first_block
     counts = state + count * STATE + first_block
+    sums = _sums_of(state + count * STATE + tl.load(table + count * ROW + BLOCKS), first_block, job_number)
     state += job_number * STATE
     words += first_block * (BLOCK // 32)
     kept_counts += first_block
     positions += tl.load(job + ROOM)
-    before, first, above = _counts_before(counts, blocks, block, start // BLOCK)
-    first += tl.load(state + BEFORE)
+    before = _before(counts, sums, block)
+    above = _before(counts, sums, blocks)
+    first = _before(counts, sums, start // BLOCK) + tl.load(state + BEFORE)
     flagged = tl.load(state + FLAG) != 0
     cut = above > capacity
     # Of the selected entries, numbered from 0, [0, wrapped) and [first, first + capacity) are kept.
