@@ -23,6 +23,7 @@ from ..policy.memory import MOST_PENDING
 from ..transport import lost_ranks
 from ..transport.bounded_table import BoundedTable
 from ..transport.slots import AgreedCapacities, Slots
+from ..transport.tcp_connect import time_limit
 from .plan import PlannedTensor, ReductionPlan
 from .plan_exchange import ExchangedChunk, PlanExchange, SendOrder, SentPhase
 from .stream_group import StreamGroup
@@ -157,8 +158,9 @@ class PendingExchanges:
         names = [each.name for exchange in pending for each in exchange.plan.tensors]
         which = " to ".join(dict.fromkeys([*names[:1], *names[-1:]]))
         what = f"exchange of messages of {len(names)} tensors, {which},"
+        limit = time_limit(self._group.exchange.peers.group, self._group.device.type)
         with self._group.exchange.guard(what):  # here the host waits, not where it sends
-            lost_ranks.await_device(self._group.device)
+            lost_ranks.await_device(self._group.device, limit)
             figures = iter(read_figures(stats, also))
         results = iter([_Result(sent, slots, next(figures), next(figures)) for sent, slots in phases])
         with self._group.recorded(self._cls) as exchange_record:

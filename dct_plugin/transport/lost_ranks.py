@@ -26,8 +26,9 @@ _REPORT = 3.0
 #: Seconds after that in which ranks of other groups say whom they have found to be lost.
 _VERDICT = 1.0
 _LOST, _FAILED = "dct_plugin/lost", "dct_plugin/failed"
-#: Seconds between two looks at a device that is waited for.
-_PAUSE = 5e-5
+#: Seconds between two looks at a device that is waited for, and the share of a group's time limit that this
+#: may take: at its end nccl's watchdog ends the process, and names no rank.
+_PAUSE, _PATIENCE = 5e-5, 0.9
 #: In place of the call of a rank that another one reports to live.
 _UNKNOWN = "1"
 _SILENT = (
@@ -91,17 +92,24 @@ def look_for_failure() -> None:
     failure[:] = filter(None, [stated(_FAILED)])
 
 
-def await_device(device: torch.device) -> None:
+def await_device(device: torch.device, limit: float) -> None:
     """Wait for the messages that are queued on the current stream. nccl waits for a rank that is gone, and
     would let the host wait with it.
 
+    Args:
+        device: The device.
+        limit: Seconds that the group waits for its ranks.
+
     Raises:
         DesyncError: A rank ended with an error, which it has stated in the store.
+        RuntimeError: The messages did not come in time: an error of the transport (:func:`of_transport`).
     """
-    is_there = queued(device)
+    is_there, until = queued(device), time.monotonic() + _PATIENCE * limit
     while not is_there():
         if failure:
             raise DesyncError(f"rank {dist.get_rank()}: {failure[0]}; see its own output")
+        if time.monotonic() > until:
+            raise RuntimeError(f"Operation timed out after {_PATIENCE * limit:.0f} s")
         time.sleep(_PAUSE)
 
 
@@ -277,7 +285,9 @@ def default_store() -> Any:
 
 
 def key_of(what: str, rank: int) -> str:
-    """Return the key under which a rank states something: ``alive``, ``waits``, ``process``, ``machine``."""
+    """Return the key under which a rank states something: ``alive``, ``heard``, ``waits``, ``process``,
+    ``machine``.
+    """
     return f"dct_plugin/{what}/{rank}"
 
 

@@ -125,11 +125,11 @@ class Meeting(NamedTuple):
         return None, reason or "another rank could not be connected"
 
 
-def time_limit(group: dist.ProcessGroup | None) -> float:
-    """Return the seconds that the group waits for its ranks."""
+def time_limit(group: dist.ProcessGroup | None, device: str = "cpu") -> float:
+    """Return the seconds that the group waits for its ranks, where a type of device sends messages."""
     known_group: Any = group if group is not None else dist.group.WORLD
     with contextlib.suppress(AttributeError, RuntimeError):
-        limit: timedelta = known_group._get_backend(torch.device("cpu")).options._timeout
+        limit: timedelta = known_group._get_backend(torch.device(device)).options._timeout
         return limit.total_seconds()
     return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
 

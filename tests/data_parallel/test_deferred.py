@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from dct_plugin.errors import DesyncError
 from dct_plugin.kernels import register_backend
 from dct_plugin.metrics import Metrics
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives, FixedMessages
+from dct_plugin.transport import slots
+from dct_plugin.transport.exchange import Exchange
+from dct_plugin.transport.slots import Slots
 
 SIZES = {"embedding": 60_000, "layer": 40_001, "head": 5_000, "bias": 64, "empty": 0}
 #: Message rounds in which this rank writes something.
@@ -105,6 +109,55 @@ def test_a_changed_loss_scale_scales_residuals_where_they_lie(residual_dtype: st
     assert OnDevice.reads == before
     assert scaled._newest is held
     assert torch.equal(scaled.current, 65536.0 * plain.current)
+
+
+def _slot_sizes(rank: int, world_size: int, exchange: str) -> list[tuple[int, bool, list[int], list[int]]]:
+    """What happens on a rank happens on no other: large gradients and transactions on rank 1, NaN on rank 2,
+    metrics on rank 0.
+    """
+    config = DataParallelConfig(
+        sparsity=0.95, exchange=exchange, min_numel=1000, expert={"threshold": "fixed"}
+    )
+    metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size) if rank == 0 else None
+    reducer = GradientReducer(config, kernels=kernels("deferred"), transactional=rank == 1, metrics=metrics)
+    sizes = []
+
+    class Recorded(Slots):
+        def send(self, exchange: Exchange) -> None:
+            sizes.append((self.received.numel(), self._equal, self._sizes_to, self._sizes_from))
+            super().send(exchange)
+
+    slots.Slots = Recorded  # type: ignore[misc]
+    for step in range(8):
+        for bucket in ("first", "second"):
+            entries = [(f"{bucket} {n}", tensor(size, 10 * rank + step)) for n, size in SIZES.items()]
+            factor = 5.0 if (rank, step) in ((1, 3), (1, 6)) else 1.0
+            for _, gradient in entries:
+                gradient *= factor
+            if (rank, step) == (2, 4):
+                entries[1][1][7] = float("nan")
+            reducer.begin(entries).finish()
+        reducer.finish()
+        reducer.end_step(skipped=step == 4)
+    return sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["direct", "two_phase"])
+def test_slots_have_one_size_at_both_ends_whatever_happened_on_a_rank(exchange: str) -> None:
+    """nccl checks no sizes. They follow from the lengths in the headers, which both ends have."""
+    exchanges = list(zip(*run(3, _slot_sizes, exchange), strict=True))
+    assert len(exchanges) == 7 * 2 * (2 if exchange == "two_phase" else 1)
+    for ranks in exchanges:
+        assert len({equal for _, equal, _, _ in ranks}) == 1
+        if ranks[0][1]:
+            assert len({total for total, *_ in ranks}) == 1
+        else:
+            for (sender, (_, _, leaving, _)), (receiver, (_, _, _, arriving)) in itertools.permutations(
+                enumerate(ranks), 2
+            ):
+                assert leaving[receiver] == arriving[sender]
+    assert len({ranks[0][0] for ranks in exchanges}) > 1  # they follow the lengths
 
 
 def _reduce_buckets(rank: int, world_size: int, exchange: str, deviates: str) -> Any:

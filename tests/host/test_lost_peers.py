@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.deferred_backend import DeferredBackend
-from support.processes import run
+from support.processes import logged, run
 
 pytest.importorskip("triton", reason="the looped transport is beside the counts of Triton's kernels")
 
 from benchmarks.host_work import LoopedPeers
 from dct_plugin import DesyncError
 from dct_plugin.config import DataParallelConfig, KernelConfig
-from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel import GradientReducer, pending_exchanges
 from dct_plugin.integrations.host import lost_peers
 from dct_plugin.kernels import register_backend
 from dct_plugin.transport import lost_ranks
@@ -114,3 +119,66 @@ def _waits_for_a_failed_rank(rank: int, world_size: int) -> str:
 def test_a_rank_that_waits_for_a_device_hears_of_one_that_ended_with_an_error() -> None:
     heard, _ = run(2, _waits_for_a_failed_rank)
     assert heard == "rank 0: rank 1 ended with ValueError: no such file; see its own output"
+
+
+def _stop_this_process() -> None:
+    """Stop; the thread that says that this rank lives has ended, so no file of the store stays locked."""
+    store, waits = lost_ranks.default_store(), lost_peers._excepthook.waits
+    assert waits is not None
+    while b" 3" not in store.get(lost_ranks.key_of("heard", 1)):
+        time.sleep(0.05)
+    waits.stop()
+    waits.join()
+    store.set("rank 1 stops", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+    store.set("rank 1 goes on", "")
+
+
+def _waits_for_a_stopped_rank(rank: int, world_size: int, waiting: str) -> tuple[str, str]:
+    """Rank 1 stops in step 3. Rank 0 waits where gloo receives slots, or, as with nccl, for its device."""
+    lost_peers.PATIENCE, lost_peers.INTERVAL, lost_peers.ANSWERS = 0.5, 0.1, 1.0
+    group = dist.new_group(timeout=timedelta(seconds=25))
+    job, store = watched(), lost_ranks.default_store()
+    register_backend("deferred", DeferredBackend)
+    reducer = GradientReducer(
+        DataParallelConfig(sparsity=0.9, feedback="local"),
+        group if waiting == "gloo" else _WatchedPeers(0, range(2)),
+        kernels=KernelConfig(backend="deferred"),
+    )
+
+    def step() -> None:
+        reducer.begin([("weight", torch.randn(4096))]).finish()
+        reducer.finish()
+        reducer.end_step()
+
+    for _ in range(3):
+        step()
+    if rank:
+        _stop_this_process()
+        return "", ""
+    pid = int(store.get("rank 1 stops"))
+    pending_exchanges.time_limit = lambda group, device: 0.0
+    with logged() as lines:
+
+        def nothing_arrives() -> bool:
+            while not any("has waited" in line for line in lines):
+                time.sleep(0.05)
+            return False
+
+        lost_ranks.queued = lambda device: nothing_arrives
+        with pytest.raises(DesyncError) as ended:
+            step()
+    while not store.check(["rank 1 goes on"]):
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.05)
+    del job
+    (line,) = [line for line in lines if "has waited" in line]
+    return line, str(ended.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waiting", ["gloo", "device"])
+def test_a_rank_that_waits_for_a_stopped_one_names_it_and_its_last_step(waiting: str) -> None:
+    (warned, ended), _ = run(2, _waits_for_a_stopped_rank, waiting, DCT_TRANSPORT="gloo")
+    assert "meanwhile rank 1 gives no sign of life (last step 3). A rank" in warned
+    assert "rank(s) [1] gave no sign of life since: dead, stopped or stuck" in ended

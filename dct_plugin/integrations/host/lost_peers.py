@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 import time
@@ -57,7 +58,7 @@ class _ExceptHook:
         if self._previous is None:
             self._previous, sys.excepthook = sys.excepthook, self
         if self.waits is None:
-            self.waits = LongWaits()
+            self.waits = LongWaits(lambda: self.jobs[-1]())
             self.waits.start()
         self.jobs.append(steps)
 
@@ -113,12 +114,15 @@ class LongWaits(threading.Thread):
 
     A rank that leaves the training loop alone makes other calls than the rest. Then all wait for the time
     limit of the process group, which is half an hour. Each rank says in the key-value store in which call it
-    waits.
+    waits, and every :data:`INTERVAL` that it lives, and in which step.
+
+    Args:
+        step_of: Returns the optimizer steps so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step_of: Callable[[], int | None]) -> None:
         super().__init__(name="dct long waits", daemon=True)
-        self._ended = threading.Event()
+        self._step_of, self._ended = step_of, threading.Event()
         atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -129,7 +133,12 @@ class LongWaits(threading.Thread):
 
     def run(self) -> None:
         reported: lost_ranks.Wait | None = None
-        while not self._ended.wait(INTERVAL):
+        for count in itertools.count():
+            if self._ended.wait(INTERVAL):
+                return
+            with contextlib.suppress(Exception):
+                key = lost_ranks.key_of("heard", dist.get_rank())
+                lost_ranks.default_store().set(key, f"{count} {self._step_of()}")
             longest = min(list(lost_ranks.waits.values()), key=lambda wait: wait.began, default=None)
             if longest is not None and time.monotonic() > longest.began + INTERVAL:
                 with contextlib.suppress(Exception):
@@ -151,6 +160,7 @@ class LongWaits(threading.Thread):
         lost_ranks.default_store().set(lost_ranks.key_of("waits", own), wait.call)
         ranks = dist.get_process_group_ranks(wait.group if wait.group is not None else dist.group.WORLD)
         calls: dict[int, str] = {}
+        heard = {rank: lost_ranks.stated(lost_ranks.key_of("heard", rank)) for rank in ranks}
         until, count = time.monotonic() + ANSWERS, len(ranks) - 1
         while len(calls) < count and time.monotonic() < until and not self._ended.wait(INTERVAL / 10):
             for rank in set(ranks) - {own} - calls.keys():
@@ -158,11 +168,11 @@ class LongWaits(threading.Thread):
                     calls[rank] = call
         if wait not in lost_ranks.waits.values():
             return
-        others = [
-            f"rank {rank} is in the {calls[rank]}" if rank in calls else f"rank {rank} is in no call of dct"
-            for rank in ranks
-            if rank != own and calls.get(rank) != wait.call
-        ]
+        others = [f"rank {rank} is in the {call}" for rank, call in calls.items() if call != wait.call]
+        for rank in set(ranks) - {own} - calls.keys():
+            now = lost_ranks.stated(lost_ranks.key_of("heard", rank))
+            state = "gives no sign of life" if now and now == heard[rank] else "is in no call of dct"
+            others.insert(0, f"rank {rank} {state}" + (f" (last step {now.split()[1]})" if now else ""))
         if others:
             logger.warning(
                 f"dct: rank {own} has waited for {time.monotonic() - wait.began:.0f} s in the {wait.call}; "
