@@ -52,9 +52,9 @@ $(TEST_READY): $(READY) locks/dev.lock
 demo: $(READY) ## Train a recommender on real data, dense and with DCT: table in the terminal, plot in out/
 	@$(BIN)/dct demo --out $(OUT)
 
-# Files of tests side by side, three more than there are cores: fixtures of a file start processes once. Most tests
+# Files of tests side by side, one more than there are cores: fixtures of a file start processes once. Most tests
 # have two or four processes.
-IN_PARALLEL = -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+IN_PARALLEL = -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(TEST_READY) ## Run the whole test suite
 	@$(BIN)/python -m pytest $(IN_PARALLEL)

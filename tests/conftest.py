@@ -91,8 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Three more than there are processors, since tests mostly wait for the ranks that they start."""
-    return (os.cpu_count() or 1) + 3
+    """One more than there are processors, since tests also wait."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
