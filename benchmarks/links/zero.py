@@ -10,6 +10,7 @@ import deepspeed
 from deepspeed.utils import groups
 from torch import nn
 
+from dct_plugin.data_parallel import gather_choice
 from dct_plugin.links.method import Method
 
 from .perceptron import BATCH, apart, batch, perceptron, width_of
@@ -114,6 +115,7 @@ class FineTuning(Zero):
         super().__init__(options)
         x, y = self._data
         self._data = x.bfloat16(), y.bfloat16()
+        gather_choice.PERIOD = 16  # links change between the blocks of a method: it is to choose anew
 
     def open(self, variant: str) -> list[Method]:
         job = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig
 
 #: Sparsities and value types that the automatic mode chooses from, within the limits of a configuration.
@@ -56,4 +55,4 @@ def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> li
 
 def bits_of(settings: DataParallelConfig) -> int:
     """Return the bits of a value on the wire."""
-    return ValueDtype.parse(settings.value_dtype).bits
+    return {"int2": 2, "fp16": 16, "fp32": 32, **_VALUES}[settings.value_dtype]

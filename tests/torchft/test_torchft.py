@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -81,18 +82,24 @@ def _ddp(name: str, address: str, section: Any, steps: int = 12) -> dict[str, An
     return outcome(model, pg)
 
 
-def _local_sgd(name: str, address: str, section: Any, late: float = 0.0) -> dict[str, Any]:
-    time.sleep(late)
+def _local_sgd(
+    name: str, address: str, section: Any, averaged: threading.Event | None = None, *, joins: bool = False
+) -> dict[str, Any]:
+    """Train one replica; one that ``joins`` waits until the others have ``averaged``."""
+    if joins:
+        assert averaged is not None
+        assert averaged.wait(300)
     model, pg = model_of(), group_of(section, averages="weights")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     manager = manager_of(pg, name, address, state={"model": model, "optimizer": optimizer}, init_sync=False)
     with LocalSGD(manager, model, optimizer, sync_every=4):
-        while manager.current_step() < (40 if late else 8) or manager.num_participants() < 3:
+        while manager.current_step() < (8 if averaged is None else 40) or manager.num_participants() < 3:
             optimizer.zero_grad()
             points, wanted = batch(manager.current_step(), ord(name))
             F.mse_loss(model(points), wanted).backward()
             optimizer.step()
-            time.sleep(0.01 if late else 0.0)
+            if averaged is not None and manager.current_step():
+                averaged.set()
     manager.shutdown(wait=False)
     return outcome(model, pg)
 
@@ -148,10 +155,10 @@ def test_hosts(host: Any) -> None:
 
 def test_a_replica_joins_local_sgd() -> None:
     """It has no last average of its own: all send their weights once."""
+    averaged = threading.Event()
     with lighthouse(2, join_ms=100) as address:
         found = in_threads(
-            _local_sgd,
-            [(name, address, {**SPARSE}, late) for name, late in (("a", 0.1), ("b", 0.1), ("c", 1.5))],
+            lambda name: _local_sgd(name, address, {**SPARSE}, averaged, joins=name == "c"), ["a", "b", "c"]
         )
     check_same(found)
     assert found[2]["counts"].times_healed >= 1
