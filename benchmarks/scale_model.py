@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -126,9 +127,9 @@ def noise_ms(parameters: int) -> float:
     """Return the milliseconds of making the gradients, which are in the steps of real processes."""
     times = []
     for _ in range(5):
-        began = os.times().user
+        began = time.thread_time()
         torch.randn(parameters)
-        times.append(1e3 * (os.times().user - began))
+        times.append(1e3 * (time.thread_time() - began))
     return sorted(times)[2]
 
 
