@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -213,12 +214,14 @@ def run(count: int, function: Callable[[int], Any]) -> list[Any]:
             dist.destroy_process_group()
 
     dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])
-    transports.open_transport = _open_transport
     store, Rounds.error = dist.HashStore(), None
     _install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
-        with ThreadPoolExecutor(count) as pool:
+        with (
+            patch.object(transports, "open_transport", _open_transport),
+            ThreadPoolExecutor(count) as pool,
+        ):
             results = [pool.submit(rank_thread, rank) for rank in range(count)]
         if Rounds.error is not None:
             raise Rounds.error

@@ -112,8 +112,8 @@ def test_a_changed_loss_scale_scales_residuals_where_they_lie(residual_dtype: st
 
 
 def _slot_sizes(rank: int, world_size: int, exchange: str) -> list[tuple[int, bool, list[int], list[int]]]:
-    """What happens on a rank happens on no other: large gradients and transactions on rank 1, NaN on rank 2,
-    metrics on rank 0.
+    """Each event is on one rank alone: large gradients and transactions on rank 1, NaN on rank 2, metrics on
+    rank 0.
     """
     config = DataParallelConfig(
         sparsity=0.95, exchange=exchange, min_numel=1000, expert={"threshold": "fixed"}

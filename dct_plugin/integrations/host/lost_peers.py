@@ -168,11 +168,12 @@ class LongWaits(threading.Thread):
                     calls[rank] = call
         if wait not in lost_ranks.waits.values():
             return
-        others = [f"rank {rank} is in the {call}" for rank, call in calls.items() if call != wait.call]
-        for rank in set(ranks) - {own} - calls.keys():
+        others = []
+        for rank in (rank for rank in ranks if rank != own and rank not in calls):
             now = lost_ranks.stated(lost_ranks.key_of("heard", rank))
             state = "gives no sign of life" if now and now == heard[rank] else "is in no call of dct"
-            others.insert(0, f"rank {rank} {state}" + (f" (last step {now.split()[1]})" if now else ""))
+            others.append(f"rank {rank} {state}" + (f" (last step {now.split()[1]})" if now else ""))
+        others += [f"rank {rank} is in the {call}" for rank, call in calls.items() if call != wait.call]
         if others:
             logger.warning(
                 f"dct: rank {own} has waited for {time.monotonic() - wait.began:.0f} s in the {wait.call}; "

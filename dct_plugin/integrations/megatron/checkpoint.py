@@ -79,7 +79,7 @@ class RankCoordinates(NamedTuple):
 
     @property
     def place(self) -> dict[str, int]:
-        """What the rank's file says about the rank that wrote it."""
+        """The coordinates by which the rank's file names the rank that wrote it."""
         return {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data}
 
 
