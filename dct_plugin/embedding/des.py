@@ -17,7 +17,6 @@ model's operators are written once, for any of them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -30,54 +29,8 @@ from ..host_traffic import own_traffic
 from ..metrics import Metrics, Record
 from .placement import Table, check_placement, draw_table, seed_of_tables
 
-# -- communication ---
-
 #: Tensor classes of the metrics.
 _FORWARD, _BACKWARD, _IDS = "des_forward", "des_backward", "embedding_ids"
-
-
-class _RecordedGroup:
-    """A process group, and the metrics of what is sent over it."""
-
-    def __init__(self, group: dist.ProcessGroup | None, metrics: Metrics | None) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self.metrics = metrics
-
-    def all_to_all(self, blocks: Sequence[Tensor], received: Sequence[Tensor], cls: str) -> None:
-        """Send ``blocks[r]`` to rank ``r``, fill ``received[r]`` with what it sends; recorded as ``cls``."""
-        leaving, arriving = ([block.numel() for block in each] for each in (blocks, received))
-        with self._recorded(cls, sum(leaving) - leaving[self.rank], blocks[0]):
-            output = blocks[0].new_empty(sum(arriving))
-            joined = torch.cat([block.reshape(-1) for block in blocks])
-            dist.all_to_all_single(output, joined, arriving, leaving, group=self.group)
-            for block, part in zip(received, output.split(arriving), strict=True):
-                block.copy_(part.view_as(block))
-
-    def transpose(self, tensor: Tensor, cls: str) -> Tensor:
-        """[N, ...], block r for rank r -> [N, ...], block r from rank r; recorded as ``cls``."""
-        received = torch.empty_like(tensor)
-        with self._recorded(cls, tensor.numel() // self.world_size * (self.world_size - 1), tensor):
-            dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
-        return received
-
-    def gather(self, tensor: Tensor, cls: str) -> Tensor:
-        """[b, ...] -> [N*b, ...] in rank order; recorded as ``cls``."""
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        with self._recorded(cls, tensor.numel() * (self.world_size - 1), tensor):
-            dist.all_gather(parts, tensor.contiguous(), group=self.group)
-        return torch.cat(parts)
-
-    @contextmanager
-    def _recorded(self, cls: str, numel: int, like: Tensor) -> Iterator[None]:
-        """Record so many entries, sent in the block."""
-        nbytes = numel * like.element_size()
-        record = Record(cls, dense_bytes=nbytes, sent_bytes=nbytes, numel=numel, nnz=numel)
-        with own_traffic(), record.timed("exchange"):
-            yield
-        if self.metrics is not None:
-            self.metrics.record(record)
 
 
 # -- where embeddings come from ---
@@ -148,29 +101,31 @@ class _Shards(Embeddings):
     size.
 
     Args:
-        group: The ranks, and the metrics.
         cardinalities, dim: Rows of each field's table, and their width.
         fields, columns: Those that come out here.
-        seed: Seed of the initial rows.
-        average_gradients: Divide the gradients of what only this rank has by the number of ranks.
+        group, seed, average_gradients, metrics: See :class:`FieldShards`.
+
+    Attributes:
+        metrics: Records what crosses; None records nothing.
     """
 
     first_rows: Tensor
 
     def __init__(
         self,
-        group: _RecordedGroup,
         cardinalities: Sequence[int],
         dim: int,
         fields: Sequence[int],
         columns: tuple[int, int],
-        *,
+        group: dist.ProcessGroup | None,
         seed: int,
         average_gradients: bool,
+        metrics: Metrics | None,
     ) -> None:
         super().__init__(fields, len(cardinalities), dim, columns)
-        self._group = group
-        self._scale = 1 / group.world_size if average_gradients else 1.0
+        self.group, self.metrics = group, metrics
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._scale = 1 / self.world_size if average_gradients else 1.0
         start, stop = columns
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -181,15 +136,6 @@ class _Shards(Embeddings):
         sizes = [len(table) for table in tables]
         first = torch.tensor([0, *sizes])[: len(sizes)].cumsum(0)
         self.register_buffer("first_rows", first, persistent=False)
-
-    @property
-    def metrics(self) -> Metrics | None:
-        """The metrics that record what crosses; None records nothing."""
-        return self._group.metrics
-
-    @metrics.setter
-    def metrics(self, metrics: Metrics | None) -> None:
-        self._group.metrics = metrics
 
     def forward(self, categorical: Tensor) -> Tensor:
         """int [b, F] -> [N*b, own fields, own columns]."""
@@ -202,19 +148,19 @@ class _Shards(Embeddings):
         raise NotImplementedError
 
     def aggregate(self, partial: Tensor) -> Tensor:
-        group = self._group
-
         def reduce_scatter(partial: Tensor) -> Tensor:
             # Summed in rank order by the receiver: gloo has no reduce-scatter on all versions, and the bytes
             # are the same.
-            blocks = partial.reshape(group.world_size, -1, *partial.shape[1:])
-            return group.transpose(blocks, _FORWARD).sum(0)
+            blocks = partial.reshape(self.world_size, -1, *partial.shape[1:])
+            received = torch.empty_like(blocks)
+            self._all_to_all(blocks, received, _FORWARD)
+            return received.sum(0)
 
-        return with_gradient(partial, reduce_scatter, lambda gradient: group.gather(gradient, _BACKWARD))
+        return with_gradient(partial, reduce_scatter, lambda gradient: self._gather(gradient, _BACKWARD))
 
     def total(self, scalars: Tensor) -> Tensor:
         def all_reduce(tensor: Tensor, cls: str) -> Tensor:
-            return self._group.gather(tensor.unsqueeze(0), cls).sum(0)
+            return self._gather(tensor.unsqueeze(0), cls).sum(0)
 
         return with_gradient(
             scalars, lambda x: all_reduce(x, _FORWARD), lambda gradient: all_reduce(gradient, _BACKWARD)
@@ -231,6 +177,37 @@ class _Shards(Embeddings):
     def _scaled(self, tensor: Tensor) -> Tensor:
         """Return the same tensor, with its gradient scaled."""
         return with_gradient(tensor, lambda x: x.view_as(x), lambda gradient: gradient * self._scale)
+
+    # -- communication ---
+
+    def _all_to_all(
+        self, blocks: Sequence[Tensor] | Tensor, received: Sequence[Tensor] | Tensor, cls: str
+    ) -> None:
+        """Send ``blocks[r]`` to rank ``r``, fill ``received[r]`` with what it sends; recorded as ``cls``."""
+        leaving, arriving = ([block.numel() for block in each] for each in (blocks, received))
+        with self._recorded(cls, sum(leaving) - leaving[self.rank], blocks[0]):
+            output = blocks[0].new_empty(sum(arriving))
+            joined = torch.cat([block.reshape(-1) for block in blocks])
+            dist.all_to_all_single(output, joined, arriving, leaving, group=self.group)
+            for block, part in zip(received, output.split(arriving), strict=True):
+                block.copy_(part.view_as(block))
+
+    def _gather(self, tensor: Tensor, cls: str) -> Tensor:
+        """[b, ...] -> [N*b, ...] in rank order; recorded as ``cls``."""
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        with self._recorded(cls, tensor.numel() * (self.world_size - 1), tensor):
+            dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.cat(parts)
+
+    @contextmanager
+    def _recorded(self, cls: str, numel: int, like: Tensor) -> Iterator[None]:
+        """Record so many entries, sent in the block."""
+        nbytes = numel * like.element_size()
+        record = Record(cls, dense_bytes=nbytes, sent_bytes=nbytes, numel=numel, nnz=numel)
+        with own_traffic(), record.timed("exchange"):
+            yield
+        if self.metrics is not None:
+            self.metrics.record(record)
 
 
 class FieldShards(_Shards):
@@ -259,17 +236,16 @@ class FieldShards(_Shards):
         average_gradients: bool = True,
         metrics: Metrics | None = None,
     ) -> None:
-        recorded = _RecordedGroup(group, metrics)
         described = [Table(rows, dim) for rows in cardinalities]
-        placed = check_placement(placement, described, recorded.world_size)
-        own = cardinalities, dim, placed[recorded.rank], (0, dim)
-        super().__init__(recorded, *own, seed=seed, average_gradients=average_gradients)
+        placed = check_placement(placement, described, dist.get_world_size(group))
+        own, options = placed[dist.get_rank(group)], (group, seed, average_gradients, metrics)
+        super().__init__(cardinalities, dim, own, (0, dim), *options)
         self.placement = placed
 
     def _ids(self, categorical: Tensor) -> Tensor:
         blocks = [categorical[:, fields] for fields in self.placement]
         received = [categorical.new_empty(len(categorical), len(self.fields)) for _ in blocks]
-        self._group.all_to_all(blocks, received, _IDS)
+        self._all_to_all(blocks, received, _IDS)
         return torch.cat(received)
 
     def columns_of(self, vectors: Tensor) -> Tensor:
@@ -292,28 +268,27 @@ class ColumnShards(_Shards):
         average_gradients: bool = True,
         metrics: Metrics | None = None,
     ) -> None:
-        recorded = _RecordedGroup(group, metrics)
-        bounds = [dim * rank // recorded.world_size for rank in range(recorded.world_size + 1)]
-        start, stop = bounds[recorded.rank : recorded.rank + 2]
-        own = cardinalities, dim, range(len(cardinalities)), (start, stop)
-        super().__init__(recorded, *own, seed=seed, average_gradients=average_gradients)
-        self._widths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        columns = [(dim * r // ranks, dim * (r + 1) // ranks) for r in range(ranks)]
+        fields, options = range(len(cardinalities)), (group, seed, average_gradients, metrics)
+        super().__init__(cardinalities, dim, fields, columns[rank], *options)
+        self._widths = [stop - start for start, stop in columns]
 
     def _ids(self, categorical: Tensor) -> Tensor:
-        return self._group.gather(categorical, _IDS)
+        return self._gather(categorical, _IDS)
 
     def columns_of(self, vectors: Tensor) -> Tensor:
-        group, widths = self._group, self._widths
+        widths = self._widths
 
         def to_columns(vectors: Tensor) -> Tensor:
-            received = [vectors.new_empty(len(vectors), widths[group.rank]) for _ in widths]
-            group.all_to_all(vectors.split(widths, dim=1), received, _FORWARD)
+            received = [vectors.new_empty(len(vectors), widths[self.rank]) for _ in widths]
+            self._all_to_all(vectors.split(widths, dim=1), received, _FORWARD)
             return torch.cat(received)
 
         def from_columns(gradient: Tensor) -> Tensor:
             blocks = gradient.contiguous().chunk(len(widths))
             received = [gradient.new_empty(len(blocks[0]), width) for width in widths]
-            group.all_to_all(blocks, received, _BACKWARD)
+            self._all_to_all(blocks, received, _BACKWARD)
             return torch.cat(received, dim=1)
 
         return with_gradient(vectors, to_columns, from_columns)
