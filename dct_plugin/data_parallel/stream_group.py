@@ -282,15 +282,12 @@ class StreamGroup:
     @contextmanager
     def recording(self, exchange_record: Record) -> Iterator[None]:
         """Add the bytes and the time of the block to the record of an exchange."""
-        exchange = self.exchange
-        exchange.step = self.step
-        sent, waited, began = exchange.sent_bytes, exchange.waited_ms, time.perf_counter()
-        elsewhere = exchange_record.exchange_ms + exchange_record.decode_ms
-        yield
+        self.exchange.step = self.step
+        began, elsewhere = time.perf_counter(), exchange_record.exchange_ms + exchange_record.decode_ms
+        with self.exchange.recorded(exchange_record):
+            yield
         seconds = time.perf_counter() - began
         self.reduce_seconds += seconds
-        exchange_record.sent_bytes += exchange.sent_bytes - sent
-        exchange_record.waited_ms += exchange.waited_ms - waited
         # The wait is a part of it.
         exchange_record.exchange_ms = max(exchange_record.exchange_ms, exchange_record.waited_ms)
         elsewhere -= exchange_record.exchange_ms + exchange_record.decode_ms

@@ -19,8 +19,10 @@ where its tables are; only their gradients are left exact.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +38,6 @@ from ..metrics import Metrics, Record
 from ..transport.exchange import Exchange
 from .bounds import Limits, TableLimits
 from .messages import VectorBlock, VectorMessages
-from .timer import ExchangeTimer
 from .vector_codec import VectorCodec
 
 
@@ -102,10 +103,6 @@ class EmbeddingExchange(TableLimits):
             self._transport = known = Exchange(group, device)
         return known
 
-    def fingerprint(self, direction: str) -> int:
-        """Return the fingerprint by which ranks out of step are found."""
-        return zlib.crc32(self.name.encode()) + (direction == "backward")
-
     def forward(self, vectors: Tensor, route: Route, group: dist.ProcessGroup | None) -> Tensor:
         """Send ``vectors``, [rows, dim], ordered by destination rank; return the received vectors, ordered by
         source rank.
@@ -144,39 +141,40 @@ class _RoundTrip:
     def forward(self, vectors: Tensor) -> Tensor:
         """Send ``vectors``, [rows, dim]; return those that arrived."""
         owner, route, limits = self._owner, self._route, self._limits
-        way = _Direction("forward", route.sent_rows, route.received_rows, limits.bound is not None)
+        record = Record("embedding_forward")
+        way = _Direction(record, route.sent_rows, route.received_rows, limits.bound is not None)
         blocks = vectors.split([sum(rows) for rows in way.sent_rows])
-        timer = ExchangeTimer(self._transport)
         dense = sum(route.samples[r] for r in self._peers) * owner.tables * owner.dim
         if not owner.config.enabled:
-            return self._send_uncompressed(timer, way, vectors)
-        with self._transport.preparing():
+            return self._send_uncompressed(way, vectors)
+        with record.timed("encode"), self._transport.preparing():
             sent = owner.messages.encode(self._vector_blocks(blocks), self._rank)
-        arrived = self._exchange(timer, way, sent.data)
-        received, masks = owner.messages.decode(arrived, self._rank, sent.own, way.received_rows)
+        arrived = self._exchange(way, sent.data)
+        with record.timed("decode"):
+            received, masks = owner.messages.decode(arrived, self._rank, sent.own, way.received_rows)
         masks[self._rank] = sent.masks[self._rank]
         self._sent_masks, self._received_masks = sent.masks, masks
-        self._record(timer, way, blocks, dense=dense, kept=sent.kept if limits.threshold else None)
+        self._record(way, blocks, dense=dense, kept=sent.kept if limits.threshold else None)
         return received.view(-1, owner.dim)
 
     def backward(self, gradient: Tensor) -> Tensor:
         """Send the gradient of what arrived; return that of the vectors, [rows, dim]."""
         owner, route = self._owner, self._route
-        way = _Direction("backward", route.received_rows, route.sent_rows, self._limits.gradients)
+        record = Record("embedding_backward")
+        way = _Direction(record, route.received_rows, route.sent_rows, self._limits.gradients)
         blocks = gradient.split([sum(rows) for rows in way.sent_rows])
-        timer = ExchangeTimer(self._transport)
         dense = route.samples[self._rank] * sum(route.own_tables[r] for r in self._peers) * owner.dim
         if not owner.config.enabled:
-            return self._scaled(self._send_uncompressed(timer, way, gradient))
-        with self._transport.preparing():
+            return self._scaled(self._send_uncompressed(way, gradient))
+        with record.timed("encode"), self._transport.preparing():
             sent = owner.messages.encode_gradients(
                 blocks, self._rank, way.sent_rows, self._received_masks, quantised=way.bounded
             )
-        arrived = self._exchange(timer, way, sent.data)
-        received, _ = owner.messages.decode(
-            arrived, self._rank, sent.own, way.received_rows, self._sent_masks
-        )
-        self._record(timer, way, blocks, dense=dense, kept=sent.kept)
+        arrived = self._exchange(way, sent.data)
+        with record.timed("decode"):
+            own, rows = sent.own, way.received_rows
+            received, _ = owner.messages.decode(arrived, self._rank, own, rows, self._sent_masks)
+        self._record(way, blocks, dense=dense, kept=sent.kept)
         return self._scaled(received.view(-1, owner.dim))
 
     def _scaled(self, gradient: Tensor) -> Tensor:
@@ -199,95 +197,74 @@ class _RoundTrip:
             found.append(VectorBlock(block, rows, mask, None if applied is None else applied[tables]))
         return found
 
-    def _exchange(self, timer: ExchangeTimer, way: _Direction, messages: Sequence[Tensor]) -> list[Tensor]:
+    def _exchange(self, way: _Direction, messages: Sequence[Tensor]) -> list[Tensor]:
         """Exchange messages with their sizes."""
-        owner = self._owner
-        timer.lap()
-        received = self._transport.all_to_all(
-            messages,
-            owner.fingerprint(way.name),
-            # More than any message: positions and values of all entries, and headers.
-            bounds=[8 * sum(rows) * owner.dim + 16 * len(rows) + 4096 for rows in way.received_rows],
-        )
-        timer.lap()
-        most = max(timer.sent_bytes, sum(received[r].numel() for r in self._peers))
-        owner.messages.codec.observe(most, timer.last_seconds)
+        owner, record = self._owner, way.record
+        # More than any message: positions and values of all entries, and headers.
+        bounds = [8 * sum(rows) * owner.dim + 16 * len(rows) + 4096 for rows in way.received_rows]
+        fingerprint = zlib.crc32(f"{owner.name}/{record.cls}".encode())
+        with record.timed("exchange"), self._transport.recorded(record):
+            received = self._transport.all_to_all(messages, fingerprint, bounds=bounds)
+        most = max(record.sent_bytes, sum(received[r].numel() for r in self._peers))
+        owner.messages.codec.observe(most, record.exchange_ms / 1e3)
         return received
 
     @own_traffic()
-    def _send_uncompressed(self, timer: ExchangeTimer, way: _Direction, x: Tensor) -> Tensor:
+    def _send_uncompressed(self, way: _Direction, x: Tensor) -> Tensor:
         """Exchange rows as they are."""
         blocks = x.split([sum(rows) for rows in way.sent_rows])
         counts = [sum(rows) for rows in way.received_rows]
         received = x.new_empty((sum(counts), *x.shape[1:]))
-        timer.lap()
-        dist.all_to_all_single(
-            received,
-            x.contiguous(),
-            output_split_sizes=counts,
-            input_split_sizes=[len(block) for block in blocks],
-            group=self._transport.peers.group,
-        )
-        timer.lap()
+        leaving, group = [len(block) for block in blocks], self._transport.peers.group
+        with way.record.timed("exchange"):
+            dist.all_to_all_single(received, x.contiguous(), counts, leaving, group=group)
         numel = sum(blocks[r].numel() for r in self._peers)
-        self._record(timer, way, blocks, dense=numel, sent_bytes=numel * received.element_size())
+        way.record.sent_bytes = numel * received.element_size()
+        self._record(way, blocks, dense=numel)
         return received
 
     def _record(
-        self,
-        timer: ExchangeTimer,
-        way: _Direction,
-        blocks: Sequence[Tensor],
-        *,
-        dense: int,
-        kept: int | None = None,
-        sent_bytes: int | None = None,
+        self, way: _Direction, blocks: Sequence[Tensor], *, dense: int, kept: int | None = None
     ) -> None:
         """Record one direction.
 
         Args:
             dense: Entries that cross to peers without the plugin.
             kept: Entries of ``blocks`` that cross; None: all.
-            sent_bytes: None: what the transport has sent.
         """
-        timer.lap()
-        owner = self._owner
+        owner, record = self._owner, way.record
         if owner.metrics is None or not dense:
             return
         itemsize = blocks[0].element_size()
         numel = sum(blocks[r].numel() for r in self._peers)
         nnz = numel if kept is None else kept
         masked = nnz < numel
-        sent = timer.sent_bytes if sent_bytes is None else sent_bytes
-        cls = f"embedding_{way.name}"
         common: dict[str, Any] = {
             "numel": numel,
             "nnz": nnz,
             "target_density": 1.0 - owner.config.sparsity if masked else 1.0,
             "tau": float(owner.known_tau().mean()) if owner.tau.numel() else 0.0,
         }
-        owner.metrics.record(timer.record(cls, dense_bytes=dense * itemsize, sent_bytes=sent, **common))
-        layers = [("lossless", numel * itemsize)] if owner.config.deduplicate else []
-        layers += [("threshold", nnz * itemsize)] if masked else []
-        layers += [("bounded", 0)] if way.bounded else []
-        before = dense * itemsize
-        for number, (layer, after) in enumerate(layers):
-            # What the last layer leaves is what crosses, positions, headers and all.
-            after = sent if number == len(layers) - 1 else after
-            owner.metrics.record(Record(f"{cls}/{layer}", dense_bytes=before, sent_bytes=after, **common))
-            before = after
+        owner.metrics.record(replace(record, dense_bytes=dense * itemsize, **common))
+        layers = {"lossless": numel * itemsize} if owner.config.deduplicate else {}
+        layers |= {"threshold": nnz * itemsize} if masked else {}
+        layers |= {"bounded": 0} if way.bounded else {}
+        # What the last layer leaves is what crosses, positions, headers and all.
+        sizes = [dense * itemsize, *[*layers.values()][:-1], record.sent_bytes]
+        for layer, (before, after) in zip(layers, itertools.pairwise(sizes), strict=False):
+            owner.metrics.record(Record(f"{record.cls}/{layer}", before, after, **common))
 
 
 class _Direction(NamedTuple):
     """One direction of a round trip.
 
     Attributes:
-        name: ``forward`` or ``backward``.
+        record: Its record in the metrics.
         sent_rows, received_rows: Per rank, rows of each segment that goes there, and comes from there.
         bounded: Whether an error bound applies.
     """
 
-    name: str
+    record: Record
     sent_rows: list[list[int]]
     received_rows: list[list[int]]
     bounded: bool

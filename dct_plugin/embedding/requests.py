@@ -21,6 +21,7 @@ from ..compression.stream import backend_beside
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..errors import blamed
 from ..kernels.embedding import OutOfRange, distinct_rows
+from ..metrics import Record
 from ..transport.exchange import Exchange
 from .request_message import (
     MOST_BYTES,
@@ -33,7 +34,6 @@ from .request_message import (
     read_request,
     write_request,
 )
-from .timer import ExchangeTimer
 
 
 class BatchLookup(NamedTuple):
@@ -195,13 +195,13 @@ class RequestExchange:
         return not self._keeps_bags and len(torch.unique(bag.ids)) <= len(bag.lengths)
 
     def exchange(
-        self, categorical: Tensor | Sequence[Bags], transport: Exchange, timer: ExchangeTimer
+        self, categorical: Tensor | Sequence[Bags], transport: Exchange, record: Record
     ) -> tuple[BatchLookup, list[RowRequest]]:
         """Send the requests for ``categorical``; return them, and the requests of every rank to this one.
 
         Args:
             categorical: See :meth:`.tables.ShardedTables.forward`.
-            timer: With four phases: distinct rows found, requests written, sent, read.
+            record: Gets bytes and times of four phases: distinct rows found, requests written, sent, read.
 
         Raises:
             IndexError: An id is outside its table. The other ranks are told.
@@ -211,27 +211,25 @@ class RequestExchange:
         """
         device = transport.device
         with transport.preparing():  # peers learn of an error in the exchange they are waiting in
-            lookup = self.build(categorical)
-            timer.lap()
-            messages = [
-                NO_BYTES if owner == self.rank else write_request(request, first_rows, self._kernels)
-                for owner, (request, first_rows) in enumerate(
-                    zip(lookup.requests, self.first_rows, strict=True)
-                )
+            with record.timed("select"):
+                lookup = self.build(categorical)
+            with record.timed("encode"):
+                messages = [
+                    NO_BYTES if owner == self.rank else write_request(request, first_rows, self._kernels)
+                    for owner, (request, first_rows) in enumerate(
+                        zip(lookup.requests, self.first_rows, strict=True)
+                    )
+                ]
+                lookup = lookup.to(device)
+        fingerprint, bounds = zlib.crc32(f"{self.name}/ids".encode()), [MOST_BYTES] * transport.world_size
+        with record.timed("exchange"), transport.recorded(record):
+            on_device = [to_device(message, device) for message in messages]
+            received = transport.all_to_all(on_device, fingerprint, bounds=bounds)
+        with record.timed("decode"):
+            requests = [
+                lookup.requests[source] if source == self.rank else self.read(message, source)
+                for source, message in enumerate(received)
             ]
-            lookup = lookup.to(device)
-        timer.lap()
-        received = transport.all_to_all(
-            [to_device(message, device) for message in messages],
-            zlib.crc32(f"{self.name}/ids".encode()),
-            bounds=[MOST_BYTES] * transport.world_size,
-        )
-        timer.lap()
-        requests = [
-            lookup.requests[source] if source == self.rank else self.read(message, source)
-            for source, message in enumerate(received)
-        ]
-        timer.lap()
         return lookup, requests
 
     def read(self, message: Tensor, source: int) -> RowRequest:

@@ -10,6 +10,7 @@ rank, by autograd.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -22,12 +23,11 @@ from ..autograd import with_gradient
 from ..codecs.copies import to_device
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..kernels.embedding import add_rows
-from ..metrics import Metrics
+from ..metrics import Metrics, Record
 from .embedding_exchange import EmbeddingExchange, Route
 from .placement import Table, check_placement, draw_table, seed_of_tables
 from .request_message import Bags, RowRequest
 from .requests import BatchLookup, RequestExchange
-from .timer import ExchangeTimer
 
 Pooling = Literal["sum", "mean"]
 
@@ -171,11 +171,11 @@ class ShardedTables(nn.Module):
         """
         weight = self.shard.weight
         exchange = self.embedding_exchange.transport(self.group, weight.device)
-        timer = ExchangeTimer(exchange, ("select", "encode", "exchange", "decode"))
-        lookup, requests = self._requests.exchange(categorical, exchange, timer)
+        record = Record("embedding_ids")
+        lookup, requests = self._requests.exchange(categorical, exchange, record)
         if self.metrics is not None and self.world_size > 1:
             ids = self._requests.ids_to_peers(lookup)
-            self.metrics.record(timer.record("embedding_ids", dense_bytes=4 * ids, numel=ids, nnz=ids))
+            self.metrics.record(replace(record, dense_bytes=4 * ids, numel=ids, nnz=ids))
         route = Route(
             sent_tables=[[table for table, _ in request.segments] for request in requests],
             sent_rows=[request.counts for request in requests],

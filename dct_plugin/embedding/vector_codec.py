@@ -50,7 +50,7 @@ class VectorCodec:
     backend: Callable[[torch.device], Backend]
     bit_cost: int = _SLOWEST
 
-    def observe(self, nbytes: int, seconds: float) -> None:
+    def observe(self, nbytes: float, seconds: float) -> None:
         """Note how long an exchange took; the fastest of the last ones tells of the link."""
         if nbytes:
             measured = int(1e12 * seconds / (8 * nbytes))

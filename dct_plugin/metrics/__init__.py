@@ -72,7 +72,7 @@ class Record:
     intra_node: float = 0.0
 
     @contextmanager
-    def timed(self, what: Literal["exchange", "decode"]) -> Iterator[None]:
+    def timed(self, what: Literal["select", "encode", "exchange", "decode"]) -> Iterator[None]:
         """Add the time that the block takes. A profiler of torch shows it, as ``dct.exchange``."""
         began = time.perf_counter()
         with record_function(f"dct.{what}"):

@@ -170,17 +170,14 @@ class CompressedCollectives:
     def _recorded(self, cls: str, parts: Sequence[Tensor], encoded: Encoded) -> Iterator[None]:
         """Record the exchange of ``parts`` within the block."""
         others = [part for rank, part in enumerate(parts) if rank != self.rank]
-        before, waited = self.exchange.sent_bytes, self.exchange.waited_ms
         record = encoded.record(
             cls, dense_bytes=sum(part.numel() * part.element_size() for part in others), sent_bytes=0
         )
-        with record.timed("exchange"):
+        with record.timed("exchange"), self.exchange.recorded(record):
             yield
         # A tensor that goes to all ranks is encoded once and counted once per receiver.
         record.nnz = round(record.nnz * len(others) / max(len(encoded.stats), 1))
         record.numel = sum(part.numel() for part in others)
-        record.sent_bytes = self.exchange.sent_bytes - before
-        record.waited_ms = self.exchange.waited_ms - waited
         if self.metrics is not None:
             self.metrics.record(record)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import DesyncError
 from ..host_traffic import bytes_sent, own_traffic
+from ..metrics import Record
 from . import lost_ranks
 from .announced import AnnouncedMessages
 from .base import Transport
@@ -114,6 +115,14 @@ class Exchange:
     def waited_ms(self) -> float:
         """Milliseconds so far in which this rank's message was ready and another rank's was not."""
         return self._announced.waited_ms
+
+    @contextmanager
+    def recorded(self, record: Record) -> Iterator[None]:
+        """Add to a record what the block sends, and how long it waits."""
+        sent, waited = self.sent_bytes, self.waited_ms
+        yield
+        record.sent_bytes += self.sent_bytes - sent
+        record.waited_ms += self.waited_ms - waited
 
     # -- messages of sizes that only their senders know ------------------------------------------------------
 
