@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Sequence
-from ctypes import byref
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -114,10 +114,6 @@ class _Outgoing(ctypes.Structure):
     ]
 
 
-class _Encode(ctypes.Structure):
-    _fields_ = [*fields("P", "messages lengths bounds"), *fields("Q", "bit_cost rice_cost")]
-
-
 class _Incoming(ctypes.Structure):
     _fields_ = [
         *fields("P", "data out"),
@@ -127,14 +123,10 @@ class _Incoming(ctypes.Structure):
     ]
 
 
-class _Decode(ctypes.Structure):
-    _fields_ = fields("P", "messages lengths")
-
-
 _SIGNATURES = {
-    "dct_mean_squares": "PiP",
-    "dct_embedding_encode": "Pii",
-    "dct_embedding_decode": "Pii",
+    "dct_mean_squares": "PPiP",
+    "dct_embedding_encode": "PPPQQii",
+    "dct_embedding_decode": "PPii",
     "dct_distinct_rows": "PQQPPPPPPP",
     "dct_add_rows": "PPPQQ",
 }
@@ -169,10 +161,9 @@ def mean_squares(parts: Sequence[Outgoing]) -> list[FloatArray]:
     """Return the mean of the squares of every segment, float64 [segments] of each part, summed in fp32
     from first to last.
     """
-    call, _, kept = _call(parts, 0)
-    out = np.empty(sum(len(part.lengths) for part in parts))
-    _codes().call("dct_mean_squares", byref(call), len(parts), out)
-    del kept
+    lengths = _flat([part.lengths for part in parts])
+    out = np.empty(len(lengths))
+    _codes().call("dct_mean_squares", _messages(parts), lengths, len(parts), out)
     return np.split(out, np.cumsum([len(part.lengths) for part in parts])[:-1])
 
 
@@ -187,7 +178,7 @@ def encode(parts: Sequence[Outgoing], bit_cost: int, *, decoded: bool = False) -
     Raises:
         OSError: There are no compiled kernels.
     """
-    library, (call, messages, kept) = _codes(), _call(parts, bit_cost)
+    library, messages = _codes(), _messages(parts)
     bound = library.functions.dct_embedding_bound
     bound.argtypes, bound.restype = [ctypes.c_uint64] * 2, ctypes.c_int64
     results = []
@@ -200,8 +191,9 @@ def encode(parts: Sequence[Outgoing], bit_cost: int, *, decoded: bool = False) -
             result.message = torch.empty(bound(part.x.numel(), len(part.lengths)), dtype=torch.uint8)
             message.out = passed(result.message)
         results.append(result)
-    library.call("dct_embedding_encode", byref(call), len(parts), _threads(len(parts)))
-    del kept
+    lengths, bounds = _flat([part.lengths for part in parts]), _flat([part.bounds for part in parts])
+    numbers = bit_cost, RICE_COST, len(parts), _threads(len(parts))
+    library.call("dct_embedding_encode", messages, lengths, bounds, *numbers)
     for message, result in zip(messages, results, strict=True):
         result.finite = message.status == 0
         if result.message is not None:
@@ -226,16 +218,13 @@ def decode(
     """
     if not payloads:
         return []
-    messages = (_Incoming * len(payloads))()
-    first = 0
-    for message, payload, sizes, out in zip(messages, payloads, lengths, outs, strict=True):
-        message.data, message.nbytes = passed(payload), payload.numel()
-        message.out, message.numel = passed(out), out.numel()
-        message.first, message.segments = first, len(sizes)
-        first += len(sizes)
-    flat = _flat(lengths)
-    call = _Decode(ctypes.addressof(messages), passed(flat))
-    _codes().call("dct_embedding_decode", byref(call), len(payloads), _threads(len(payloads)))
+    count, firsts = len(payloads), itertools.accumulate(map(len, lengths), initial=0)
+    rows = [
+        _Incoming(passed(payload), passed(out), payload.numel(), out.numel(), first, len(sizes))
+        for payload, out, sizes, first in zip(payloads, outs, lengths, firsts, strict=False)
+    ]
+    messages = (_Incoming * count)(*rows)
+    _codes().call("dct_embedding_decode", messages, _flat(lengths), count, _threads(count))
     return [
         f"error-bounded payload {_FAULTS[m.status].format(found=m.found, numel=m.numel, segments=m.segments)}"
         if m.status in _FAULTS
@@ -244,17 +233,14 @@ def decode(
     ]
 
 
-def _call(parts: Sequence[Outgoing], bit_cost: int) -> tuple[_Encode, ctypes.Array[_Outgoing], object]:
-    """Return the argument, its messages, and the arrays that have to live until the call is over."""
-    messages = (_Outgoing * len(parts))()
-    first = 0
-    for message, part in zip(messages, parts, strict=True):
-        message.x, message.numel, message.kind = passed(part.x), part.x.numel(), part.kind
-        message.first, message.segments = first, len(part.lengths)
-        first += len(part.lengths)
-    lengths, bounds = _flat([part.lengths for part in parts]), _flat([part.bounds for part in parts])
-    where = ctypes.addressof(messages), passed(lengths), passed(bounds)
-    return _Encode(*where, bit_cost, RICE_COST), messages, (lengths, bounds)
+def _messages(parts: Sequence[Outgoing]) -> ctypes.Array[_Outgoing]:
+    """Return the messages of all parts, to be written."""
+    firsts = itertools.accumulate((len(part.lengths) for part in parts), initial=0)
+    rows = [
+        _Outgoing(passed(x), None, None, x.numel(), first, len(lengths), 0, kind)
+        for (x, lengths, _, _, kind), first in zip(parts, firsts, strict=False)
+    ]
+    return (_Outgoing * len(parts))(*rows)
 
 
 def _flat(parts: Sequence[npt.NDArray[np.generic]]) -> npt.NDArray[np.generic]:

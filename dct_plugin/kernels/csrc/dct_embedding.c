@@ -350,14 +350,14 @@ static void encode_message(const encode_t *a, outgoing_t *m) {
 }
 
 /* Mean of the squares of every segment as torch's segment_reduce finds it: a running fp32 sum. 0 for an empty one. */
-API int32_t dct_mean_squares(const encode_t *a, int32_t count, double *out) {
+API int32_t dct_mean_squares(const outgoing_t *messages, const int64_t *lengths, int32_t count, double *out) {
     for (int t = 0; t < count; t++) {
-        const outgoing_t *m = &a->messages[t];
+        const outgoing_t *m = &messages[t];
         const float *x = m->x;
         for (uint64_t s = m->first; s < m->first + m->segments; s++) {
             float sum = 0.0f;
-            for (int64_t i = 0; i < a->lengths[s]; i++, x++) sum += *x * *x;
-            out[s] = a->lengths[s] ? (double)(sum / (float)a->lengths[s]) : 0.0;
+            for (int64_t i = 0; i < lengths[s]; i++, x++) sum += *x * *x;
+            out[s] = lengths[s] ? (double)(sum / (float)lengths[s]) : 0.0;
         }
     }
     return OK;
@@ -373,10 +373,12 @@ API int64_t dct_embedding_bound(uint64_t numel, uint64_t segments) {
     return (int64_t)(EMBEDDING_HEADER + 8 * segments + 5 * numel + TAIL + 2);
 }
 
-API int32_t dct_embedding_encode(const encode_t *a, int32_t count, int32_t threads) {
-    parallel_for(count, threads, encode_one, (void *)(uintptr_t)a);
+API int32_t dct_embedding_encode(outgoing_t *messages, const int64_t *lengths, const double *bounds, uint64_t bit_cost,
+                                 uint64_t rice_cost, int32_t count, int32_t threads) {
+    encode_t a = {messages, lengths, bounds, bit_cost, rice_cost};
+    parallel_for(count, threads, encode_one, &a);
     for (int t = 0; t < count; t++)
-        if (a->messages[t].status == ERR_MEMORY) return ERR_MEMORY;
+        if (messages[t].status == ERR_MEMORY) return ERR_MEMORY;
     return OK;
 }
 
@@ -501,10 +503,11 @@ static void decode_one(void *arg, int t) {
 }
 
 /* Every message's status tells; a fault in one does not keep the others from being read. */
-API int32_t dct_embedding_decode(const decode_t *a, int32_t count, int32_t threads) {
-    parallel_for(count, threads, decode_one, (void *)(uintptr_t)a);
+API int32_t dct_embedding_decode(incoming_t *messages, const int64_t *lengths, int32_t count, int32_t threads) {
+    decode_t a = {messages, lengths};
+    parallel_for(count, threads, decode_one, &a);
     for (int t = 0; t < count; t++)
-        if (a->messages[t].status == ERR_MEMORY) return ERR_MEMORY;
+        if (messages[t].status == ERR_MEMORY) return ERR_MEMORY;
     return OK;
 }
 
