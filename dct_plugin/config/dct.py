@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from .data_parallel import DataParallelConfig
 from .embedding import EmbeddingChannelConfig
 from .model_parallel import ModelParallelConfig
-from .options import options, show
+from .options import show
 from .section import Section
 from .validation_errors import DEEPSPEED_KEYS, validated
 
@@ -143,22 +143,10 @@ class DCTConfig(Section):
             base[name] = {key: base[name][key] for key in written.model_fields_set}
         return validated(type(self), _merged(base, changes), SECTION)
 
-    def canonical_json(self) -> str:
-        """Return the section with every default written out and keys sorted.
-
-        Equal configurations give equal text.
-        """
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-
     def fingerprint(self) -> str:
-        """Return a short hash of :meth:`canonical_json` (12 hexadecimal digits)."""
-        return hashlib.sha256(self.canonical_json().encode()).hexdigest()[:12]
-
-    def differences(self, other: DCTConfig) -> list[str]:
-        """Return every key in which the two differ, as ``dct.data_parallel.sparsity: 0.99 != 0.9``."""
-        mine, theirs = ({option.path: option.value for option in options(each)} for each in (self, other))
-        paths = [path for path in mine | theirs if mine.get(path) != theirs.get(path)]
-        return [f"{path}: {show(mine.get(path))} != {show(theirs.get(path))}" for path in paths]
+        """Return a short hash of the section with all defaults (12 hexadecimal digits)."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 #: Bytes of a configuration; a longer file is another one, taken by mistake.

@@ -81,9 +81,7 @@ class ParameterUpdates(StreamGroup):
             from .nodes.updates import UpdatesBetweenNodes
 
             node = NodeRanks(self.nodes, self.device, config.min_numel, self.metrics)
-            self._between_nodes = UpdatesBetweenNodes(
-                node, self.layout, self.rank, pending=config.feedback.looks_ahead and not self.exact
-            )
+            self._between_nodes = UpdatesBetweenNodes(node, self.layout)
         self._value_dtype = ValueDtype.parse(self.config.value_dtype)
         self._cls = EXACT_CLASS if self.exact else "parameter"
         self._exchanges = PendingExchanges(self, self._cls)
@@ -153,17 +151,14 @@ class ParameterUpdates(StreamGroup):
             self._exchanges.complete(exchange)
         self._exchanges.finish()
         if between is not None:
-            between.gather(entries, self._phase.pending_of)
+            between.gather(entries)
 
     def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
         """Return this rank's shard of a name, and what its working weights lack there (fp32), to be read
-        before the next call or update. None if nothing is pending.
-
-        With nodes it is what the owners in the node know of this rank's part, as a shard of that part.
+        before the next call or update. None if nothing is pending, or with nodes: a rank's own shard is
+        no part of what it displaces.
         """
-        if self._between_nodes is not None:
-            return self._between_nodes.pending.get(name)
-        return self._phase.pending_of(name)
+        return None if self._between_nodes is not None else self._phase.pending_of(name)
 
     def end_step(self, *, skipped: bool = False, loss_scale: float | None = None) -> None:
         """An optimizer step is over; one that was skipped has updated nothing."""
@@ -172,8 +167,6 @@ class ParameterUpdates(StreamGroup):
     def forget(self) -> None:
         """The host has brought working weights to the masters: nothing is pending."""
         self._phase.forget()
-        if self._between_nodes is not None:
-            self._between_nodes.pending.clear()
 
     # -- state ---
 
