@@ -185,7 +185,7 @@ def test_a_second_attachment_under_ddp() -> None:
             assert result["same weights"], script
             assert none == after < one, script
             assert two <= one, script
-            assert result["steps"] == (6, 4)
+            assert result["steps"] == (6, 5)  # the last one brings what was owed
         assert torch.equal(first["weights"], second["weights"]), script
 
 
@@ -266,7 +266,8 @@ def _everything(rank: int, world_size: int) -> list[tuple[str, Any, Any]]:
                 training.step(rank, passes=2)
                 assert training.found() != before
                 getattr(state, ends)()
-                training.step(rank)
+                for _ in range(2 if ends == "detach" else 1):  # the next pass removes the hooks
+                    training.step(rank)
                 after = training.found()
                 differ += [
                     (f"{scaler} {feedback} {ends} {k}", v, after[k])

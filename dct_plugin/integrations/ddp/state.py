@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import weakref
@@ -15,13 +14,11 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_plugin import checkpoint
 from dct_plugin.compression.stream import fresh_state
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.config.data_parallel import refuse
-from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.step_units import ParameterGroups, units_of_all
+from dct_plugin.data_parallel.step_units import units_of_all
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import counted_by
 from dct_plugin.metrics import Metrics
@@ -30,12 +27,12 @@ from dct_plugin.transport.nodes import Nodes, layout_of
 
 from ..host import attachments, lost_peers, startup
 from ..host.checkpoint import FRESH, ReducerFiles, mean_residuals
+from ..host.optimizer_attachment import OptimizerAttachment
 from ..host.overlap import Overlap
-from ..host.replica_checksums import ReplicaChecksums
 from ..host.reporting import Reporting
-from ..host.settings import check_parameters, optimizers_of, resolve_settings
+from ..host.settings import optimizers_of, resolve_settings
 from ..host.startup import nodes_of
-from ..host.steps import FrozenParameters, OptimizerSteps, PoisonedSteps, StepHooks
+from ..host.steps import FrozenParameters
 from .backward import BucketReductions
 from .parameters import ParameterNames, as_real
 
@@ -51,7 +48,7 @@ _PYTHON_REDUCER = (
 _HINT = "its model has no dct_hook (register_comm_hook), or it is far behind"
 
 
-class DCTState:
+class DCTState(OptimizerAttachment):
     """State of :func:`dct_hook`: the reducer, and the stream of each parameter.
 
     Streams belong to parameters, so residuals survive the bucket rebuild after DDP's first step.
@@ -95,37 +92,26 @@ class DCTState:
     ) -> None:
         if isinstance(config, DataParallelConfig):
             config = DCTConfig(data_parallel=config)
-        self.config = DCTConfig.given(config, rank=dist.get_rank() if dist.is_initialized() else None)
-        if self.config.data_parallel.parameters is not None:
+        given = DCTConfig.given(config, rank=dist.get_rank() if dist.is_initialized() else None)
+        if given.data_parallel.parameters is not None:
             raise refuse("torch DistributedDataParallel")
-        self.process_group, self.time_limit = process_group, time_limit
         self.parameters = ParameterNames(named_parameters)
-        self._optimizers = optimizers_of(optimizer, "DCTState")
+        gradients = self.parameters.gradients
+        super().__init__(given, optimizer, scaler, gradients, call="DCTState", sharded=False)
+        self.process_group, self.time_limit = process_group, time_limit
         self.fallback_hook: Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None = None
         """Reduces buckets in place of this state, once it is closed."""
         self._total_steps = total_steps
         self._note: str | None = None
         """The line that rank 0 logs about the settings, once they are resolved for the optimizer."""
-        poisoned = PoisonedSteps(self.config.data_parallel, self.parameters.gradients, agree=False)
-        self.steps = StepHooks([])
-        self._optimizer_steps = OptimizerSteps(
-            self.steps,
-            lambda: [] if self._reducer is None else [self._reducer],
-            scaler,
-            poisoned,
-            sharded=False,
-        )
         self._optimizer_steps.follow(self._optimizers)
         self._buckets = BucketReductions(self.parameters, self._optimizer_steps, self._agree)
+        self.ends.callback(self._buckets.next_pass.unwatch)
         self._loaded = FRESH
         self._topic = "ddp"
         self._reducer: GradientReducer | None = None
         self._ahead: StepAhead | None = None
         self._model: weakref.ref[DistributedDataParallel] | None = None
-        self.ends = contextlib.ExitStack()
-        """Takes off all that was put on the model, its optimizer and the process."""
-        for end in (self._optimizer_steps.close, self._buckets.next_pass.unwatch):
-            self.ends.callback(end)
 
     @functools.cached_property
     def metrics(self) -> Metrics:
@@ -158,16 +144,15 @@ class DCTState:
         self.ends.callback(attachments.note(model.module, self))
         self.parameters.add(model.module.named_parameters())
         self._resolve()
-        check_parameters(
-            self._optimizers,
+        warns = not dist.is_initialized() or dist.get_rank(self.process_group) == 0
+        self._check_optimizers(
             model.module,
             {n: p for n, p in model.module.named_parameters() if n not in model.parameters_to_ignore},
             call="dct_plugin.attach",
             remedy="make it from model.parameters()",
-            sparsity=self.config.data_parallel.sparsity,
-            warns=not dist.is_initialized() or dist.get_rank(self.process_group) == 0,
+            warns=warns,
         )
-        if not dist.is_initialized() or dist.get_rank(self.process_group) == 0:
+        if warns:
             self.steps.frozen = FrozenParameters(
                 model.module.named_parameters(),
                 "torch DDP does not reduce their gradients, and the ranks drift apart; make "
@@ -186,40 +171,16 @@ class DCTState:
         finalizer = weakref.finalize(model, self.close)
         finalizer.atexit = False
         self.ends.callback(finalizer.detach)
+        self._before_forward(model.module, self.close_if_done)
         self._buckets.next_pass.watch(model.module)
         if self._optimizers and self.config.data_parallel.feedback.looks_ahead and self._ahead is None:
             self.step_ahead(model, self._optimizers)
         return self
 
-    def detach(self) -> None:
-        """Let DDP exchange gradients after the next step, which sends all residuals.
-
-        Call it on every rank, between two steps. Then all hooks are removed, and rank 0 prints the summary.
-
-        Raises:
-            DCTError: See :meth:`close`.
-        """
-        own = self.state_dict()["reducer"]
-        streams = checkpoint.reshard([{"state": own, "unit": 1.0}])["streams"]
-        self.close()
-        self.fallback_hook = DenseAverages(
-            {name: each["residual"] for name, each in streams.items()}, self.parameters, self.process_group
-        )
-        if dist.get_rank(self.process_group) == 0:
-            logger.warning(
-                "dct: switched off after %d steps; the next step brings what was owed", own["step"]
-            )
-
     def close(self) -> None:
-        """Remove all hooks from the model and its optimizer, and print the summary. Unsent entries are lost;
-        see :meth:`detach`.
-
-        Raises:
-            DCTError: A parameter was written while it held displaced weights; the write is undone.
-        """
         if self.fallback_hook is None:
-            self.fallback_hook = DenseAverages({}, self.parameters, self.process_group)
-        self.ends.close()
+            self.fallback_hook = functools.partial(default_hooks.allreduce_hook, self.process_group)  # type: ignore[arg-type]
+        super().close()
 
     def step_ahead(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -250,20 +211,9 @@ class DCTState:
     def reducer(self, device: torch.device) -> GradientReducer:
         """Return the reducer; the first call makes it for gradients on ``device``."""
         if self._reducer is None:
-            self._reducer = GradientReducer(
-                self.config.data_parallel,
-                self._nodes() or self.process_group,
-                metrics=self.metrics,
-                device=device,
-                kernels=self.config.kernels,
-                transactional=self._optimizer_steps.scaler is not None,
-                optimizer=ParameterGroups(self._optimizers),
+            self._reducer = self._make_reducer(
+                self.process_group, self._nodes(), device, self.metrics, self._replicated
             )
-            self.steps.members, self.steps.metrics = [self._reducer], self.metrics
-
-            self.steps.replicas = [
-                ReplicaChecksums(self.config.data_parallel, self._replicated, self.process_group)
-            ]
             self.load_state_dict({"reducer": self._loaded})
         return self._reducer
 
@@ -440,6 +390,7 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
             "model under FSDP, dct_plugin.attach(model, optimizer, section) says what there is. "
             f"{_PYTHON_REDUCER}"
         )
+    state.close_if_done()
     if state.fallback_hook is not None:
         return state.fallback_hook(bucket)
     is_dense = bucket.buffer().layout is torch.strided
@@ -448,29 +399,6 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
 
 # DDP checks the annotations of a hook as objects, not as the strings they are in this file.
 dct_hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})
-
-
-class DenseAverages:
-    """DDP's own averages; the first ones contain the residuals.
-
-    Args:
-        residuals: This rank's residuals by parameter, 1-D, to be averaged with its gradients; may be empty.
-        names: The names of the parameters.
-        group: The group that DDP averages over.
-    """
-
-    def __init__(
-        self, residuals: Mapping[str, Tensor], names: ParameterNames, group: dist.ProcessGroup | None
-    ) -> None:
-        self._residuals, self._names, self._group = dict(residuals), names, group
-
-    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        if self._residuals and not bucket.buffer().is_sparse:
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                residual = self._residuals.pop(self._names.name_of(parameter), None)
-                if residual is not None:
-                    gradient.view(-1).add_(residual.to(gradient))
-        return default_hooks.allreduce_hook(self._group, bucket)  # type: ignore[arg-type]
 
 
 class AveragedResiduals:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,10 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.module_hooks import ModuleHook
-from dct_plugin.data_parallel.step_units import ParameterGroups, StepUnit, units_of_all
+from dct_plugin.data_parallel.step_units import StepUnit, units_of_all
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training
@@ -26,10 +23,9 @@ from dct_plugin.transport import lost_ranks
 
 from ..host import attachments, lost_peers, startup
 from ..host.measured_job import SECTION, VARIABLE
-from ..host.replica_checksums import ReplicaChecksums
+from ..host.optimizer_attachment import OptimizerAttachment
 from ..host.reporting import Reporting
-from ..host.settings import check_parameters, optimizers_of, resolve_settings
-from ..host.steps import OptimizerSteps, PoisonedSteps, StepHooks
+from ..host.settings import refuse_unserved, resolve_settings
 from . import saved_residuals
 from .parameter_groups import (
     GatheredShard,
@@ -54,7 +50,7 @@ def is_compressed(model: nn.Module) -> bool:
     return any(isinstance(mesh.replicate_process_group, ReplicaGroup) for mesh in meshes)
 
 
-class ReplicaCompression:
+class ReplicaCompression(OptimizerAttachment):
     """Exchange of thresholded gradients between the replicas of an FSDP2 model, in place of FSDP's
     all-reduce.
 
@@ -95,13 +91,11 @@ class ReplicaCompression:
         check_torch()
         if VARIABLE in os.environ:  # the job is measured by `dct advise`
             config = SECTION
+        noted = attachments.note(model, self)
         written = DCTConfig.given(config, rank=dist.get_rank())
-        self._optimizers = optimizers_of(optimizer, "compress_replicas")
+        super().__init__(written, optimizer, scaler, self._gradients, call="compress_replicas", sharded=True)
+        self.ends.callback(noted)
         self._model, self._time_limit = model, time_limit
-        self.ends = contextlib.ExitStack()
-        """Takes off all that was put on the model, its optimizer and the process."""
-        self.ends.callback(attachments.note(model, self))
-        self._leaves = False
         groups = replicated_groups(model)
         self._unsharded = unsharded_parameters(model)
         replicas = groups[0][0].mesh_info.replicate_process_group.size()
@@ -112,27 +106,17 @@ class ReplicaCompression:
         )
         self.config, self._note = resolve_settings(written, self._optimizers, training)
         _check_settings(self.config, has_optimizer=bool(self._optimizers))
-        check_parameters(
-            self._optimizers,
+        self._check_optimizers(
             model,
             {each.name: each.sharded for _, parameters in groups for each in parameters},
             call="compress_replicas",
             remedy="make it after fully_shard, which replaces the parameters",
-            sparsity=self.config.data_parallel.sparsity,
             warns=dist.get_rank() == 0,
         )
         if metrics is None:
             metrics = Metrics(self.config.metrics, rank=dist.get_rank(), world_size=replicas)
             self.ends.callback(Reporting(metrics).finish)
-        self.metrics, self.steps = metrics, StepHooks([], metrics, rank=dist.get_rank())
-        self._reducers: dict[tuple[int, ...], GradientReducer] = {}
-        self._optimizer_steps = OptimizerSteps(
-            self.steps,
-            self._reducers.values,
-            scaler,
-            PoisonedSteps(self.config.data_parallel, self._gradients, agree=True),
-            sharded=True,
-        )
+        self.metrics = metrics
         self._agreed: set[GradientReducer] = set()
         self._reduced: set[GradientReducer] = set()
         """Reducers that have reduced gradients of this step."""
@@ -141,16 +125,14 @@ class ReplicaCompression:
         _seam().enter()
         self.ends.callback(_seam().leave)
         self.groups = [self._connect(group, parameters) for group, parameters in groups]
-        self.steps.members = list(self._reducers.values())
-        self._before_forward(_refuse_compiled_autograd)
-        self._before_forward(self._close_if_done)
+        self._before_forward(model, _refuse_compiled_autograd)
+        self._before_forward(model, self.close_if_done)
         if self.config.data_parallel.feedback.looks_ahead:
             self._step_ahead()
         self._optimizer_steps.follow(self._optimizers)
         # Whether a scaler skipped the last step is known at the next pass, without waiting for a device; and
         # to be known before weights are displaced.
-        self._before_forward(self._optimizer_steps.end_due)
-        self.ends.callback(self._optimizer_steps.close)
+        self._before_forward(model, self._optimizer_steps.end_due)
         self.ends.callback(lost_peers.watch(self, lambda compression: compression.steps.step))
 
     @property
@@ -165,7 +147,7 @@ class ReplicaCompression:
         replicas = group.mesh_info.replicate_process_group
         ranks = tuple(dist.get_process_group_ranks(replicas))
         if ranks not in self._reducers:
-            self._reducers[ranks] = self._make_reducer(replicas, group.device)
+            self._make_reducer(replicas, None, group.device, self.metrics, lambda: self._replicated(ranks))
         own = ReplicaGroup(replicas, parameters, self._reducers[ranks], self._before_exchange)
         # FSDP's modules share these objects, and each parameter group needs its own.
         self.ends.callback(setattr, group, "mesh_info", group.mesh_info)
@@ -173,33 +155,12 @@ class ReplicaCompression:
         group.mesh_info.replicate_process_group = own
         return own
 
-    def _make_reducer(self, replicas: dist.ProcessGroup, device: torch.device) -> GradientReducer:
-        settings = self.config.data_parallel
-        reducer = GradientReducer(
-            settings,
-            replicas,
-            metrics=self.metrics,
-            device=device,
-            kernels=self.config.kernels,
-            transactional=self._optimizer_steps.scaler is not None,
-            optimizer=ParameterGroups(self._optimizers),
-        )
-
-        def weights() -> list[tuple[str, Tensor]]:
-            own = [each for group in self.groups if group.reducer is reducer for each in group.parameters]
-            sharded = [(each.name, each.local()) for each in own if each.shape.numel()]
-            return sharded + [(name, each.detach()) for name, each in self._unsharded if each.requires_grad]
-
-        self.steps.replicas.append(ReplicaChecksums(settings, weights, replicas))
-        return reducer
-
-    def _before_forward(self, function: Callable[[], None]) -> None:
-        hook = ModuleHook(lambda *_: function(), self._model)
-        self.ends.callback(self._model.register_forward_pre_hook(hook, prepend=True).remove)
-
-    def _close_if_done(self) -> None:
-        if self._leaves and all(reducer.flushed for reducer in self._reducers.values()):
-            self.close()
+    def _replicated(self, ranks: tuple[int, ...]) -> list[tuple[str, Tensor]]:
+        """Return the weights of which some ranks hold replicas."""
+        reducer = self._reducers[ranks]
+        own = [each for group in self.groups if group.reducer is reducer for each in group.parameters]
+        sharded = [(each.name, each.local()) for each in own if each.shape.numel()]
+        return sharded + [(name, each.detach()) for name, each in self._unsharded if each.requires_grad]
 
     def _step_ahead(self) -> None:
         """Displace the shards that FSDP gathers in training passes."""
@@ -219,24 +180,7 @@ class ReplicaCompression:
             self.ends.callback(ahead.detach)
         # FSDP reads the parameters anew in its first forward pass: it has to do so before they are displaced.
         root: Any = next(m for m in self._model.modules() if hasattr(m, "_get_fsdp_state"))
-        self._before_forward(root._get_fsdp_state()._lazy_init)
-
-    def detach(self) -> None:
-        """Let FSDP exchange gradients after the next step, which sends all residuals. Call it on every rank,
-        between two steps.
-        """
-        self._optimizer_steps.end_or_reject()
-        self._leaves = True
-        for reducer in self._reducers.values():
-            reducer.flush()
-
-    def close(self) -> None:
-        """Remove all hooks from the model and its optimizer, and print the summary. Unsent entries are lost.
-
-        Raises:
-            DCTError: A parameter was written while it held displaced weights; the write is undone.
-        """
-        self.ends.close()
+        self._before_forward(self._model, root._get_fsdp_state()._lazy_init)
 
     # -- a backward pass ---
 
@@ -274,8 +218,6 @@ class ReplicaCompression:
                         f"rank {dist.get_rank()}: module {module} was passed to fully_shard after "
                         "compress_replicas; call compress_replicas after the last fully_shard"
                     )
-            if group.averages:
-                group.check_average()
         facts = {"optimizer steps so far": group.reducer.step, "optimizer given": bool(self._optimizers)}
         agreement.confirm(startup.facts_of(self.config, facts))
         if dist.get_rank() == 0 and not self._agreed:
@@ -373,13 +315,8 @@ def _check_settings(config: DCTConfig, *, has_optimizer: bool) -> None:
     settings = config.data_parallel
     if not (config.enabled and settings.enabled):
         raise ConfigError("dct.data_parallel is switched off (enabled = false): leave compress_replicas out")
-    if settings.nodes not in ("auto", 1):
-        raise ConfigError(
-            f"dct.data_parallel.nodes = {settings.nodes}: under FSDP the replicas of the mesh are the nodes; "
-            "leave it out"
-        )
-    if settings.parameters is not None:
-        raise refuse("torch FSDP2", "FSDP gathers the weights inside a replica")
+    why = "under FSDP2 the replicas of the mesh are the nodes, inside which FSDP gathers the weights"
+    refuse_unserved(config, why, ("feedback", "verify", "quality", "adaptive", "nonfinite_action"))
     for key, needed in (
         ("feedback = 'step_ahead'", settings.feedback.looks_ahead),
         ("nonfinite_action = 'skip'", settings.nonfinite_action == "skip"),

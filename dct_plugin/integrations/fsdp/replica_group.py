@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -112,25 +111,6 @@ class ReplicaGroup(dist.ProcessGroup):
             or getattr(each.sharded, "_post_accumulate_grad_hooks", None)
             for each in self.expected
         )
-
-    def check_average(self) -> None:
-        """Check that the shards' backend averages: gloo of some versions sums; a collective of the shards.
-
-        Raises:
-            ConfigError: It does not.
-        """
-        shards = getattr(self.parameters[0].group.mesh_info, "shard_process_group", None)
-        if shards is None or shards.size() == 1 or dist.get_backend(shards) != "gloo":
-            return
-        result = torch.empty(1)
-        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        reduce_scatter(result, torch.ones(shards.size()), dist.ReduceOp.AVG, shards)
-        if result.item() != 1.0:
-            raise ConfigError(
-                f"rank {dist.get_rank()}: gloo of torch {torch.__version__} sums where FSDP asks for the "
-                "average of the shards; call set_force_sum_reduction_for_comms(True) on every module of "
-                "FSDP's"
-            )
 
     @property
     def unit(self) -> float:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.console import listed, logger
 from dct_plugin.data_parallel.step_units import StepUnit, unwrapped
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy import Training, resolve
@@ -38,44 +36,6 @@ def optimizers_of(given: Any, call: str) -> list[torch.optim.Optimizer]:
                 "an optimizer, a list of optimizers, or None"
             )
     return [unwrapped(each) for each in several]
-
-
-def check_parameters(
-    optimizers: Sequence[torch.optim.Optimizer],
-    model: torch.nn.Module,
-    compressed: Mapping[str, Tensor],
-    *,
-    call: str,
-    remedy: str,
-    sparsity: float,
-    warns: bool,
-) -> None:
-    """Check that each optimizer is one of the model's, and warn about parameters that are in none of them.
-
-    Args:
-        compressed: The parameters by name whose gradients are thresholded.
-        call, remedy: The call that the optimizers were passed to, and what to do about a wrong one.
-        sparsity: That of the gradients.
-        warns: Whether this rank warns.
-
-    Raises:
-        ConfigError: An optimizer has no parameter of the model.
-    """
-    own = {id(parameter) for parameter in model.parameters()}
-    told: set[int] = set()
-    for number, optimizer in enumerate(optimizers, 1):
-        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not parameters & own:
-            which = f"{type(optimizer).__name__}, {number} of {len(optimizers)}"
-            raise ConfigError(f"{call}: the optimizer ({which}) has no parameter of the model; {remedy}")
-        told |= parameters
-    without_optimizer = [name for name, p in compressed.items() if p.requires_grad and id(p) not in told]
-    if optimizers and without_optimizer and warns:
-        logger.warning(
-            f"dct: {len(without_optimizer)} parameters are in none of the optimizers that were passed, and "
-            f"get local error feedback at sparsity {sparsity:g}: {listed(without_optimizer)}; pass all "
-            "optimizers in a list"
-        )
 
 
 def refuse_unserved(config: DCTConfig, why: str, served: Collection[str] = ()) -> None:

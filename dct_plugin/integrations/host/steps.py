@@ -225,7 +225,7 @@ class OptimizerSteps:
 
     Args:
         steps: Ended with each optimizer step.
-        reducers: Returns the reducers of the gradients.
+        reducers: The reducers of the gradients; more may be added.
         scaler: The gradient scaler. A step ends when the next pass begins: until then it is not known
             whether it was skipped.
         poisoned: Decides which steps are skipped; a scaler does so itself.
@@ -236,7 +236,7 @@ class OptimizerSteps:
     def __init__(
         self,
         steps: StepHooks,
-        reducers: Callable[[], Iterable[GradientReducer]],
+        reducers: Collection[GradientReducer],
         scaler: torch.amp.GradScaler | None,
         poisoned: PoisonedSteps,
         *,
@@ -342,7 +342,7 @@ class OptimizerSteps:
             else:
                 self._report_rejected()
                 self.forget()
-                for reducer in self._reducers():
+                for reducer in self._reducers:
                     reducer.reject_step()
 
     def end(self, *, skipped: bool = False, alone: bool = False) -> None:
@@ -413,7 +413,7 @@ class OptimizerSteps:
 
     def _report_rejected(self) -> None:
         self._rejected += 1
-        rank = dist.get_rank() if self._sharded else next(iter(self._reducers())).group_rank
+        rank = dist.get_rank() if self._sharded else next(iter(self._reducers)).group_rank
         if rank or self._rejected & (self._rejected - 1):
             return
         what = f"dct: step {self.steps.step}: its gradients were cleared without optimizer.step()"
