@@ -136,7 +136,6 @@ WARNED: dict[str, tuple[Any, str]] = {
     ),
     "stage 3": ({**zero(3), "optimizer": {"type": "Adam"}}, "at sparsity 0.9 instead of 0.99"),
     "Lion": (job({}, optimizer={"type": "Lion"}), "the step of Lion is not known: local error feedback"),
-    "fp16": (job({}, fp16={"enabled": True}), "divides gradients by the loss scale in fp16 at ZeRO stage 0"),
     "density": (
         job(gradients(sparsity=0.01)),
         "dct.data_parallel.sparsity = 0.01 sends 99 % of the entries; did you mean 0.99?",

@@ -203,22 +203,24 @@ def test_a_changed_signature_is_refused(support: Any, monkeypatch: pytest.Monkey
     )
 
 
-def test_missing_attributes_are_all_named(support: Any) -> None:
+@pytest.mark.parametrize("owner", ["engine", "optimizer"])
+def test_a_missing_attribute_is_named(support: Any, owner: str) -> None:
     from dct_plugin import VersionError
-    from dct_plugin.integrations.deepspeed.zero import ZeroPath
 
-    class Raising:
-        def __getattr__(self, name: str) -> Any:  # as a user's model may, which DeepSpeed's engine asks
-            raise KeyError(name)
+    class Engine:
+        def __init__(self, **attributes: Any) -> None:
+            vars(self).update(attributes)
 
-    engine, optimizer = Raising(), Raising()
-    vars(optimizer).update(dict.fromkeys(set(ZeroPath.attributes) - {"flatten"}))
-    vars(engine).update(dict.fromkeys(set(support.ENGINE_ATTRIBUTES) - {"monitor", "device"}))
-    vars(engine)["optimizer"] = optimizer
-    with pytest.raises(VersionError) as caught:
-        support.job_of(engine, ZeroPath)
+        def __getattr__(self, name: str) -> Any:  # as DeepSpeed's engine, which asks the user's model
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    engine = Engine(optimizer=Engine())
+    with pytest.raises(VersionError) as caught, support.supported(engine):
+        _ = engine.monitor if owner == "engine" else engine.optimizer.monitor
     first, *missing, supported, remedy = str(caught.value).splitlines()
     assert first.endswith(" lacks what dct-plugin reads")
-    assert missing == ["  engine.monitor", "  engine.device", "  optimizer.flatten"]
+    assert missing == [f"  {owner}.monitor"]
+    with pytest.raises(AttributeError, match="'int' object"), support.supported(engine):
+        _ = (1).monitor  # type: ignore[attr-defined]
     assert supported.startswith("  supported: 0.19.0 up to, not including, 0.20.0 (tested: 0.19.0")
     assert remedy.startswith("  what to do: install a supported DeepSpeed")

@@ -28,13 +28,13 @@ from ..host.reporting import Reporting
 from ..host.settings import resolve_settings, steps_of
 from ..host.steps import FrozenParameters, PoisonedSteps, StepHooks
 from .checkpointing import CheckpointFiles, warn_of_dropped_residuals
-from .engine import EngineContext, EnginePart, check_version, has_optimizer, is_pipeline, job_of, tied_weights
+from .engine import EngineContext, EnginePart, has_optimizer, is_pipeline, job_of, supported, tied_weights
 from .moe import ExpertPath
 from .node_copies import DisplacedCopies, NodeCopies
 from .parser import keys_read
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
-from .rules import advice, require, training_facts, unread_keys, with_job_defaults
+from .rules import require, training_facts, unread_keys, with_job_defaults
 from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
 from .stage0 import Bf16Path, Stage0Path
 from .weight_updates import UpdatedWeights, WeightUpdates
@@ -362,7 +362,8 @@ def attach(engine: Any, section: Any) -> Attachment | None:
             agreement.abstain()
             warn_of_dropped_residuals(engine)
             return None
-        attachment, note = _prepared(engine, config)
+        with supported(engine):
+            attachment, note = _prepared(engine, config)
     path, applied = ("none", config) if attachment is None else (attachment.description, attachment.config)
     agreement.confirm(
         startup.facts_of(applied, {"version of deepspeed": deepspeed.__version__, "gradient path": path})
@@ -388,7 +389,6 @@ def _prepared(engine: Any, config: DCTConfig) -> tuple[Attachment | None, str]:
     Raises:
         ConfigError, VersionError: See :func:`attach`.
     """
-    check_version(deepspeed.__version__)
     path, note = gradient_path_of(engine, config), ""
     job = job_of(engine, path)
     if path is not None and not job.exchanges_momentum:
@@ -397,10 +397,6 @@ def _prepared(engine: Any, config: DCTConfig) -> tuple[Attachment | None, str]:
         config, note = resolve_settings(config, engine.optimizer, training)
     require(job, config, rank=engine.global_rank)
     config = with_job_defaults(job, config)
-    if path is not None:
-        path.check(engine)
-    for activation in ACTIVATION_PATHS:
-        activation.check(engine, config)
     if path is None or not (config.data_parallel.enabled or activation_paths_of(engine, config)):
         return None, ""
     return Attachment(engine, config, path), note
@@ -418,5 +414,3 @@ def _report(engine: Any, attachment: Attachment, note: str) -> None:
         )
     if unknown := unread_keys(configuration_of(engine) or {}, keys_read()):
         logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(unknown))
-    for sentence in advice(job_of(engine)):
-        logger.warning("dct: %s", sentence)

@@ -7,7 +7,8 @@ would train on without the plugin, or wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,18 +94,6 @@ ENGINE_TARGETS = targets_of(
     bfloat16_enabled="",
 )
 
-#: What is read of every engine, and of those of pipelines.
-ENGINE_ATTRIBUTES = (
-    "optimizer", "module", "monitor", "device", "global_rank", "global_steps", "gradient_average",
-    "communication_data_type", "postscale_gradients", "gradient_predivide_factor", "has_moe_layers",
-    "seq_data_parallel_group", "expert_data_parallel_group", "lr_scheduler", "checkpoint_engine",
-    "_config",
-)  # fmt: skip
-PIPELINE_ATTRIBUTES = (
-    "_INSTRUCTION_MAP", "pipe_buffers", "pipe_recv_buf", "grid", "stage_id", "num_stages",
-    "has_attention_mask", "has_bool_tensors",
-)  # fmt: skip
-
 #: Wrappers of engines without an optimizer.
 _NO_OPTIMIZER = ("DummyOptim", "DeepSpeedZeRoOffload")
 
@@ -129,32 +118,27 @@ def check_version(version: str) -> None:
     require_targets(ENGINE_TARGETS)
 
 
-def require_attributes(engine: Any, path: Any) -> None:
-    """Stop unless an engine and its optimizer have the attributes that are read.
-
-    Args:
-        engine: DeepSpeed's engine.
-        path: The class of its gradient path; None if it has none.
+@contextlib.contextmanager
+def supported(engine: Any) -> Iterator[None]:
+    """Check DeepSpeed's version, and surround what reads attributes of an engine and its optimizer.
 
     Raises:
-        VersionError: Names every attribute that is missing.
+        VersionError: See :func:`check_version`; or names the attribute that is missing.
     """
-    read = [("engine", engine, ENGINE_ATTRIBUTES + (PIPELINE_ATTRIBUTES if is_pipeline(engine) else ()))]
-    if path is not None:
-        read.append(("optimizer", engine.optimizer, path.attributes))
-    missing = [f"{word}.{name}" for word, owner, names in read for name in names if not _has(owner, name)]
-    if missing:
-        found, faults = f"DeepSpeed {deepspeed.__version__}", "\n".join(missing)
-        raise unsupported(found, _SUPPORTED, _REMEDY, why="lacks what dct-plugin reads", faults=faults)
+    check_version(deepspeed.__version__)
+    try:
+        yield
+    except AttributeError as error:
+        for word, owner in ("engine", engine), ("optimizer", engine.__dict__.get("optimizer")):
+            if owner is not None and error.obj is owner:
+                found, faults = f"DeepSpeed {deepspeed.__version__}", f"{word}.{error.name}"
+                why = "lacks what dct-plugin reads"
+                raise unsupported(found, _SUPPORTED, _REMEDY, why=why, faults=faults) from error
+        raise
 
 
 def job_of(engine: Any, path: Any = None) -> Job:
-    """Return what :mod:`.rules` judges of an engine; ``path`` is the class of its gradient path.
-
-    Raises:
-        VersionError: Names all attributes that the engine or its optimizer lacks.
-    """
-    require_attributes(engine, path)
+    """Return what :mod:`.rules` judges of an engine; ``path`` is the class of its gradient path."""
     optimizer, slot = inner_optimizer(engine), gradient_path_of_optimizer(engine) is not None
     groups = getattr(optimizer, "param_groups", ())
     # As DeepSpeed has read them: its sections have older forms, too.
@@ -225,11 +209,3 @@ def _model_parallel(engine: Any) -> str:
         return ""
     in_stages = f" in {stages} pipeline stages" if stages > 1 else ""
     return f"a data-parallel group of {size} of {world_size} ranks{in_stages} (tensor or model parallelism)"
-
-
-def _has(owner: Any, name: str) -> bool:
-    try:
-        getattr(owner, name)
-    except Exception:  # an engine asks the user's model for what it lacks, which may raise anything
-        return False
-    return True

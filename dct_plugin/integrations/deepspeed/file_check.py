@@ -15,7 +15,7 @@ from dct_plugin.policy.optimizers import OptimizerFamily, unknown_step
 
 from ..host.versions import installed, parse
 from .parser import Answer
-from .rules import advice, refusals, training_facts, unread_keys, with_job_defaults, without_slot
+from .rules import refusals, training_facts, unread_keys, with_job_defaults, without_slot
 from .section import KEYS, READ_BY_PLUGIN, SECTION, Job, backend_name, misplaced_section
 
 #: Keys that a warning names; of more it says how many there are.
@@ -89,7 +89,6 @@ def _judge(content: Mapping[str, Any], report: FileReport) -> None:
     if report.config is not None and not job.exchanges_momentum:
         config = _resolved(job, config, report)
     report.faults += refusals(job, config)
-    report.warnings += [] if report.faults else advice(job)
     steps = content.get("gradient_accumulation_steps")
     if job.stage == 2 and isinstance(steps, int) and steps > 1 and config.data_parallel.enabled:
         report.notes.append(

@@ -43,23 +43,19 @@ class ExpertPath(ActivationPath):
     name = "experts"
 
     def __init__(self, context: EngineContext) -> None:
+        require_targets(_TARGETS)
         engine = context.engine
         self.config = context.config.model_parallel.experts
         self.metrics = context.metrics
         self.streams = ActivationStreams(_PREFIX, context.config.kernels, dist.get_rank)
         self._device = engine.device
         self._layers = {name: each for name, each in engine.module.named_modules() if _is_distributed(each)}
-        self._collectives: dict[tuple[int, bool], CompressedCollectives] = {}
+        self._collectives: dict[tuple[int, str], CompressedCollectives] = {}
 
     @classmethod
     def applies(cls, engine: Any, config: DCTConfig) -> bool:
         section = config.model_parallel.experts
         return section.compresses and any(map(_is_distributed, engine.module.modules()))
-
-    @classmethod
-    def check(cls, engine: Any, config: DCTConfig) -> None:
-        if engine.has_moe_layers and config.model_parallel.experts.compresses:
-            require_targets(_TARGETS)
 
     def describe(self) -> str:
         return self.config.summary
@@ -86,16 +82,12 @@ class ExpertPath(ActivationPath):
 
     def collectives(self, group: dist.ProcessGroup) -> CompressedCollectives:
         """Return the collectives of a group of ranks with different experts."""
-        training = self.streams.training
-        known = self._collectives.get((id(group), training))
-        if known is None:
-            known = self._collectives[id(group), training] = CompressedCollectives(
-                group,
-                device=self._device,
-                metrics=self.metrics,
-                cls="experts" if training else "experts_evaluation",
+        key = id(group), "experts" if self.streams.training else "experts_evaluation"
+        if key not in self._collectives:
+            self._collectives[key] = CompressedCollectives(
+                group, device=self._device, metrics=self.metrics, cls=key[1]
             )
-        return known
+        return self._collectives[key]
 
 
 class _SlotExchange:

@@ -31,7 +31,6 @@ class GradientPath(EnginePart, ABC):
 
     Attributes:
         targets: Functions of DeepSpeed that the path replaces or calls.
-        attributes: Attributes of DeepSpeed's optimizer that the path reads.
         weight_layout: Where DeepSpeed's optimizer keeps the weights that it gathers after a step; None where
             it gathers none.
         reducer_class: The class of reducer that the path needs.
@@ -41,10 +40,12 @@ class GradientPath(EnginePart, ABC):
         unit: Factor that DeepSpeed has multiplied into gradients before the path reduces them.
         reducer: Sums the gradients; holds residuals and thresholds.
         experts: The same for experts, by the name of their group; empty unless they are thresholded.
+
+    Raises:
+        VersionError: This DeepSpeed lacks what the path replaces or calls; names it.
     """
 
     targets: ClassVar[tuple[Target, ...]] = ()
-    attributes: ClassVar[tuple[str, ...]] = ()
     weight_layout: ClassVar[WeightLayout | None] = None
     reducer_class: ClassVar[type[GradientReducer]] = GradientReducer
     without_nodes: ClassVar[str] = ""
@@ -53,6 +54,7 @@ class GradientPath(EnginePart, ABC):
     unit = 1.0
 
     def __init__(self, context: EngineContext) -> None:
+        require_targets(self.targets)
         engine, config = context.engine, context.config
         self.engine, self.optimizer, self.steps = engine, engine.optimizer, context.steps
         self.metrics = context.metrics
@@ -105,15 +107,6 @@ class GradientPath(EnginePart, ABC):
     @abstractmethod
     def applies(cls, engine: Any, config: DCTConfig) -> bool:
         """Return whether this is the path for the engine's gradients."""
-
-    @classmethod
-    def check(cls, engine: Any) -> None:
-        """Check that this DeepSpeed has what the path replaces or calls.
-
-        Raises:
-            VersionError: Names what is missing or changed.
-        """
-        require_targets(cls.targets)
 
     @abstractmethod
     def describe(self) -> str:
@@ -176,21 +169,16 @@ class ActivationPath(EnginePart, ABC):
 
     @abstractmethod
     def __init__(self, context: EngineContext) -> None:
-        """Find the engine's layers; nothing is patched yet."""
+        """Find the engine's layers; nothing is patched yet.
+
+        Raises:
+            VersionError: This DeepSpeed lacks what the path replaces or calls; names it.
+        """
 
     @classmethod
     @abstractmethod
     def applies(cls, engine: Any, config: DCTConfig) -> bool:
         """Return whether activations of this engine are to be compressed here."""
-
-    @classmethod
-    @abstractmethod
-    def check(cls, engine: Any, config: DCTConfig) -> None:
-        """Check that this DeepSpeed has what the path replaces or calls, for an engine of any kind.
-
-        Raises:
-            VersionError: Names what is missing or changed.
-        """
 
     @abstractmethod
     def describe(self) -> str:

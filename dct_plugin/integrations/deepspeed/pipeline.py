@@ -59,6 +59,7 @@ class PipelinePath(ActivationPath):
     name = "pipeline"
 
     def __init__(self, context: EngineContext) -> None:
+        require_targets(_TARGETS)
         self.engine = context.engine
         self.config = context.config.model_parallel.pipeline
         self.metrics = context.metrics
@@ -75,11 +76,6 @@ class PipelinePath(ActivationPath):
         if not is_pipeline(engine):
             return False
         return any(section.compresses for section in _sections(engine, config.model_parallel.pipeline))
-
-    @classmethod
-    def check(cls, engine: Any, config: DCTConfig) -> None:
-        if is_pipeline(engine):
-            require_targets(_TARGETS)
 
     def describe(self) -> str:
         return "; ".join(dict.fromkeys(section.summary for section in _sections(self.engine, self.config)))

@@ -17,7 +17,6 @@ from dct_plugin.config.options import show
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy import Training
 
-from ..host.versions import parse
 from .section import READ_BY_PLUGIN, SECTION, Job, unread
 
 _SUPPORTED = (
@@ -96,17 +95,6 @@ def training_facts(job: Job, config: DCTConfig) -> Training:
         step_ahead_unavailable=step_ahead_unavailable(job, config),
         exact_unavailable=exact_unavailable(job),
     )
-
-
-def advice(job: Job) -> Iterator[str]:
-    """Yield what DeepSpeed itself does wrong in a job, with or without the plugin."""
-    if job.precision == "fp16" and job.stage == 0 and parse(job.version) <= (0, 19, 8):
-        yield (
-            f"DeepSpeed {job.version or 'up to 0.19.8'} divides gradients by the loss scale in fp16 at ZeRO "
-            "stage 0, but engine.backward() does not multiply the loss by it (deepspeedai/DeepSpeed#8393): "
-            "parameters "
-            "hardly move, with or without dct. Use ZeRO stage 1, or bf16"
-        )
 
 
 def without_slot(version: str) -> str:

@@ -28,20 +28,12 @@ def near_misses(keys: Iterable[object], section: str) -> list[str]:
     found = []
     for key in map(str, keys):
         plain = re.sub(r"[^a-z]", "", key.lower())
-        ours = plain == section or plain in (f"{section}plugin", f"{section}section")
-        if key != section and key[:1] not in "_#/" and (ours or _is_near(plain, section)):
-            found.append(key)
+        least = 0.66 if plain[:1] == section[:1] else 0.8
+        is_near = difflib.SequenceMatcher(None, plain, section).ratio() > least
+        ours = plain in (section, f"{section}plugin", f"{section}section") or sorted(plain) == sorted(section)
+        if key != section and key[:1] not in "_#/":
+            found += [key] if ours or (is_near and abs(len(plain) - len(section)) < 2) else []
     return found
-
-
-def _is_near(word: str, target: str) -> bool:
-    same_letters = word[:1] == target[:1] and abs(len(word) - len(target)) < 2
-    ratio = difflib.SequenceMatcher(None, word, target).ratio()
-    return (
-        sorted(word) == sorted(target)
-        or (same_letters and ratio > 0.66)
-        or (target in word and len(word) == len(target) + 1)
-    )
 
 
 def unread(keys: Iterable[object], known: Collection[str]) -> list[str]:

@@ -139,10 +139,6 @@ class Bf16Path(Stage0Path):
         ),
         gather_target("deepspeed.runtime.bf16_optimizer"),
     )
-    attributes = (
-        "bf16_groups", "fp32_groups_gradients", "fp32_groups_gradients_flat", "param_names",
-        "bf16_groups_flat", "bf16_partitioned_groups",
-    )  # fmt: skip
     weight_layout = WeightLayout("bf16_groups", "bf16_partitioned_groups")
 
     @classmethod

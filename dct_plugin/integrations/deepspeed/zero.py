@@ -67,12 +67,6 @@ class ZeroPath(GradientPath):
         ),
         gather_target(_MODULE),
     )
-    attributes = (
-        "ipg_buckets", "bit16_groups", "param_names", "param_to_partition_ids", "grad_start_offset",
-        "dp_process_group", "reduce_scatter", "contiguous_gradients", "use_multi_rank_bucket_allreduce",
-        "postscale_gradients", "gradient_predivide_factor", "flatten", "loss_scale", "bit16_groups_flat",
-        "parallel_partitioned_bit16_groups", "overlap_comm", "reduction_stream", "dtype",
-    )  # fmt: skip
     weight_layout = WeightLayout("bit16_groups", "parallel_partitioned_bit16_groups")
 
     def __init__(self, context: EngineContext) -> None:

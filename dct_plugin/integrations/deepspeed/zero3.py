@@ -43,11 +43,6 @@ class Zero3Path(GradientPath):
         },
     )
 
-    attributes = (
-        "ipg_buckets", "fp16_groups", "reduce_scatter", "param_names", "postscale_gradients",
-        "gradient_predivide_factor", "gradient_accumulation_dtype", "loss_scale",
-    )  # fmt: skip
-
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         if not self.optimizer.reduce_scatter:
