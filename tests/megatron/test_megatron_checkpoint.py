@@ -130,12 +130,10 @@ class _Session:
 
     step = 3
     config = DCTConfig()
+    reductions = None
 
     def __init__(self) -> None:
         self.state: Any = "untouched"
-
-    def sizes(self) -> dict[str, int]:
-        return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": 3, "streams": {}, "reducers": {}}

@@ -441,15 +441,13 @@ def job(tmp_path: Path) -> Path:
 
 @needs_megatron
 @pytest.mark.slow
-def test_hooks_are_in_place_and_visible_in_the_arguments(job: Path) -> None:
+def test_hooks_are_in_place(job: Path) -> None:
     results = two_ranks(job, "a.json", "a.json")
     for code, out, err in results:
         assert code == 0, err
         found = json.loads(out.strip().splitlines()[-1])
         assert found["patched"]
         assert found["arguments"]["lr"] == 0.5
-        assert found["arguments"]["dct_model_parallel_pipeline_forward"]["sparsity"] == 0.9
-        assert found["arguments"]["dct_config"].startswith("a.json")
     first, second = (out for _, out, _ in results)
     assert "dct: active hooks: pipeline" in first
     assert "data_parallel (dct.data_parallel.enabled = false)" in first

@@ -9,21 +9,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 from dct_plugin.codecs.copies import SideStream
 from dct_plugin.data_parallel.reducer import GradientReducer, Reduction
-
-
-class PendingReduction:
-    """A reduction that was submitted."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
-
-    def wait(self, *arguments: Any) -> None:
-        """Return when the result can be used on the current stream; raise the error of the reduction."""
-        self._wait()
 
 
 class Overlap:
@@ -46,7 +34,7 @@ class Overlap:
 
     def submit(
         self, reduction: Reduction, done: Callable[[], None] = lambda: None, *, last: bool = False
-    ) -> PendingReduction:
+    ) -> None:
         """Send the messages of a reduction, after those of the one before were collected.
 
         Args:
@@ -63,7 +51,6 @@ class Overlap:
             self._open = reduction, done
             if last or not self._wanted:
                 self._collect()
-        return PendingReduction(self.wait)
 
     def wait(self) -> None:
         """Return when the results of all that was submitted can be used on the current stream.

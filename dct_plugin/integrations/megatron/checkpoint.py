@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -31,56 +31,10 @@ from dct_plugin.transport.nodes import layout_of
 from ..host.checkpoint import load_together, report_spread, save_together
 from ..host.patching import Function
 from .buckets import nodes_in
-from .session import Hook, Session
+from .session import Hook, RankCoordinates, Session
 
 State = dict[str, Any]
 _MODULE = "megatron.training.checkpointing"
-
-
-class RankCoordinates(NamedTuple):
-    """The part of the model that a rank holds: sizes of what cuts the parameters, and its rank in each.
-
-    ``data`` and ``replicas`` are rank and size among those that hold the same parameters.
-    """
-
-    layout: dict[str, int]
-    tensor: int
-    pipeline: int
-    expert: int
-    data: int
-    replicas: int
-
-    @classmethod
-    def of_this_rank(cls) -> RankCoordinates:
-        """Return those of this process; a plain process group counts as data-parallel ranks."""
-        from megatron.core import parallel_state as ps
-
-        if not ps.model_parallel_is_initialized():
-            return cls({}, 0, 0, 0, dist.get_rank(), dist.get_world_size())
-        layout = {
-            "tensor": ps.get_tensor_model_parallel_world_size(),
-            "pipeline": ps.get_pipeline_model_parallel_world_size(),
-            "virtual pipeline": ps.get_virtual_pipeline_model_parallel_world_size() or 1,
-            "expert": ps.get_expert_model_parallel_world_size(),
-            "expert tensor": ps.get_expert_tensor_parallel_world_size(),
-        }
-        return cls(
-            layout,
-            ps.get_tensor_model_parallel_rank(),
-            ps.get_pipeline_model_parallel_rank(),
-            ps.get_expert_model_parallel_rank(),
-            ps.get_data_parallel_rank(with_context_parallel=True),
-            ps.get_data_parallel_world_size(with_context_parallel=True),
-        )
-
-    def file(self, folder: str | os.PathLike[str]) -> Path:
-        """Return the file of this rank."""
-        return Path(folder) / f"dct_tp{self.tensor:02d}_pp{self.pipeline:03d}_dp{self.data:05d}.pt"
-
-    @property
-    def place(self) -> dict[str, int]:
-        """The coordinates by which the rank's file names the rank that wrote it."""
-        return {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data}
 
 
 def save(session: Session, folder: str | os.PathLike[str]) -> None:
@@ -114,7 +68,8 @@ def load(session: Session, folder: str | os.PathLike[str]) -> bool:
     Raises:
         DCTError: On every rank, if a file is damaged or belongs elsewhere; names the ranks and the files.
     """
-    own, sizes = RankCoordinates.of_this_rank(), session.sizes()
+    own = RankCoordinates.of_this_rank()
+    sizes = {} if session.reductions is None else session.reductions.models.sizes()
     nodes = _node_layout(session)
     found = load_together(lambda: _read(own, Path(folder), sizes, nodes), folder)
     session.load_state_dict(None if found is None else found.state)

@@ -62,9 +62,9 @@ class DataParallelHook(Hook):
         self._is_resolved = False
         self.models = Models()
         self._dense = _DenseGroups(session, self.models)
-        self.reductions = Reductions(session, self.models, self._optimizers)
+        self.reductions = session.reductions = Reductions(session, self.models, self._optimizers)
+        session.ends.callback(self.reductions.close)
         self._steps = _OptimizerSteps(self.config, self.models)
-        self._verified = 0
         self._frozen: list[FrozenParameters] = []
         self._patch()
 
@@ -99,8 +99,8 @@ class DataParallelHook(Hook):
             optimizer_unknown_hint="make the optimizer after the hooks were installed",
             exact_unavailable=exact_unavailable,
         )
-        optimizer = self._optimizers.least_known
-        self.session.config, lines = resolve_settings(self.session.config, optimizer, training)
+        optimizers = list(self._optimizers)
+        self.session.config, lines = resolve_settings(self.session.config, optimizers, training)
         self.config = self.session.config.data_parallel
         for problem in self._step_ahead_unavailable() if self.config.feedback.looks_ahead else ():
             raise ConfigError(
@@ -123,7 +123,7 @@ class DataParallelHook(Hook):
         if not training:
             return
         self.resolve()
-        self._verify(self.session.step)
+        self._verify()
         if not self.config.feedback.looks_ahead:
             return
         for model in self.models:
@@ -135,18 +135,6 @@ class DataParallelHook(Hook):
         for each in self.reductions:
             if each.ahead is not None:
                 each.ahead.displace()
-
-    def flush(self) -> None:
-        self.reductions.flush()
-
-    @property
-    def flushed(self) -> bool:
-        return self.reductions.flushed
-
-    def end_iteration(self) -> None:
-        for each in self.reductions:
-            if each.ahead is not None:
-                each.ahead.restore()
 
     def end_step(self) -> None:
         self.reductions.end_step(skipped=self._steps.overflow, scales=self._steps.scales)
@@ -160,24 +148,14 @@ class DataParallelHook(Hook):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         self.reductions.load_state_dict({} if state is None else state["reducers"])
         self._steps.reset()
-        self._verified = self.session.step
-
-    def sizes(self) -> dict[str, int]:
-        return self.models.sizes()
-
-    def close(self) -> None:
-        self.reductions.close()
 
     def before_save(self) -> None:
-        self._verify(self.session.step, saves=True)
+        self._verify(saves=True)
 
-    def _verify(self, step: int, *, saves: bool = False) -> None:
+    def _verify(self, *, saves: bool = False) -> None:
         """Compare the parameters of ranks that hold the same ones, when that is due; a collective."""
-        if step == self._verified and not saves:
-            return
-        self._verified = step
-        verify = self.config.verify
-        if verify is None or (step % verify.every and not saves):
+        step, verify = self.session.step, self.config.verify
+        if verify is None or ((step == 0 or step % verify.every) and not saves):
             return
         for model in self.models:
             finish_gathers(model)

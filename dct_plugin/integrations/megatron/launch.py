@@ -20,7 +20,7 @@ from dct_plugin._version import __version__
 from dct_plugin.errors import ConfigError, DesyncError, VersionError
 
 from ..host.patching import Function, Patches, when_imported
-from .options import CommandLine, as_arguments, help_text, hook_states, launcher_rank, parse, wants_help
+from .options import CommandLine, help_text, hook_states, launcher_rank, parse, wants_help
 
 if TYPE_CHECKING:
     from dct_plugin.config import DCTConfig
@@ -63,7 +63,6 @@ def run(launch: CommandLine) -> None:
     state: dict[str, Any] = {"patched": False}
     if launch.config.enabled:
         when_imported("megatron.core", lambda core: _patch(core, launch, state))
-        when_imported("megatron.training.arguments", lambda module: _show_in_arguments(module, launch))
     else:
         _say(f"switched off by {launch.source}; {launch.target} runs without the plugin")
 
@@ -164,20 +163,6 @@ def _agree_with_groups(config: DCTConfig, core_version: str) -> None:
         return original(*arguments, **keywords)
 
     Patches().intercept(parallel_state, "initialize_model_parallel", initialize)
-
-
-def _show_in_arguments(module: ModuleType, launch: CommandLine) -> None:
-    """Have the configuration in Megatron's ``args``: in the dump at start, and in checkpoints."""
-    if not hasattr(module, "add_megatron_arguments"):
-        return
-    values = as_arguments(launch)
-
-    def add_arguments(original: Function, *arguments: Any, **keywords: Any) -> Any:
-        parser = original(*arguments, **keywords)
-        parser.set_defaults(**values)
-        return parser
-
-    Patches().intercept(module, "add_megatron_arguments", add_arguments)
 
 
 def _say(text: str) -> None:

@@ -91,14 +91,6 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def as_arguments(launch: CommandLine) -> dict[str, Any]:
-    """Return the configuration as attributes of Megatron's ``args``: ``dct_data_parallel_sparsity`` etc."""
-    values = {
-        f"dct_{_name(option.path)}".replace("-", "_"): option.value for option in _options(launch.config)
-    }
-    return values | {"dct_config": launch.source, "dct_fingerprint": launch.config.fingerprint()}
-
-
 def _separate(arguments: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     own, rest = [], []
     items: Iterator[str] = iter(arguments)
@@ -186,11 +178,11 @@ def _set(changes: dict[str, Any], path: str, value: Any) -> None:
     changes[key] = value
 
 
-def _options(config: DCTConfig | None = None) -> list[OptionDoc]:
+def _options() -> list[OptionDoc]:
     """Return every option that means something to Megatron."""
     from dct_plugin.config import DCTConfig, options
 
-    return [option for option in options(config or DCTConfig()) if not option.path.startswith(_ELSEWHERE)]
+    return [option for option in options(DCTConfig()) if not option.path.startswith(_ELSEWHERE)]
 
 
 def _paths() -> Iterator[str]:

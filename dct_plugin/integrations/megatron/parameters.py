@@ -81,6 +81,7 @@ class ParameterHook(Hook):
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
         self.session, self._resolve = session, resolve
+        session.pending_of = self._pending_of
         self._owners: list[_Owner] = []
         self._loaded: dict[str, Any] = {}
         patches = session.patches
@@ -117,7 +118,7 @@ class ParameterHook(Hook):
             owner.updates.load_state_dict(saved.get(str(i)), step=self.session.step)
         self._loaded = dict(saved)
 
-    def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
+    def _pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
         found = (owner.updates.pending_of(name) for owner in self._alive())
         return next((pending for pending in found if pending is not None), None)
 

@@ -25,7 +25,7 @@ from dct_plugin.model_parallel.fixed import number_of
 
 from ..host.activation_streams import PipelineMetrics
 from ..host.patching import Function, given
-from .session import ActivationHook, Session
+from .session import Hook, RankCoordinates, Session
 
 _CHUNK = "_dct_chunk"
 _PREFIX = "pipeline boundary "
@@ -33,14 +33,16 @@ _PREFIX = "pipeline boundary "
 _CHUNK_FACTOR = 1 << 40
 
 
-class PipelineHook(ActivationHook):
+class PipelineHook(Hook):
     """Replaces ``P2PCommunicator._communicate`` and notes which model chunk a tensor comes from."""
 
     def __init__(self, session: Session) -> None:
         from megatron.core.pipeline_parallel import p2p_communication, schedules
 
-        self.config = session.config.model_parallel.pipeline
-        super().__init__(session, self.config, _PREFIX)
+        self.session, self.config = session, session.config.model_parallel.pipeline
+        # Tensor-parallel ranks send the same activation (unless their sequences differ, and with them what
+        # they send): it must stay the same behind the boundary.
+        self.streams = session.streams_of(_PREFIX, lambda: RankCoordinates.of_this_rank().data)
         self._p2p = p2p_communication
         self._count = 0
         self._sent: dict[int, Kept] = {}
@@ -49,19 +51,9 @@ class PipelineHook(ActivationHook):
         session.patches.intercept(p2p_communication.P2PCommunicator, "_communicate", self._communicate)
         session.patches.intercept(schedules, "forward_step", self._forward_step)
 
-    def seed(self) -> int:
-        # Tensor-parallel ranks send the same activation (unless their sequences differ, and with them what
-        # they send): it must stay the same behind the boundary.
-        from megatron.core import parallel_state as ps
-
-        if not ps.model_parallel_is_initialized():
-            return dist.get_rank()
-        return int(ps.get_data_parallel_rank(with_context_parallel=True))
-
     # -- iterations -----------------------------------------------------------------------------------------
 
     def begin(self, training: bool) -> None:
-        super().begin(training)
         self._sent.clear()
         self._received.clear()
 
@@ -165,7 +157,7 @@ class PipelineHook(ActivationHook):
         """Return the messages of a boundary and, if interleaved, of the model chunk in a message's number."""
         chunk = number // _CHUNK_FACTOR
         name = f"{_PREFIX}{boundary}" + (f" chunk {chunk}" if chunk else "")
-        return FixedMessages(self.stream(name, self.config.at(boundary)))
+        return FixedMessages(self.streams.stream(name, self.config.at(boundary)))
 
     def _encode(self, tensor: Tensor, boundary: int) -> Tensor:
         number = getattr(tensor, _CHUNK, 0) * _CHUNK_FACTOR + self._count

@@ -20,11 +20,10 @@ from dct_plugin import checkpoint
 from dct_plugin.console import log_once
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import shards_in
-from dct_plugin.data_parallel.step_units import StepUnit, units_of, unwrapped
+from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.errors import ConfigError
-from dct_plugin.policy.optimizers import OptimizerFamily, family_of
 
-from ..host.overlap import Overlap, PendingReduction
+from ..host.overlap import Overlap
 from ..host.patching import Function, Patches
 from .buckets import (
     NAME,
@@ -63,7 +62,7 @@ class Optimizers:
         Raises:
             ConfigError: The unit of an optimizer's steps is not known.
         """
-        for optimizer in reversed(list(self._optimizers.values())):  # the last one, of a model set up again
+        for optimizer in reversed(list(self)):  # the last one, of a model set up again
             if not hasattr(optimizer, _LOOK_UP):
                 setattr(optimizer, _LOOK_UP, units_of(optimizer, getattr(optimizer, _GROUPS)))
             unit: StepUnit | None = getattr(optimizer, _LOOK_UP)(parameter)
@@ -71,18 +70,13 @@ class Optimizers:
                 return unit
         return None
 
-    @property
-    def least_known(self) -> Any:
-        """The optimizer whose step is known least; None if there is none."""
-        optimizers = [unwrapped(each) for each in self._optimizers.values()]
-        known = {id(each): family_of(cls.__name__ for cls in type(each).__mro__) for each in optimizers}
-        others = (each for each in optimizers if known[id(each)] is OptimizerFamily.OTHER)
-        return next(others, optimizers[0] if optimizers else None)
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self._optimizers.values()))
 
     @property
     def param_groups(self) -> list[Any]:
         """The parameter groups of all optimizers."""
-        return [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        return [group for optimizer in self for group in optimizer.param_groups]
 
     def _init(
         self, original: Function, wrapper: Any, optimizer: Any, *arguments: Any, **keywords: Any
@@ -153,8 +147,10 @@ class Reductions:
             self._by_ranks[ranks] = self._make(group, ranks)
         return self._by_ranks[ranks]
 
-    def reduce(self, group: Any, *, sharded: bool) -> PendingReduction:
-        """Sum a bucket group over its ranks; with ``sharded`` every rank gets its shard only."""
+    def reduce(self, group: Any, *, sharded: bool) -> Overlap:
+        """Sum a bucket group over its ranks; with ``sharded`` every rank gets its shard only. Return what
+        waits for the sums.
+        """
         reduction = self.of(group)
         reducer, size = reduction.reducer, ranks_of(group).size()
         scale = 1.0 / size if group.ddp_config.average_in_collective else 1.0
@@ -169,7 +165,8 @@ class Reductions:
         else:
             views = [(gradient.name, gradient.view) for gradient, _ in gradients]
             work = reducer.begin(views, scale=scale)
-        return reduction.overlap.submit(work)
+        reduction.overlap.submit(work)
+        return reduction.overlap
 
     def show(self, group: Any) -> None:
         """Show step-ahead the gradients of a warm-up step, which Megatron is about to reduce."""
@@ -188,6 +185,12 @@ class Reductions:
             reduced_at = None if each.scale_known else used
             each.reducer.end_step(skipped=skipped, loss_scale=coming, reduced_at=reduced_at)
             each.scale_known |= used is not None
+
+    def restore(self) -> None:
+        """Put displaced weights back."""
+        for each in self:
+            if each.ahead is not None:
+                each.ahead.restore()
 
     def flush(self) -> None:
         """Send all that was not sent from the next iteration on."""

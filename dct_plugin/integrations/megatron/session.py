@@ -8,23 +8,70 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from dct_plugin.config import ActivationConfig, DCTConfig
+from dct_plugin.config import DCTConfig
 from dct_plugin.console import logger
 from dct_plugin.data_parallel import Shard
 from dct_plugin.metrics import Event, Metrics
-from dct_plugin.model_parallel import ActivationStream
 
 from ..host.activation_streams import ActivationStreams
 from ..host.patching import Patches, when_imported
 from ..host.reporting import Reporting
+
+
+class RankCoordinates(NamedTuple):
+    """The part of the model that a rank holds: sizes of what cuts the parameters, and its rank in each.
+
+    ``data`` and ``replicas`` are rank and size among those that hold the same parameters.
+    """
+
+    layout: dict[str, int]
+    tensor: int
+    pipeline: int
+    expert: int
+    data: int
+    replicas: int
+
+    @classmethod
+    def of_this_rank(cls) -> RankCoordinates:
+        """Return those of this process; a plain process group counts as data-parallel ranks."""
+        from megatron.core import parallel_state as ps
+
+        if not ps.model_parallel_is_initialized():
+            return cls({}, 0, 0, 0, dist.get_rank(), dist.get_world_size())
+        layout = {
+            "tensor": ps.get_tensor_model_parallel_world_size(),
+            "pipeline": ps.get_pipeline_model_parallel_world_size(),
+            "virtual pipeline": ps.get_virtual_pipeline_model_parallel_world_size() or 1,
+            "expert": ps.get_expert_model_parallel_world_size(),
+            "expert tensor": ps.get_expert_tensor_parallel_world_size(),
+        }
+        return cls(
+            layout,
+            ps.get_tensor_model_parallel_rank(),
+            ps.get_pipeline_model_parallel_rank(),
+            ps.get_expert_model_parallel_rank(),
+            ps.get_data_parallel_rank(with_context_parallel=True),
+            ps.get_data_parallel_world_size(with_context_parallel=True),
+        )
+
+    def file(self, folder: str | os.PathLike[str]) -> Path:
+        """Return the file of this rank."""
+        return Path(folder) / f"dct_tp{self.tensor:02d}_pp{self.pipeline:03d}_dp{self.data:05d}.pt"
+
+    @property
+    def place(self) -> dict[str, int]:
+        """The coordinates by which the rank's file names the rank that wrote it."""
+        return {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data}
 
 
 class Hook:
@@ -32,17 +79,6 @@ class Hook:
 
     def begin(self, training: bool) -> None:
         """Prepare for an iteration (``training``: with a backward pass)."""
-
-    def flush(self) -> None:
-        """Send all that was not sent in the next step, after which the hooks are taken out."""
-
-    @property
-    def flushed(self) -> bool:
-        """True if a step after :meth:`flush` was made."""
-        return True
-
-    def end_iteration(self) -> None:
-        """Clean up behind Megatron's forward-backward function, before the optimizer's step."""
 
     def end_step(self) -> None:
         """Close the last training iteration, whose optimizer step was taken or skipped."""
@@ -57,20 +93,9 @@ class Hook:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore :meth:`Session.state_dict`; None starts afresh."""
 
-    def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
-        """See :meth:`~dct_plugin.data_parallel.parameters.ParameterUpdates.pending_of`."""
-        return None
-
-    def sizes(self) -> dict[str, int]:
-        """Return the numbers of entries of the parameters whose residuals the hook keeps, by name."""
-        return {}
-
     def sites(self) -> str:
         """Return where the hook is active, of how many places, in words; empty if there is nothing to say."""
         return ""
-
-    def close(self) -> None:
-        """Release threads and state, when the hooks are taken out."""
 
 
 class Session:
@@ -84,6 +109,10 @@ class Session:
         step: Completed training iterations.
         patches: What was replaced in megatron-core.
         active: The settings of the hooks by their names, in words.
+        streams: The streams of activations.
+        reductions: The :class:`.reductions.Reductions` of the gradients; None where Megatron sums them.
+        pending_of: Gives what this rank has not sent of the updates of a parameter, see
+            :meth:`~dct_plugin.data_parallel.parameters.ParameterUpdates.pending_of`.
     """
 
     def __init__(self, config: DCTConfig, *, pass_through: bool = True) -> None:
@@ -97,6 +126,9 @@ class Session:
         self.ends.callback(self.patches.undo)
         self.hooks: list[Hook] = []
         self.active: dict[str, str] = {}
+        self.streams: list[ActivationStreams] = []
+        self.reductions: Any = None
+        self.pending_of: Callable[[str], tuple[Shard, Tensor] | None] = lambda name: None
         self._open = self._leaves = self._sites_told = False
         self._monitors: set[str] = set()
 
@@ -127,20 +159,22 @@ class Session:
             self._open = True
         self.training = training
         self._find_monitor()
+        for streams in self.streams:
+            streams.begin(training)
         for hook in self.hooks:
             hook.begin(training)
 
     def end_iteration(self) -> None:
-        """Tell the hooks that the forward-backward function of an iteration returned or raised."""
-        for hook in self.hooks:
-            hook.end_iteration()
+        """Clean up behind the forward-backward function of an iteration, which returned or raised."""
+        if self.reductions is not None:
+            self.reductions.restore()
 
     def detach(self) -> None:
         """Take the hooks out after the next training iteration, which brings what was not sent so far."""
         self.end_step()
         self._leaves = True
-        for hook in self.hooks:
-            hook.flush()
+        if self.reductions is not None:
+            self.reductions.flush()
 
     def before_save(self) -> None:
         """Tell the hooks that model and optimizer are about to be saved."""
@@ -153,6 +187,8 @@ class Session:
             return
         self._open = False
         self.step += 1
+        for streams in self.streams:
+            streams.end_step()
         for hook in self.hooks:
             hook.end_step()
         if not self._sites_told:
@@ -162,7 +198,7 @@ class Session:
             if sites and self.metrics.warns:
                 logger.warning("dct: active: %s", ", ".join(sites))
         self.metrics.step(self.step)  # once for all hooks, and all reducers of one
-        if self._leaves and all(hook.flushed for hook in self.hooks):
+        if self._leaves and (self.reductions is None or self.reductions.flushed):
             self.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,6 +210,8 @@ class Session:
         """
         self.end_step()
         state: dict[str, Any] = {"step": self.step, "streams": {}, "reducers": {}, "parameters": {}}
+        for streams in self.streams:
+            state["streams"].update(streams.state_dict())
         for hook in self.hooks:
             for key, part in hook.state_dict().items():
                 state[key].update(part)
@@ -183,16 +221,15 @@ class Session:
         """Restore :meth:`state_dict` of the same rank; None forgets everything, as at the start."""
         self._open = False
         self.step = 0 if state is None else int(state["step"])
+        for streams in self.streams:
+            streams.load_state_dict({} if state is None else state["streams"], step=self.step)
         for hook in self.hooks:
             hook.load_state_dict(state)
 
-    def pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
-        """Return what this rank has not sent yet of the updates of a parameter, and of which part."""
-        return next((found for hook in self.hooks if (found := hook.pending_of(name)) is not None), None)
-
-    def sizes(self) -> dict[str, int]:
-        """Return the numbers of entries of the parameters by name, as far as the models are made."""
-        return {name: numel for hook in self.hooks for name, numel in hook.sizes().items()}
+    def streams_of(self, prefix: str, seed: Callable[[], int] = dist.get_rank) -> ActivationStreams:
+        """Return new streams of activations, whose names have a prefix; ``seed`` seeds them beside these."""
+        self.streams.append(ActivationStreams(prefix, self.config.kernels, seed))
+        return self.streams[-1]
 
     @property
     def megatron_args(self) -> Any:
@@ -202,8 +239,6 @@ class Session:
     def close(self) -> None:
         """Report what is left, and put megatron-core back as it was."""
         self.ends.close()
-        for hook in self.hooks:
-            hook.close()
 
     def _find_monitor(self) -> None:
         """Add Megatron-LM's writers to the sinks, once there are any (on its last rank)."""
@@ -216,12 +251,8 @@ class Session:
 
 def is_first_of_stage() -> bool:
     """Return whether this rank speaks for its pipeline stage."""
-    from megatron.core import parallel_state as ps
-
-    if not ps.model_parallel_is_initialized():
-        return not dist.is_initialized() or dist.get_rank() == 0
-    data = ps.get_data_parallel_rank(with_context_parallel=True)
-    return bool(data == 0 and ps.get_tensor_model_parallel_rank() == 0)
+    own = RankCoordinates.of_this_rank() if dist.is_initialized() else None
+    return own is None or own.data == own.tensor == 0
 
 
 def _print_line(events: list[Event]) -> None:
@@ -256,38 +287,3 @@ _MONITORS = {"_GLOBAL_TENSORBOARD_WRITER": _write_scalars, "_GLOBAL_WANDB_WRITER
 def _megatron_global(name: str) -> Any:
     """Return a global variable of Megatron-LM; None without Megatron-LM, or before it has set it."""
     return getattr(sys.modules.get("megatron.training.global_vars"), name, None)
-
-
-class ActivationHook(Hook):
-    """A hook whose state is streams by name.
-
-    Args:
-        session: What the hooks share.
-        config: Of this hook.
-        prefix: Of its streams' names: the states of all hooks lie in one dictionary.
-    """
-
-    def __init__(self, session: Session, config: ActivationConfig, prefix: str) -> None:
-        self.session = session
-        self._settings = config
-        self._streams = ActivationStreams(prefix, session.config.kernels, self.seed)
-
-    def stream(self, name: str, config: ActivationConfig | None = None) -> ActivationStream:
-        """Return the stream of a name with the prefix; ``config`` is for its first use (None: the hook's)."""
-        return self._streams.stream(name, self._settings if config is None else config)
-
-    def seed(self) -> int:
-        """Return what seeds the streams beside their names."""
-        return dist.get_rank()
-
-    def begin(self, training: bool) -> None:
-        self._streams.begin(training)
-
-    def end_step(self) -> None:
-        self._streams.end_step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"streams": self._streams.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        self._streams.load_state_dict({} if state is None else state["streams"], step=self.session.step)

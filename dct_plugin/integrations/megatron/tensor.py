@@ -31,7 +31,7 @@ from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 
 from ..host.patching import Function
 from .engine import EngineLinears, is_engine_linear
-from .session import ActivationHook, Session
+from .session import Hook, Session
 
 _SITE = "_dct_site"
 _PREFIX = "layer "
@@ -46,15 +46,15 @@ class _Site(NamedTuple):
     """True for a row-parallel layer, whose partial sums are compressed."""
 
 
-class TensorHook(ActivationHook):
+class TensorHook(Hook):
     """Reroutes the collectives that :class:`RowParallelLinear` and :class:`ColumnParallelLinear` use."""
 
     def __init__(self, session: Session) -> None:
         from megatron.core.tensor_parallel import layers, mappings
         from megatron.core.transformer import transformer_layer
 
-        self.config = session.config.model_parallel.tensor
-        super().__init__(session, self.config, _PREFIX)
+        self.session, self.config = session, session.config.model_parallel.tensor
+        self.streams = session.streams_of(_PREFIX)
         self._sites: list[_Site] = []
         self._linears = (layers.RowParallelLinear, layers.ColumnParallelLinear)
         self._engine: EngineLinears | None = None
@@ -154,32 +154,23 @@ class TensorHook(ActivationHook):
         started = self.config.compresses and self.session.step >= self.config.warmup_steps
         return started or not self.session.pass_through
 
-    def _running(self, ranks: dist.ProcessGroup) -> ActivationStream | None:
-        """Return the stream of the layer that is running, None where it is left to Megatron."""
-        site = self._current
-        if site is None or site.dense or ranks.size() == 1:
-            return None
-        if not self.session.training and not self.config.evaluation:
-            return None
-        return self.stream(site.name) if self._is_active else None
-
-    def _group(self, ranks: dist.ProcessGroup, device: torch.device) -> CompressedCollectives:
-        collectives = self._collectives.get(ranks)
-        if collectives is None:
-            collectives = CompressedCollectives(
-                ranks, device=device, metrics=self.session.metrics, cls="tensor"
-            )
-            self._collectives[ranks] = collectives
-        return collectives
-
     # -- collectives ----------------------------------------------------------------------------------------
 
     def _route(
         self, ranks: dist.ProcessGroup, device: torch.device
     ) -> tuple[CompressedCollectives, ActivationStream] | None:
         """Return the collectives and the stream of the running layer, None where it is left to Megatron."""
-        stream = self._running(ranks)
-        return None if stream is None else (self._group(ranks, device), stream)
+        site = self._current
+        if site is None or site.dense or ranks.size() == 1 or not self._is_active:
+            return None
+        if not self.session.training and not self.config.evaluation:
+            return None
+        if ranks not in self._collectives:
+            metrics = self.session.metrics
+            self._collectives[ranks] = CompressedCollectives(
+                ranks, device=device, metrics=metrics, cls="tensor"
+            )
+        return self._collectives[ranks], self.streams.stream(site.name, self.config)
 
     def _subclass(self, original: Any, kind: str) -> Any:
         hook = self

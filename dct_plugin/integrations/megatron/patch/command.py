@@ -31,13 +31,6 @@ LARGEST = 10**6
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
-_HELP = """\
-Make a Megatron launch script start its training with the plugin, or undo this.
-
-The only edit is one insertion, -m dct_plugin.megatron, before the training script of each launch. \
-A launch that is not understood is an error that names its line, and nothing is changed. \
-Jobs of DeepSpeed, Accelerate and Hugging Face's Trainer are left alone; a note says what to do instead."""
-
 
 def patch(
     text: str, *, config: str | None = None, scripts: Sequence[str] = (), partial: bool = False
@@ -92,7 +85,7 @@ def _read(path: Path) -> str:
     return path.read_bytes().decode("utf-8", "surrogateescape")
 
 
-@app.command(help=_HELP, epilog="Exit status: 0; 1 where --check finds something to change; 2 for an error.")
+@app.command(epilog="Exit status: 0; 1 where --check finds something to change; 2 for an error.")
 def patch_launch(
     script: Annotated[
         Path, typer.Argument(help="Shell script that launches a training.", show_default=False)
@@ -116,7 +109,12 @@ def patch_launch(
         bool, typer.Option("--check", help="Write nothing; exit with 1 if there is something to change.")
     ] = False,
 ) -> None:
-    """Run the command; its help is ``_HELP``."""
+    """Make a Megatron launch script start its training with the plugin, or undo this.
+
+    The only edit is one insertion, -m dct_plugin.megatron, before the training script of each launch.
+    A launch that is not understood is an error that names its line, and nothing is changed.
+    Jobs of DeepSpeed, Accelerate and Hugging Face's Trainer are left alone; a note says what to do instead.
+    """
     try:
         if config is not None and "$" not in config and not config.startswith("~"):
             from dct_plugin.config import DCTConfig
