@@ -77,11 +77,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         lr, method = float(group["lr"]), group["method"]
         if method == "sgd":
             return StepUnit(lr)
-        if method == "adam":
-            return StepUnit(
-                lr, True, float(group["betas"][1]), 1e-8 if group["eps"] is None else group["eps"]
-            )
-        return StepUnit(lr, True, None, 1e-10 if group["eps"] is None else group["eps"])
+        return StepUnit(lr, True, float(group["betas"][1]) if method == "adam" else None, _eps(group))
 
     @staticmethod
     def _sgd(parameter: Tensor, gradient: Tensor, _: dict[str, Any], group: dict[str, Any]) -> None:
@@ -99,8 +95,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         mean, square = (_at(state[key], at) for key in ("exp_avg", "exp_avg_sq"))
         mean.lerp_(values, 1 - first)
         square.mul_(second).addcmul_(values, values, value=1 - second)
-        eps = 1e-8 if group["eps"] is None else group["eps"]
-        denominator = square.sqrt().div_(math.sqrt(1 - second ** state["step"])).add_(eps)
+        denominator = square.sqrt().div_(math.sqrt(1 - second ** state["step"])).add_(_eps(group))
         change = (mean / denominator).mul_(-group["lr"] / (1 - first ** state["step"]))
         _add(parameter, at, change)
         if at is not None:
@@ -114,8 +109,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         values, at = _rows_of(gradient)
         total = _at(state["sum"], at)
         total.addcmul_(values, values)
-        eps = 1e-10 if group["eps"] is None else group["eps"]
-        change = (values / (total.sqrt() + eps)).mul_(-group["lr"])
+        change = (values / (total.sqrt() + _eps(group))).mul_(-group["lr"])
         _add(parameter, at, change)
         if at is not None:
             state["sum"][at] = total
@@ -134,10 +128,15 @@ class HybridOptimizer(torch.optim.Optimizer):
         values, at = _rows_of(gradient)
         if at is None:
             values = values.reshape(-1)[: rows * width].view(rows, width)
-        eps = 1e-10 if group["eps"] is None else group["eps"]
         square = values.square().mean(dim=1)
         _add(state["sum"], at, square)
-        _add(table, at, values * (-group["lr"] / (_at(state["sum"], at).sqrt() + eps)).unsqueeze(1))
+        factors = -group["lr"] / (_at(state["sum"], at).sqrt() + _eps(group))
+        _add(table, at, values * factors.unsqueeze(1))
+
+
+def _eps(group: Mapping[str, Any]) -> float:
+    default = 1e-8 if group["method"] == "adam" else 1e-10
+    return default if group["eps"] is None else float(group["eps"])
 
 
 def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor | None]:
