@@ -236,10 +236,11 @@ def check_sizes(file: Path, state: State, sizes: Mapping[str, int]) -> None:
     Raises:
         DCTError: Names the file, the parameter and both sizes.
     """
-    residuals = {name: stream["residual"] for name, stream in state["streams"].items()}
-    held = [("the residual", name, saved) for name, saved in residuals.items() if saved is not None]
     parts = state.get("parts", {})
-    for what, name, saved in held:
+    residuals = {name: stream["residual"] for name, stream in state["streams"].items()}
+    for name, saved in residuals.items():
+        if saved is None:
+            continue
         expected = _entries(name, sizes)
         if expected is not None and name in parts:
             start, stop, numel = parts[name]
@@ -247,10 +248,10 @@ def check_sizes(file: Path, state: State, sizes: Mapping[str, int]) -> None:
         try:
             shape = entries_of(saved)
         except ValueError as error:
-            raise DCTError(f"{file}: {what} of {name} {error}") from error
+            raise DCTError(f"{file}: the residual of {name} {error}") from error
         if expected is not None and shape != (expected,):
             raise DCTError(
-                f"{file}: {what} of {name} has shape {shape}, the model has {expected} entries there"
+                f"{file}: the residual of {name} has shape {shape}, the model has {expected} entries there"
             )
 
 

@@ -124,30 +124,21 @@ class Header(NamedTuple):
         if flags & ~FLAG_NONFINITE or reserved:
             raise PayloadError(f"flags 0x{flags:02X}, reserved byte {reserved}: unknown")
         header = cls(encoding, value_dtype, bool(flags), param, numel, nnz, index_nbytes, check1, check2)
-        header._check_sizes()
+        if not header.nonfinite:
+            check_section(encoding, param, index_nbytes, nnz, numel)
+        elif encoding or nnz or index_nbytes or param or numel > MAX_NUMEL:
+            raise PayloadError("a non-finite payload has no body")
         if available is not None and header.nbytes > available:
             raise PayloadError(f"payload is truncated: {header.nbytes} bytes announced, {available} there")
         return header
 
-    def _check_sizes(self) -> None:
-        if not self.nonfinite:
-            check_section(self.encoding, self.param, self.index_nbytes, self.nnz, self.numel)
-        elif self.encoding or self.nnz or self.index_nbytes or self.param or self.numel > MAX_NUMEL:
-            raise PayloadError("a non-finite payload has no body")
-
-
-def _sums(checked: bytes) -> tuple[int, int]:
-    """Return both checksums of a header's first 32 bytes, not reduced."""
-    words = struct.unpack("<8I", checked)
-    return sum(words), sum((i + 1) * w for i, w in enumerate(words))
-
 
 def checksum(checked: bytes, body: Tensor) -> tuple[int, int]:
     """Return both checksums of the header's first 32 bytes followed by ``body``, uint8 [any]."""
-    check1, check2 = _sums(checked)
-    size = body.numel()
+    words = struct.unpack("<8I", checked)
+    check1, check2 = sum(words), sum((i + 1) * w for i, w in enumerate(words))
     # Sums wrap modulo 2**64, which keeps them right modulo 2**32.
-    for lo in range(0, size, 4 * _WORDS_AT_ONCE):
+    for lo in range(0, body.numel(), 4 * _WORDS_AT_ONCE):
         part = body[lo : lo + 4 * _WORDS_AT_ONCE]
         padded = torch.zeros(-(-part.numel() // 4) * 4, dtype=torch.uint8, device=body.device)
         padded[: part.numel()] = part

@@ -87,14 +87,12 @@ class Encoded:
 
     Attributes:
         message: uint8, payload and kind; None: not wanted.
-        decoded: fp32 [numel], what a receiver gets; None: not wanted, or not ``finite``.
-        finite: Whether the kernels take all entries for finite (magnitudes below 2**126). A message of others
-            decodes to NaN in every entry.
+        decoded: fp32 [numel], what a receiver gets; None: not wanted, or an entry is not finite, or of a
+            magnitude of 2**126 or more. Such a message decodes to NaN in every entry.
     """
 
     message: Tensor | None
     decoded: Tensor | None
-    finite: bool
 
 
 class OutOfRange(IndexError):
@@ -183,7 +181,7 @@ def encode(parts: Sequence[Outgoing], bit_cost: int, *, decoded: bool = False) -
     bound.argtypes, bound.restype = [ctypes.c_uint64] * 2, ctypes.c_int64
     results = []
     for part, message in zip(parts, messages, strict=True):
-        result = Encoded(None, None, True)
+        result = Encoded(None, None)
         if decoded or not part.send:
             result.decoded = torch.empty(part.x.numel())
             message.decoded = passed(result.decoded)
@@ -195,10 +193,9 @@ def encode(parts: Sequence[Outgoing], bit_cost: int, *, decoded: bool = False) -
     numbers = bit_cost, RICE_COST, len(parts), _threads(len(parts))
     library.call("dct_embedding_encode", messages, lengths, bounds, *numbers)
     for message, result in zip(messages, results, strict=True):
-        result.finite = message.status == 0
         if result.message is not None:
             result.message = result.message[: message.nbytes]
-        if not result.finite:
+        if message.status:
             result.decoded = None
     return results
 

@@ -65,7 +65,7 @@ def encode(kernels: Backend, parts: Sequence[Outgoing], relative: float | None =
     for part, (bits, steps, codes), values in zip(parts, described, decoded, strict=True):
         body = torch.cat([bits, steps.reshape(-1), codes])
         message = torch.cat([body, _checksum(body), torch.full_like(body[:1], part.kind)])
-        results.append(Encoded(message if part.send else None, values, True))
+        results.append(Encoded(message if part.send else None, values))
     return results
 
 

@@ -15,7 +15,7 @@ from .compressors.compressor import GROUP_SIZE, GradientMessages
 from .compressors.threshold import Answers, Thresholded
 
 
-class ActivationStream:
+class ActivationStream(Site):
     """Compressor of the activations that one place in the model sends, and of their gradients.
 
     Sender and receiver each make one, with the same section and name. Its state changes between optimizer
@@ -36,45 +36,20 @@ class ActivationStream:
         rank: int = 0,
         kernels: KernelConfig | None = None,
     ) -> None:
+        super().__init__(name, rank, kernels, fixed_size=config.fixed_size, answer=config.answer)
         self.config = config
-        fixed_size = config.fixed_size
-        self.site = Site(name, rank, kernels, fixed_size=fixed_size, answer=config.answer)
-        self._gradient_site = Site(f"{name} gradient", rank, kernels, fixed_size=fixed_size)
-        self._whole = self._gradient = create(NoMethod(), self.site)
-        self._forward = create(config.forward, self.site)
+        self._whole = self._gradient = create(NoMethod(), self)
+        self._forward = create(config.forward, self)
         self._gradient_messages: GradientMessages
         if config.own_backward is None and isinstance(self._forward, Thresholded):
             self._gradient_messages = Answers(self._forward)
         else:
-            self._gradient = create(config.own_backward or config.forward, self._gradient_site)
+            self._gradient = create(config.own_backward or config.forward, self, f"{name} gradient")
             self._gradient_messages = GradientMessages(self._gradient)
-
-    @property
-    def name(self) -> str:
-        return self.site.name
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps so far."""
-        return self.site.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.site.step = self._gradient_site.step = step
-
-    @property
-    def training(self) -> bool:
-        """False in forward-only passes, which use the state of the compressors and do not change it."""
-        return self.site.training
-
-    @training.setter
-    def training(self, training: bool) -> None:
-        self.site.training = training
 
     def fit_groups(self, width: int) -> None:
         """Let groups of values that share a scale lie within rows of ``width`` values."""
-        within = max(8, min(GROUP_SIZE, width & -width))  # a power of two that divides the width
-        self.site.group_size = self._gradient_site.group_size = within
+        self.group_size = max(8, min(GROUP_SIZE, width & -width))  # a power of two that divides the width
 
     @property
     def activations(self) -> ActivationCompressor[Any]:
@@ -111,7 +86,7 @@ class ActivationStream:
                 compressor.load_state_dict(saved)
             else:
                 what = f"the saved state is not one of the method {compressor.config.label()!r}"
-                logger.warning(f"{compressor.site.name}: {what}, which starts afresh")
+                logger.warning(f"{compressor.name}: {what}, which starts afresh")
 
     @property
     def _is_dense(self) -> bool:

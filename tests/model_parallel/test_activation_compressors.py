@@ -154,7 +154,7 @@ def test_transform_coding_spends_its_bits_where_the_variance_is() -> None:
     g = tensor(6, 1024, 48) @ torch.diag(0.8 ** torch.arange(48.0)) @ turned.flip(0)
     sender, receiver = ends("transform", rate=8 * 4 / 48)
     for end in (sender, receiver):
-        end.stream.site.group_size = end.stream._gradient_site.group_size = 1024
+        end.stream.group_size = 1024
     for step in range(3):
         cross(sender, receiver, x + step, g)
         for end in (sender, receiver):

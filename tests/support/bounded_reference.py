@@ -73,7 +73,7 @@ def half_step(bound: float) -> float:
 def _encode(part: Outgoing, bit_cost: int, decoded: bool) -> Encoded:
     x = part.x.numpy()
     if not bool((np.abs(x) < OVERFLOW_MAGNITUDE).all()):
-        return Encoded(_message(part, _NONFINITE, b"") if part.send else None, None, False)
+        return Encoded(_message(part, _NONFINITE, b"") if part.send else None, None)
     methods, steps, raw, bits = bytearray(), b"", b"", ""
     out = x.copy()
     for entries, rounded, bound in zip(
@@ -93,7 +93,7 @@ def _encode(part: Outgoing, bit_cost: int, decoded: bool) -> Encoded:
         steps += struct.pack("<f", half)[2:]
     codes = bytes(int(bits[at : at + 8][::-1], 2) for at in range(0, len(bits), 8))
     message = _message(part, 0, bytes(methods) + steps + raw + codes) if part.send else None
-    return Encoded(message, torch.from_numpy(out) if decoded else None, True)
+    return Encoded(message, torch.from_numpy(out) if decoded else None)
 
 
 def _message(part: Outgoing, flags: int, body: bytes) -> Tensor:

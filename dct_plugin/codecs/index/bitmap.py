@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ...errors import PayloadError
-from .codec import IndexEncoding, KnownSizeCodec, Positions
+from .codec import IndexCodec, IndexEncoding, Positions
 
 
-class Bitmap(KnownSizeCodec):
+class Bitmap(IndexCodec):
     encoding = IndexEncoding.BITMAP
 
     def size(self, nnz: int, numel: int) -> int:

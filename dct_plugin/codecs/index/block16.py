@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ...errors import PayloadError
-from .codec import IndexEncoding, KnownSizeCodec, Positions
+from .codec import IndexCodec, IndexEncoding, Positions
 
 BLOCK = 65536
 
 
-class Block16(KnownSizeCodec):
+class Block16(IndexCodec):
     encoding = IndexEncoding.BLOCK16
 
     def size(self, nnz: int, numel: int) -> int:

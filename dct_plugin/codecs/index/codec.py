@@ -51,6 +51,9 @@ class Positions:
 class IndexCodec(ABC):
     """One way of writing positions. Plain torch, any device; compiled kernels write the same bytes.
 
+    A codec whose sections have a size that follows from the counts alone has :meth:`size`. Others have
+    :meth:`bound`, :meth:`section_sizes` and :meth:`plan` of their own.
+
     Attributes:
         encoding: its number in the header.
         max_param: largest parameter in the header (smallest: 0).
@@ -66,21 +69,25 @@ class IndexCodec(ABC):
         """Return whether any ``nnz`` of ``numel`` positions can be written."""
         return True
 
-    @abstractmethod
+    def size(self, nnz: int, numel: int) -> int:
+        """Return the bytes of a section."""
+        raise NotImplementedError(f"sections of {self.encoding.label} differ in size")
+
     def bound(self, nnz: int, numel: int) -> int:
         """Return an upper bound of a section's bytes for at most ``nnz`` of ``numel`` positions."""
+        return self.size(nnz, numel)
 
-    @abstractmethod
     def section_sizes(self, param: int, nnz: int, numel: int) -> tuple[int, int]:
         """Return the smallest and the largest section that holds exactly ``nnz`` positions, bytes; none if
         they cross over.
 
         ``nnz`` must follow from the smallest one (or be ``numel``): decoders allocate by it.
         """
+        return self.size(nnz, numel), self.size(nnz, numel)
 
-    @abstractmethod
     def plan(self, positions: Positions) -> tuple[int, int]:
         """Return the exact size of the section in bytes, and the parameter to write it with."""
+        return self.size(positions.nnz, positions.numel), 0
 
     @abstractmethod
     def encode(self, positions: Positions, param: int) -> Tensor:
@@ -93,20 +100,3 @@ class IndexCodec(ABC):
         Raises:
             PayloadError: the section is not exactly what :meth:`encode` writes for ``nnz`` of ``numel``.
         """
-
-
-class KnownSizeCodec(IndexCodec):
-    """A codec whose sections have a size that follows from the counts alone."""
-
-    @abstractmethod
-    def size(self, nnz: int, numel: int) -> int:
-        """Return the bytes of a section."""
-
-    def bound(self, nnz: int, numel: int) -> int:
-        return self.size(nnz, numel)
-
-    def section_sizes(self, param: int, nnz: int, numel: int) -> tuple[int, int]:
-        return self.size(nnz, numel), self.size(nnz, numel)
-
-    def plan(self, positions: Positions) -> tuple[int, int]:
-        return self.size(positions.nnz, positions.numel), 0

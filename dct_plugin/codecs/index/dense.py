@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .codec import IndexEncoding, KnownSizeCodec, Positions
+from .codec import IndexCodec, IndexEncoding, Positions
 
 
-class Dense(KnownSizeCodec):
+class Dense(IndexCodec):
     encoding = IndexEncoding.DENSE
     bounds_choice = False
 

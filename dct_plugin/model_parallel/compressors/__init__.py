@@ -28,6 +28,6 @@ COMPRESSORS: Mapping[str, type[ActivationCompressor[Any]]] = {
 }
 
 
-def create(method: Method, site: Site) -> ActivationCompressor[Any]:
+def create(method: Method, site: Site, name: str = "") -> ActivationCompressor[Any]:
     """Return the compressor of a method; :class:`Whole` if the method leaves nothing out."""
-    return COMPRESSORS[method.label() if method.compresses else "none"](method, site)
+    return COMPRESSORS[method.label() if method.compresses else "none"](method, site, name)

@@ -24,7 +24,7 @@ GROUP_SIZE = 128
 Settings = TypeVar("Settings", bound=Method)
 
 
-@dataclass
+@dataclass(eq=False)
 class Site:
     """A point of the model at which something crosses, as its compressors see it.
 
@@ -73,14 +73,14 @@ class ActivationCompressor(ABC, Generic[Settings]):
     Args:
         config: The settings of the method.
         site: The point of the model.
+        name: The same at both ends; seeds what is random. That of the site by default.
     """
 
     #: Whether every message about tensors of one shape has :meth:`nbytes` bytes, no fewer.
     exact: ClassVar[bool] = True
 
-    def __init__(self, config: Settings, site: Site) -> None:
-        self.config = config
-        self.site = site
+    def __init__(self, config: Settings, site: Site, name: str = "") -> None:
+        self.config, self.site, self.name = config, site, name or site.name
 
     @property
     def density(self) -> float:

@@ -27,10 +27,10 @@ class Whole(ActivationCompressor[Settings]):
     # A message that holds a non-finite entry is shorter than others.
     exact = False
 
-    def __init__(self, config: Settings, site: Site) -> None:
-        super().__init__(config, site)
-        threshold = Threshold.of_activations(site.name, site.rank)
-        self._stream = Stream(threshold, name=site.name, kernels=site.kernels)
+    def __init__(self, config: Settings, site: Site, name: str = "") -> None:
+        super().__init__(config, site, name)
+        threshold = Threshold.of_activations(self.name, site.rank)
+        self._stream = Stream(threshold, name=self.name, kernels=site.kernels)
         self.backend = self._stream.backend
 
     def value_type(self, dtype: torch.dtype) -> ValueDtype:

@@ -34,8 +34,8 @@ class Thresholded(Whole[ThresholdMethod]):
     arrives as NaN, and so does its gradient.
     """
 
-    def __init__(self, config: ThresholdMethod, site: Site) -> None:
-        super().__init__(config, site)
+    def __init__(self, config: ThresholdMethod, site: Site, name: str = "") -> None:
+        super().__init__(config, site, name)
         self.threshold = self._stream.threshold
         self._measured: Tau | None = None  # the threshold of this step
         self._poisoned = False

@@ -45,8 +45,8 @@ class Transformed(ActivationCompressor[TransformMethod]):
     raise a :class:`~dct_plugin.errors.PayloadError` in :meth:`end_step`.
     """
 
-    def __init__(self, config: Any, site: Site) -> None:
-        super().__init__(config, site)
+    def __init__(self, config: Any, site: Site, name: str = "") -> None:
+        super().__init__(config, site, name)
         self._states: dict[int, _State] = {}  # by hidden
         self._side = SideStream()
 
@@ -96,9 +96,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
         for state in self._states.values():
             for peer, valid in state.valid.items():
                 if not bool(valid()):
-                    raise PayloadError(
-                        f"{self.site.name}: directions of rank {peer} of the group are damaged"
-                    )
+                    raise PayloadError(f"{self.name}: directions of rank {peer} of the group are damaged")
             state.valid = {}
             if state.scatter is None and not state.arrived:
                 continue
@@ -166,7 +164,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
         unknown = torch.eye(hidden, device=device)
         covariance = torch.where(torch.isfinite(covariance).all(), covariance, unknown)
         if before is None:
-            basis = to_device(_random_directions(self.site.name, hidden, sizes.directions), device)
+            basis = to_device(_random_directions(self.name, hidden, sizes.directions), device)
         else:
             basis = before.on(device).basis
         for _ in range(_ITERATIONS if before is None else _MORE_ITERATIONS):
