@@ -33,7 +33,7 @@ from ..links.rates import bits_per_second, check_rates, rate_name
 from ..links.team import tail
 from ..metrics import format_bytes
 from ..policy import resolve
-from ..policy.evidence import Training, Wanted, known_losses, suggestion
+from ..policy.evidence import Training, known_losses, suggestion
 from ..policy.memory import JOBS, memory
 from ..policy.rules import exchange_by_rule, safe_sparsity
 from ..policy.settings import Setting
@@ -132,7 +132,7 @@ class Figures(NamedTuple):
         highest sparsity of gradients that lost nothing measurable beside them: 0 where none was measured.
         """
         stage = self.training.stage or 1  # Megatron's distributed optimizer is like ZeRO-1
-        row, measured = suggestion(Wanted(self.training.family, 1e9, self.training.ranks, stage))
+        row, measured = suggestion(replace(self.training, stage=stage, lr=math.inf), 1e9)
         found = dict(row.data_parallel or {}) if row is not None and measured else {}
         updates = ParametersConfig.model_validate(found.get("parameters", {}))
         safe = found["sparsity"] if "parameters" in found else 0.0

@@ -141,14 +141,11 @@ def suggest(
 ) -> None:
     """Print recommended settings as JSON; their measured bytes and quality are on stderr."""
     from ..links.rates import bits_per_second, check_rates
-    from ..policy.evidence import Wanted, suggestion
-    from ..policy.optimizers import family_of
+    from ..policy.evidence import Training, suggestion
 
     rate = bits_per_second(check_rates([link], option="--link")[0])
-    wanted = Wanted(
-        family_of([optimizer], momentum=momentum), rate, ranks, stage, math.inf if lr is None else lr
-    )
-    row, measured = suggestion(wanted)
+    training = Training([optimizer], momentum, stage, ranks, math.inf if lr is None else lr)
+    row, measured = suggestion(training, rate)
     typer.echo(json.dumps({"dct": {} if row is None else row.section}, indent=2))
     where = f"{optimizer}{' with momentum' if momentum else ''} on {ranks} ranks at {link}, " + (
         f"ZeRO-{stage}" if stage else "no ZeRO"

@@ -120,23 +120,23 @@ class Recommendation(NamedTuple):
             )
         yield "if worse", self.if_worse
 
-    def suits(self, training: Wanted) -> bool:
-        """Return whether the row was measured for a training."""
+    def suits(self, training: Training, rate: float) -> bool:
+        """Return whether the row was measured for a training, on links of so many bits per second."""
         return (
             self.family is training.family
-            and self._link_ratio(training) <= _LIKE
+            and self._link_ratio(rate) <= _LIKE
             and self.ranks[0] <= training.ranks <= self.ranks[1]
             and training.stage in self.stages
             and training.lr <= self.most_lr
         )
 
-    def distance(self, training: Wanted) -> tuple[bool, bool, float, float]:
+    def distance(self, training: Training, rate: float) -> tuple[bool, bool, float, float]:
         """Return how far the row is from a training; stage and family count most."""
         return (
             training.stage not in self.stages,
             self.family is not training.family,
             abs(math.log(self.ranks[1] / training.ranks)),
-            self._link_ratio(training),
+            self._link_ratio(rate),
         )
 
     def fits(self, stage: int) -> bool:
@@ -147,21 +147,9 @@ class Recommendation(NamedTuple):
         ahead = self.family.loses_by_delay and settings.get("feedback") != "local"
         return self.data_parallel is not None and "parameters" not in settings and not (stage == 3 and ahead)
 
-    def _link_ratio(self, training: Wanted) -> float:
+    def _link_ratio(self, rate: float) -> float:
         """Return how many times faster or slower a link is than the nearest one of this row."""
-        return min(max(training.rate / LINKS[link], LINKS[link] / training.rate) for link in self.links)
-
-
-class Wanted(NamedTuple):
-    """A training that settings are wanted for."""
-
-    family: OptimizerFamily
-    rate: float
-    """Bits per second of the link between the ranks."""
-    ranks: int
-    stage: int
-    lr: float = math.inf
-    """Learning rate; infinity if it is not told."""
+        return min(max(rate / LINKS[link], LINKS[link] / rate) for link in self.links)
 
 
 class KnownLoss(NamedTuple):
@@ -258,13 +246,14 @@ def measured_with(family: OptimizerFamily) -> str:
     return size_of(next(row.model for row in RECOMMENDATIONS if row.family in families))
 
 
-def suggestion(training: Wanted) -> tuple[Recommendation | None, bool]:
-    """Return the row for a training and whether it was measured there; else the nearest row.
+def suggestion(training: Training, rate: float) -> tuple[Recommendation | None, bool]:
+    """Return the row for a training on links of so many bits per second, and whether it was measured there;
+    else the nearest row.
 
     A nearest row has settings that the ZeRO stage can have. It is None if no optimizer like it was measured.
     """
     for row in RECOMMENDATIONS:
-        if row.suits(training):
+        if row.suits(training, rate):
             return row, True
     relatives = _RELATIVES.get(training.family, (training.family,))
     near = [
@@ -272,7 +261,7 @@ def suggestion(training: Wanted) -> tuple[Recommendation | None, bool]:
         for row in RECOMMENDATIONS
         if row.family in relatives and row.fits(training.stage) and training.lr <= row.most_lr
     ]
-    return min(near, key=lambda row: row.distance(training), default=None), False
+    return min(near, key=lambda row: row.distance(training, rate), default=None), False
 
 
 def known_losses(settings: DataParallelConfig, training: Training) -> Iterator[KnownLoss]:

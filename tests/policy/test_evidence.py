@@ -25,7 +25,6 @@ from dct_plugin.policy.evidence import (
     SAFE_WITH_STEP_AHEAD,
     Recommendation,
     Training,
-    Wanted,
     known_losses,
     size_of,
     suggestion,
@@ -163,7 +162,9 @@ def test_a_row_is_what_the_command_prints(row: Recommendation) -> None:
 def test_what_is_suggested_starts_anywhere(
     family: OptimizerFamily, stage: int, ranks: int, rate: float
 ) -> None:
-    row, measured = suggestion(Wanted(family, rate, ranks, stage))
+    training = Training([NAMES[family]], momentum_of(family), stage, ranks)
+    assert training.family is family
+    row, measured = suggestion(training, rate)
     assert not (measured and (ranks == 64 or rate > 1e10))
     assert (row is None) == (family is OptimizerFamily.OTHER)
     if row is not None:
