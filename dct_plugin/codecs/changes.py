@@ -77,13 +77,8 @@ def encode_changes(wanted: Tensor, held: Tensor) -> tuple[Tensor, int]:
     bits, values = min(((b, _sections(code, b)) for b in FIRST_BITS), key=lambda each: each[1].numel())
     encoding, param, positions = encode_indices(index, numel)
     if positions.numel() + values.numel() >= 2 * numel:
-        encoding, bits, param, positions, values = (
-            IndexEncoding.DENSE,
-            0,
-            0,
-            positions[:0],
-            new.view(torch.uint8),
-        )
+        encoding, bits, param = IndexEncoding.DENSE, 0, 0
+        positions, values = positions[:0], new.view(torch.uint8)
     body = torch.cat([positions, values])
     sizes = positions.numel(), values.numel()
     checked = _CHECKED.pack(MAGIC, VERSION, encoding, bits, param, 0, numel, index.numel(), *sizes, 0)

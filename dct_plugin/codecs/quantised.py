@@ -114,15 +114,12 @@ def round_rows(x: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _better(table: Tensor, levels: int | Tensor, spanning: Tensor, best: Tensor) -> Tensor:
     """Return the distance of levels, of two, that leaves the smaller squared error of each row."""
-    errors = [
-        (_codes(table, step, levels) - (levels - 1) / 2)
-        .mul_(step)
-        .sub_(table)
-        .square_()
-        .sum(dim=1, keepdim=True)
-        for step in (spanning, best)
-    ]
-    return torch.where(errors[1] < errors[0], best, spanning)
+
+    def error(step: Tensor) -> Tensor:
+        decoded = (_codes(table, step, levels) - (levels - 1) / 2).mul_(step)
+        return decoded.sub_(table).square_().sum(dim=1, keepdim=True)
+
+    return torch.where(error(best) < error(spanning), best, spanning)
 
 
 def _stored(step: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,12 +42,6 @@ def sample_size(density: float, *, tracking: bool = False) -> int:
     """Random positions that find the quantile of ``density`` within about 7 % (``tracking``: 11 %)."""
     least, entries = (TRACKING_SAMPLES, 80.0) if tracking else (MIN_SAMPLES, 1000.0)
     return max(least, math.ceil(entries / density))
-
-
-class _Proposal(NamedTuple):
-    tau: Tau
-    density: float
-    measured: bool
 
 
 @dataclass
@@ -81,7 +75,8 @@ class Threshold:
     density: float = 0.0
     """Density that tau was last measured for."""
     out_of_band: bool = False
-    _proposed: _Proposal | None = field(default=None, repr=False, compare=False)
+    _proposed: tuple[Tau, float, bool] | None = field(default=None, repr=False, compare=False)
+    """Threshold and density of the coming step, and whether it was measured."""
 
     @classmethod
     def of_gradients(cls, name: str, rank: int, settings: ExpertSettings) -> Threshold:
@@ -126,13 +121,13 @@ class Threshold:
             seed = (self.seed + 0x9E3779B9 * (self.step + 1)) & 0x7FFFFFFF
             samples = sample_size(density, tracking=not measured)
             tau = kernels.sample_threshold(grad, residual, density, samples, seed)
-        self._proposed = _Proposal(tau, density, measured)
+        self._proposed = tau, density, measured
         return tau
 
     @property
     def measuring(self) -> bool:
         """True if the proposed threshold was measured anew."""
-        return self._proposed is not None and self._proposed.measured
+        return self._proposed is not None and self._proposed[2]
 
     def accept(self, applied: float) -> None:
         """The proposed threshold, on the host ``applied``, is the current one from now on."""

@@ -64,17 +64,11 @@ class ParameterUpdates(StreamGroup):
         **options: Unpack[GroupOptions],
     ) -> None:
         self.exact = config.parameters == "exact"
-        self.config = (
-            config.parameters if isinstance(config.parameters, ParametersConfig) else ParametersConfig()
-        )
-        settings = config.model_copy(
-            update={
-                "sparsity": 0.0 if self.exact else self.config.sparsity,
-                "value_dtype": self.config.value_dtype,
-                "feedback": NoFeedback(),
-            }
-        )
-        super().__init__(settings, ranks, **options)
+        given = config.parameters
+        self.config = given if isinstance(given, ParametersConfig) else ParametersConfig()
+        sparsity, value_dtype = 0.0 if self.exact else self.config.sparsity, self.config.value_dtype
+        changes = {"sparsity": sparsity, "value_dtype": value_dtype, "feedback": NoFeedback()}
+        super().__init__(config.model_copy(update=changes), ranks, **options)
         self._between_nodes = None
         if self.nodes is not None and gathers:
             from .nodes.ranks import NodeRanks

@@ -122,20 +122,13 @@ class PendingExchanges:
 
     def _remember_first(self, chunk: ExchangedChunk) -> None:
         """Remember messages that were exchanged with their lengths: the next ones travel in slots."""
-        known = []
+        known, plan, exchange = list[AgreedCapacities](), chunk.plan, self._group.exchange
         for sent in chunk.sent:
-            plan, phase = chunk.plan, sent.phase
-            each = AgreedCapacities(
-                self._group.exchange,
-                plan.fingerprint,
-                phase.largest_messages(plan),
-                shared=phase.to_all,
-            )
-            each.remember(
-                {rank: message.numel() for rank, message in enumerate(sent.messages)}, sent.received
-            )
-            known.append(each)
-        self._capacities[chunk.plan.fingerprint] = known
+            bounds, shared = sent.phase.largest_messages(plan), sent.phase.to_all
+            known.append(AgreedCapacities(exchange, plan.fingerprint, bounds, shared=shared))
+            sizes = {rank: message.numel() for rank, message in enumerate(sent.messages)}
+            known[-1].remember(sizes, sent.received)
+        self._capacities[plan.fingerprint] = known
 
     # -- finished ---
 
@@ -199,12 +192,7 @@ class PendingExchanges:
     def _resend(self, capacities: AgreedCapacities, result: _Result) -> list[Tensor]:
         """Send what did not fit; return all messages, if one to this rank did not."""
         writers, rank = result.sent.writers, self._group.rank
-        arrived = capacities.resend(
-            result.slots,
-            result.sent_bytes,
-            lambda receiver: writers[receiver].message,
-            result.received_bytes,
-        )
+        arrived = capacities.resend(result.slots, writers, result.sent_bytes, result.received_bytes)
         if not result.truncated_from | result.invalid_from:
             return []
         arrived[rank] = writers[rank].message

@@ -52,16 +52,10 @@ class GradientPhase(Phase):
             encoded = stream.encode(grad, bounds, owners, sparsity.density, clear=True)
         if grad.data_ptr() != tensor.tensor.data_ptr():
             tensor.tensor.zero_()
-        others = group.world_size - 1
-        return WrittenTensor(
-            tensor.name,
-            "gradient_small" if tensor.small else "gradient",
-            encoded,
-            stream,
-            self.dense_bytes(tensor.tensor.nbytes),
-            [others if self.to_all else int(shard.owner != group.rank) for shard in tensor.shards],
-            "" if tensor.small else sparsity.label,
-        )
+        others, dense = group.world_size - 1, self.dense_bytes(tensor.tensor.nbytes)
+        copies = [others if self.to_all else int(shard.owner != group.rank) for shard in tensor.shards]
+        cls, label = ("gradient_small", "") if tensor.small else ("gradient", sparsity.label)
+        return WrittenTensor(tensor.name, cls, encoded, stream, dense, copies, label)
 
 
 class Direct(Topology):
@@ -172,15 +166,9 @@ class _Answers(Phase):
         else:
             stream = self.group.stream(_stream_of(tensor.name, shard))
             encoded = stream.encode(total, [(0, total.numel())], [writer], density, clear=True)
-        receivers = self.group.world_size - 1
-        return WrittenTensor(
-            None,
-            "gradient_small" if tensor.small else "gradient_answer",
-            encoded,
-            stream,
-            receivers * total.numel() * tensor.tensor.element_size(),
-            [receivers],
-        )
+        receivers, cls = self.group.world_size - 1, "gradient_small" if tensor.small else "gradient_answer"
+        dense = receivers * total.numel() * tensor.tensor.element_size()
+        return WrittenTensor(None, cls, encoded, stream, dense, [receivers])
 
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
         return [

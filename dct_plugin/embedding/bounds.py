@@ -198,13 +198,8 @@ class TableLimits(nn.Module):
             for table, part in zip(numbers, block.split(list(counts)), strict=True):
                 if part.numel():
                     by_table[table].append(part)
-        self._update_thresholds(
-            {
-                number: torch.cat([part.reshape(-1) for part in parts])
-                for number, parts in enumerate(by_table)
-                if parts
-            }
-        )
+        flat = {n: [part.reshape(-1) for part in parts] for n, parts in enumerate(by_table) if parts}
+        self._update_thresholds({number: torch.cat(parts) for number, parts in flat.items()})
 
     def _update_thresholds(self, flats: dict[int, Tensor]) -> None:
         """Find thresholds from the entries of tables, by their numbers; a device is read once for all."""

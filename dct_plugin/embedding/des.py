@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,9 @@ from ..autograd import with_gradient
 from ..host_traffic import own_traffic
 from ..metrics import Metrics, Record
 from .placement import Table, check_placement, draw_table, seed_of_tables
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: Tensor classes of the metrics.
 _FORWARD, _BACKWARD, _IDS = "des_forward", "des_backward", "embedding_ids"
@@ -92,6 +96,15 @@ class LocalEmbeddings(Embeddings):
         return self.tables(categorical)
 
 
+class ShardOptions(TypedDict, total=False):
+    """Arguments of both kinds of shards by keyword; see :class:`FieldShards`."""
+
+    group: dist.ProcessGroup | None
+    seed: int
+    average_gradients: bool
+    metrics: Metrics | None
+
+
 class _Shards(Embeddings):
     """The base class of both kinds of shards.
 
@@ -117,10 +130,11 @@ class _Shards(Embeddings):
         dim: int,
         fields: Sequence[int],
         columns: tuple[int, int],
-        group: dist.ProcessGroup | None,
-        seed: int,
-        average_gradients: bool,
-        metrics: Metrics | None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        average_gradients: bool = True,
+        metrics: Metrics | None = None,
     ) -> None:
         super().__init__(fields, len(cardinalities), dim, columns)
         self.group, self.metrics = group, metrics
@@ -230,16 +244,12 @@ class FieldShards(_Shards):
         cardinalities: Sequence[int],
         dim: int,
         *,
-        group: dist.ProcessGroup | None = None,
         placement: Sequence[Sequence[int]] | None = None,
-        seed: int = 0,
-        average_gradients: bool = True,
-        metrics: Metrics | None = None,
+        **options: Unpack[ShardOptions],
     ) -> None:
-        described = [Table(rows, dim) for rows in cardinalities]
+        described, group = [Table(rows, dim) for rows in cardinalities], options.get("group")
         placed = check_placement(placement, described, dist.get_world_size(group))
-        own, options = placed[dist.get_rank(group)], (group, seed, average_gradients, metrics)
-        super().__init__(cardinalities, dim, own, (0, dim), *options)
+        super().__init__(cardinalities, dim, placed[dist.get_rank(group)], (0, dim), **options)
         self.placement = placed
 
     def _ids(self, categorical: Tensor) -> Tensor:
@@ -258,20 +268,10 @@ class ColumnShards(_Shards):
     Arguments are those of :class:`FieldShards`; the columns are split evenly.
     """
 
-    def __init__(
-        self,
-        cardinalities: Sequence[int],
-        dim: int,
-        *,
-        group: dist.ProcessGroup | None = None,
-        seed: int = 0,
-        average_gradients: bool = True,
-        metrics: Metrics | None = None,
-    ) -> None:
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, cardinalities: Sequence[int], dim: int, **options: Unpack[ShardOptions]) -> None:
+        rank, ranks = (of(options.get("group")) for of in (dist.get_rank, dist.get_world_size))
         columns = [(dim * r // ranks, dim * (r + 1) // ranks) for r in range(ranks)]
-        fields, options = range(len(cardinalities)), (group, seed, average_gradients, metrics)
-        super().__init__(cardinalities, dim, fields, columns[rank], *options)
+        super().__init__(cardinalities, dim, range(len(cardinalities)), columns[rank], **options)
         self._widths = [stop - start for start, stop in columns]
 
     def _ids(self, categorical: Tensor) -> Tensor:

@@ -109,17 +109,8 @@ def write_request(request: RowRequest, first_rows: Sequence[int], kernels: Backe
     ]
     head = bytes(request.as_rows) + bytes([encoding, param])
     body = head + index.numpy().tobytes() + b"".join(each.astype("<i4").tobytes() for each in integers)
-    fields = (
-        _MAGIC,
-        _VERSION,
-        _ONE_HOT if one_hot else 0,
-        request.samples,
-        len(request.as_rows),
-        len(request.rows),
-        index.numel(),
-        len(request.bags.ids),
-        len(body),
-    )
+    counts = len(request.as_rows), len(request.rows), index.numel(), len(request.bags.ids), len(body)
+    fields = _MAGIC, _VERSION, _ONE_HOT if one_hot else 0, request.samples, *counts
     check = zlib.crc32(body, zlib.crc32(_HEADER.pack(*fields, 0)))
     return torch.frombuffer(bytearray(_HEADER.pack(*fields, check) + body), dtype=torch.uint8)
 

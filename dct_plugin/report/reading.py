@@ -25,10 +25,17 @@ _Ranks = Annotated[int, Field(ge=1, le=10**7)]
 _Text = Annotated[str, Field(max_length=500)]
 
 
-class Row(BaseModel):
-    """One line of a tensor class. Keys that not all versions write have defaults."""
+class Line(BaseModel):
+    """What lines of all kinds have."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    rank: _Count = 0
+    world_size: _Ranks = 1
+
+
+class Row(Line):
+    """One line of a tensor class. Keys that not all versions write have defaults."""
 
     step: _Count
     steps: Annotated[int, Field(ge=1, le=10**15)]
@@ -46,19 +53,13 @@ class Row(BaseModel):
     exchange_ms: _Amount = 0.0
     decode_ms: _Amount = 0.0
     waited_ms: _Amount = 0.0
-    rank: _Count = 0
-    world_size: _Ranks = 1
 
 
-class EventLine(BaseModel):
+class EventLine(Line):
     """One line of an event; which keys it has depends on the event."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     event: _Text
     step: _Count = 0
-    rank: _Count = 0
-    world_size: _Ranks = 1
     format: _Count = FORMAT
     run: _Text | None = None
     loss: _Loss | None = None

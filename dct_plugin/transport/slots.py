@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..codecs.copies import to_device
+from ..codecs.message import MessageWriter
 from ..codecs.slots import FAILED, PREFIX, WORDS, slot_bytes
 from .exchange import Exchange
 
@@ -149,16 +150,16 @@ class AgreedCapacities:
     def resend(
         self,
         slots: Slots,
+        writers: Sequence[MessageWriter],
         sent: Mapping[int, int],
-        message_to: Callable[[int], Tensor],
         received: Mapping[int, int],
     ) -> dict[int, Tensor]:
         """Exchange what did not fit of messages; return those that arrive, whole, by sender.
 
         Args:
             slots: The slots of the exchange.
+            writers: By receiver, those of the whole messages.
             sent, received: Bytes of the messages by receiver, and by sender.
-            message_to: Returns the whole message to a receiver.
         """
         rank, ranks = self.exchange.rank, range(self.exchange.world_size)
         truncated_to = {r for r, size in sent.items() if r != rank and size > slots.room_to(r)}
@@ -167,7 +168,7 @@ class AgreedCapacities:
             return {}
         nothing = slots.received[:0]
         arrived = self.exchange.transfer(
-            [message_to(r)[slots.room_to(r) :] if r in truncated_to else nothing for r in ranks],
+            [writers[r].message[slots.room_to(r) :] if r in truncated_to else nothing for r in ranks],
             [received[s] - slots.room_from(s) if s in truncated_from else 0 for s in ranks],
         )
         return {s: torch.cat([slots.slot_from(s)[PREFIX:], arrived[s]]) for s in truncated_from}

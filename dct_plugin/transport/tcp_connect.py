@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import psutil
@@ -64,13 +65,8 @@ def connect(group: dist.ProcessGroup | None) -> tuple[dict[int, socket.socket] |
         work.wait(timedelta(seconds=seconds))
         return bool(everyone.item())
 
-    return Meeting(
-        dist.get_rank(group),
-        ranks,
-        time_limit(group),
-        lambda invitation: _exchange_invitations(invitation, group, len(ranks)),
-        all_good,
-    ).connect(addresses_here())
+    invite = partial(_exchange_invitations, group=group, world_size=len(ranks))
+    return Meeting(dist.get_rank(group), ranks, time_limit(group), invite, all_good).connect(addresses_here())
 
 
 class Meeting(NamedTuple):

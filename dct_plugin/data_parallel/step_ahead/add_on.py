@@ -406,15 +406,11 @@ class StepAheadAddOn(AddOn):
             copied, moments = sum(p.numel() for p in large), sum(8 * sum(sizes(p.shape)) for p in large)
             memory = f"a copy of {copied} weights on a rank, and {format_bytes(moments)} of second moments"
             logger.info(f"dct: step-ahead keeps {memory}")
+        lasting = self._config.residual_dtype in ("auto", "fp32")
         self._ahead = StepAhead(
             parameters,
             unit_of,
-            Unsent(
-                self._residual_of,
-                self._owner_residuals_of,
-                pending_of,
-                self._config.residual_dtype in ("auto", "fp32"),
-            ),
+            Unsent(self._residual_of, self._owner_residuals_of, pending_of, lasting),
             world_size=group.world_size,
             coefficient=self._config.expert.step_ahead_coefficient,
             gradient_unit=lambda: 1.0 / (unit * group.loss_scale),
