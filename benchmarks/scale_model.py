@@ -2,11 +2,14 @@
 
     python -m benchmarks.scale_model --ranks 2 4 8 --out out/scale
     python -m benchmarks.scale_model --ranks 2 --parameters 1 --seconds 3 --steps 3
+    python -m benchmarks.scale_model --fitted out/scale/model.json --costs scale.json --pictures docs/images
 
 A step takes a rank's own processor time, a latency for each exchange, and a time for each message and byte
 that it sends. Latency, time of a message and time of a byte are fitted to exchanges of messages alone, in
 real processes in network namespaces. The same processes then reduce gradients at ``--check`` rates; the last
 column says how far the model is off. The second table has links of 1, 10 and 100 Gbit/s with 0.05 and 30 ms.
+``--fitted`` takes the link from an earlier run in place of real processes, and ``--costs`` those that
+``scale.py`` wrote; every number of parameters has a table and a picture of its own.
 
 Nothing overlaps in the model, and nothing in the steps that it is compared with: they are reductions without
 a backward pass. It needs what ``python -m benchmarks.links`` needs.
@@ -34,13 +37,14 @@ from dct_plugin.links.namespaces import Links
 from dct_plugin.links.rates import bits_per_second
 from dct_plugin.links.team import NETWORKS, Team
 from dct_plugin.output import Table
+from dct_plugin.recommender.plots import png
 from dct_plugin.transport import Exchange
 
 from . import scale
 
 #: Bytes of the messages alone, by which a message and a byte are told apart.
 SMALL, LARGE = 8, 1_000_000
-#: Exchanges of a step, one after the other.
+#: Exchanges of a step, one after the other; a dense ring has one for each message.
 EXCHANGES = {"direct": 1, "two_phase": 2, "nodes": 2}
 RATES, LATENCIES = ("1gbit", "10gbit", "100gbit"), (0.05, 30.0)
 
@@ -148,24 +152,41 @@ def checked(link: Link, costs: Sequence[scale.Cost], found: Mapping[int, Any], n
     return Table("Reductions in real processes", ["ranks", "link", "real, ms", "model, ms", "off"], rows)
 
 
-def predicted(link: Link, costs: Sequence[scale.Cost], parameters: int) -> Table:
-    """Return the model's steps on other links; dense gradients as a ring sends them."""
+def steps_on(link: Link, cost: scale.Cost) -> dict[tuple[str, float], float]:
+    """Return the model's milliseconds of a step by rate and latency of the link."""
+    counts = EXCHANGES.get(cost.way, cost.messages), cost.messages, cost.sent, cost.processor_ms
     places = [(rate, latency) for latency in LATENCIES for rate in RATES]
-    links = [
-        link._replace(rate=bits_per_second(rate), latency=latency, megabyte=0.0) for rate, latency in places
-    ]
-    rows = []
-    for cost in costs:
-        counts = EXCHANGES[cost.way], cost.messages, cost.sent, cost.processor_ms
-        steps = [each.step(*counts) for each in links]
-        rows.append([f"{cost.ranks}, {cost.way}", *(f"{ms:.1f}" for ms in steps)])
-    for ranks in sorted({cost.ranks for cost in costs}):
-        turns = 2 * (ranks - 1)
-        for name, width in (("fp32", 4), ("bf16", 2)):
-            steps = [each.step(turns, turns, turns / ranks * width * parameters) for each in links]
-            rows.append([f"{ranks}, dense {name}", *(f"{ms:.1f}" for ms in steps)])
-    header = ["ranks", *(f"{rate}, {latency:g} ms" for rate, latency in places)]
-    return Table("Milliseconds of communication in a step, by the model", header, rows)
+    return {
+        (rate, latency): link._replace(rate=bits_per_second(rate), latency=latency, megabyte=0.0).step(
+            *counts
+        )
+        for rate, latency in places
+    }
+
+
+def predicted(link: Link, costs: Sequence[scale.Cost]) -> Table:
+    """Return the model's steps on other links."""
+    found = [(cost, steps_on(link, cost)) for cost in costs]
+    rows = [[f"{cost.ranks}, {cost.name}", *(f"{ms:.1f}" for ms in steps.values())] for cost, steps in found]
+    header = ["ranks", *(f"{rate}, {latency:g} ms" for rate, latency in found[0][1])]
+    size = scale.millions(costs[0].parameters)
+    return Table(f"Milliseconds of communication in a step of {size} parameters, by the model", header, rows)
+
+
+def draw(link: Link, costs: Sequence[scale.Cost], ranks: Sequence[int], path: Path) -> None:
+    """Draw the model's steps over the rate as a PNG, a panel for each number of ranks and latency."""
+    panels = [(count, latency) for latency in LATENCIES for count in ranks]
+    with png(path, [2.3] * len(panels)) as (figure, axes):
+        for (count, latency), axis in zip(panels, axes, strict=True):
+            steps = {cost.way: steps_on(link, cost) for cost in costs if cost.ranks == count}
+            lines = {
+                way: [(bits_per_second(rate) / 1e9, found[rate, latency]) for rate in RATES]
+                for way, found in steps.items()
+            }
+            scale.draw_lines(axis, lines)
+            axis.set_title(f"ms of communication: {count} ranks, {latency:g} ms latency")
+        axes[-1].set_xlabel(f"Gbit/s, {scale.millions(costs[0].parameters)} parameters")
+        figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside upper center", ncols=3)
 
 
 def main() -> None:
@@ -181,28 +202,43 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=20.0, help="for each number of ranks and rate")
     parser.add_argument("--out", type=Path, default=Path("out/scale"))
+    parser.add_argument("--fitted", type=Path, help="model.json of an earlier run")
+    parser.add_argument("--costs", type=Path, nargs="+", help="what scale.py wrote with --json")
+    parser.add_argument("--pictures", type=Path, help="a folder")
+    parser.add_argument("--pictured", type=int, nargs="+", default=[8, 64], help="ranks of the pictures")
     options = parser.parse_args()
-    options.parameters = round(1e6 * options.parameters)
+    options.parameters = scale.UNIT * round(1e6 * options.parameters / scale.UNIT)
     torch.set_num_threads(1)
-    found = {ranks: measured(ranks, options.check, options) for ranks in options.ranks}
-    link = Link.fitted(
-        {r: (t["unlimited"][str(SMALL)], t["unlimited"][str(LARGE)]) for r, t in found.items()}
-    )
+    if options.fitted is not None:
+        earlier = json.loads(options.fitted.read_text())
+        link, found = Link(**earlier["link"]), {}
+    else:
+        found = {ranks: measured(ranks, options.check, options) for ranks in options.ranks}
+        link = Link.fitted(
+            {r: (t["unlimited"][str(SMALL)], t["unlimited"][str(LARGE)]) for r, t in found.items()}
+        )
     print(f"{link}\n", flush=True)
-    costs = [
-        scale.measure(ranks, way, options.parameters, options.steps, options.sparsity)
-        for way in EXCHANGES
-        for ranks in (*options.ranks, *options.simulated)
-        if way != "nodes" or ranks > scale.PER_NODE
-    ]
-    flat = [cost for cost in costs if cost.way != "nodes"]
-    for table in (
-        checked(link, flat, found, noise_ms(options.parameters)),
-        predicted(link, costs, options.parameters),
-    ):
-        print("\n".join(table.markdown()), end="\n\n")
-    results = {"link": link._asdict(), "real": found, "costs": [cost._asdict() for cost in costs]}
-    (options.out / "model.json").write_text(json.dumps(results, indent=1))
+    if options.costs is not None:
+        costs = [scale.Cost(**each) for path in options.costs for each in json.loads(path.read_text())]
+    else:
+        costs = [
+            scale.measure(ranks, way, options.parameters, options.steps, options.sparsity)
+            for way in scale.WAYS
+            for ranks in (*options.ranks, *options.simulated)
+            if way != "nodes" or ranks > scale.PER_NODE
+        ]
+    if found:
+        flat = [cost for cost in costs if cost.way in ("direct", "two_phase")]
+        print("\n".join(checked(link, flat, found, noise_ms(options.parameters)).markdown()), end="\n\n")
+    for parameters in sorted({cost.parameters for cost in costs}):
+        shown = [cost for cost in costs if cost.parameters == parameters]
+        print("\n".join(predicted(link, shown).markdown()), end="\n\n")
+        if options.pictures is not None:
+            name = f"scale-model-{scale.millions(parameters)}.png"
+            draw(link, shown, options.pictured, options.pictures / name)
+    if found:
+        results = {"link": link._asdict(), "real": found, "costs": [cost._asdict() for cost in costs]}
+        (options.out / "model.json").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
