@@ -82,7 +82,7 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize("parameters", [25 << 20, pytest.param(100 << 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parameters", [25 << 20, pytest.param(100 << 20, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("job", "backend"), JOBS)
 def test_memory_is_what_a_reducer_holds(job: Job, backend: str, parameters: int) -> None:
     register_backend("deferred", DeferredBackend)
