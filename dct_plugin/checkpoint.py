@@ -327,13 +327,11 @@ def in_unit(state: State, ratio: float) -> State:
     """
     if ratio == 1.0:
         return state
-    streams = {
-        name: {
-            **_unmeasured(stream),
-            "residual": None if stream["residual"] is None else unpacked(stream["residual"]) * ratio,
-        }
-        for name, stream in state["streams"].items()
-    }
+    streams = {}
+    for name, stream in state["streams"].items():
+        saved = stream["residual"]
+        residual = None if saved is None else unpacked(saved) * ratio
+        streams[name] = {**_unmeasured(stream), "residual": residual}
     return {**state, "streams": streams, "ratio": ratio * state.get("ratio", 1.0)}
 
 

@@ -75,17 +75,12 @@ class VectorMessages:
         layers.
         """
         flats = [_masked(block) for block in blocks]
-        outgoing = {
-            r: Outgoing(
-                flats[r].to(torch.float32),
-                self.lengths(block.rows),
-                block.bounds,
-                send=r != own,
-                kind=BOUNDED | self._masked_bit(block),
-            )
-            for r, block in enumerate(blocks)
-            if block.bounds is not None and block.x.numel()
-        }
+        outgoing = {}
+        for r, (block, flat) in enumerate(zip(blocks, flats, strict=True)):
+            if block.bounds is not None and block.x.numel():
+                x, lengths = flat.to(torch.float32), self.lengths(block.rows)
+                kind = BOUNDED | self._masked_bit(block)
+                outgoing[r] = Outgoing(x, lengths, block.bounds, send=r != own, kind=kind)
         decoded = any(blocks[r].mask is not None for r in outgoing)
         coded = self.codec.encode(outgoing, decoded=decoded)
         data = [_nothing(block.x.device) for block in blocks]

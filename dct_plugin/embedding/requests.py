@@ -214,11 +214,10 @@ class RequestExchange:
             with record.timed("select"):
                 lookup = self.build(categorical)
             with record.timed("encode"):
+                by_owner = enumerate(zip(lookup.requests, self.first_rows, strict=True))
                 messages = [
-                    NO_BYTES if owner == self.rank else write_request(request, first_rows, self._kernels)
-                    for owner, (request, first_rows) in enumerate(
-                        zip(lookup.requests, self.first_rows, strict=True)
-                    )
+                    NO_BYTES if owner == self.rank else write_request(*each, self._kernels)
+                    for owner, each in by_owner
                 ]
                 lookup = lookup.to(device)
         fingerprint, bounds = zlib.crc32(f"{self.name}/ids".encode()), [MOST_BYTES] * transport.world_size

@@ -138,15 +138,11 @@ class CpuBackend(Backend):
         which = c_int32()
         in_place = scales_first(len(messages), scale)
         apart = [out.numel() for out in outs if not in_place or out.dtype != torch.float32]
+        scratch = self._memory(max(apart), torch.float32) if apart else None
+        arrived = (_Message * len(messages))(*[_Message(passed(m), m.numel()) for m in messages])
+        targets = (_Target * len(outs))(*[_Target(passed(o), o.numel(), GRAD_CODES[o.dtype]) for o in outs])
         status = self._library.status(
-            "dct_sum_messages",
-            (_Message * len(messages))(*[_Message(passed(m), m.numel()) for m in messages]),
-            len(messages),
-            (_Target * len(outs))(*[_Target(passed(o), o.numel(), GRAD_CODES[o.dtype]) for o in outs]),
-            len(outs),
-            scale,
-            self._memory(max(apart), torch.float32) if apart else None,
-            byref(which),
+            "dct_sum_messages", arrived, len(messages), targets, len(outs), scale, scratch, byref(which)
         )
         if status == WRONG_HEADER:
             split_message(messages, which.value, outs)  # tells what is wrong

@@ -164,18 +164,11 @@ class PartedJob:
     def part(self, which: int, out: Tensor) -> Job:
         """Return the compression of a part."""
         start, stop = self.parts.bounds[which]
-        before, after = self.residual, self.residual_out
-        return Job(
-            part_of(self.grad, start, stop),
-            None if before is None else part_of(before, start, stop),
-            self.tau,
-            out,
-            residual_out=None if after is None else part_of(after, start, stop),
-            capacity=self.parts.capacities[which],
-            start=self.turn % max(stop - start, 1),
-            value_dtype=self.parts.value_dtype,
-            clear=self.clear,
-        )
+        residuals = self.residual, self.residual_out
+        before, after = (None if each is None else part_of(each, start, stop) for each in residuals)
+        grad, first = part_of(self.grad, start, stop), self.turn % max(stop - start, 1)
+        filled = self.parts.capacities[which], first, self.parts.value_dtype
+        return Job(grad, before, self.tau, out, after, *filled, clear=self.clear)
 
 
 def part_of(tensor: Tensor, start: int, stop: int) -> Tensor:
