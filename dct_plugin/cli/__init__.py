@@ -202,7 +202,3 @@ def main() -> None:
     except DCTError as error:
         print_error(error)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
-
-
-if __name__ == "__main__":
-    main()

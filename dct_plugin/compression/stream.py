@@ -113,12 +113,6 @@ class Stream:
         encoded.refreshes = int(self.threshold.measuring)
         return tau
 
-    def write(self, encoded: Encoded, job: Job) -> Stats:
-        """Write one payload, and add its figures to ``encoded``."""
-        stats = self.backend(job.grad.device).compress(job)
-        encoded.stats.append(stats)
-        return stats
-
 
 def fresh_state(residual: Tensor) -> dict[str, Any]:
     """Return the state of a stream that has a residual, and measures its threshold at its next use."""

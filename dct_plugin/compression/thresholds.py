@@ -81,12 +81,8 @@ class Threshold:
     @classmethod
     def of_gradients(cls, name: str, rank: int, settings: ExpertSettings) -> Threshold:
         """The threshold of a stream of gradients; its random positions depend on name and rank only."""
-        return cls(
-            mode=settings.threshold,
-            lifespan=settings.threshold_lifespan,
-            band=_ANY_DENSITY if settings.threshold == "fixed" else _GRADIENT_BAND,
-            seed=_seed_of(name, rank),
-        )
+        band = _ANY_DENSITY if settings.threshold == "fixed" else _GRADIENT_BAND
+        return cls(settings.threshold, settings.threshold_lifespan, band, _seed_of(name, rank))
 
     @classmethod
     def of_activations(cls, name: str, rank: int) -> Threshold:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -205,21 +206,14 @@ def _parsed(text: str) -> tuple[Any, bool]:
     try:
         return json.loads(plain, object_pairs_hook=_no_duplicates), plain == text
     except json.JSONDecodeError as error:
-        if (hjson := _hjson()) is None or not plain.strip():
+        if importlib.util.find_spec("hjson") is None or not plain.strip():
             raise
+        import hjson
+
         try:
             return hjson.loads(plain, object_pairs_hook=_no_duplicates), False
         except hjson.HjsonDecodeError:
             raise error from None
-
-
-def _hjson() -> Any:
-    """Return the module that reads Hjson; None where it is not installed."""
-    try:
-        import hjson
-    except ImportError:
-        return None
-    return hjson
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

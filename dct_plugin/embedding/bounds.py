@@ -145,11 +145,9 @@ class TableLimits(nn.Module):
         """Return the limits of the coming forward pass."""
         config = self.config
         applied = config.enabled and (self.training or config.evaluation)
-        return Limits(
-            threshold=applied and config.sparsity > 0,
-            bound=config.error_bound if applied else None,
-            gradients=config.enabled and config.gradient_bound is not None,
-        )
+        bound = config.error_bound if applied else None
+        gradients = config.enabled and config.gradient_bound is not None
+        return Limits(applied and config.sparsity > 0, bound, gradients)
 
     def bounds(self, limits: Limits) -> FloatArray:
         """Return the absolute error bounds of the own tables, float64 [tables], on the host.

@@ -239,12 +239,9 @@ class _RoundTrip:
         numel = sum(blocks[r].numel() for r in self._peers)
         nnz = numel if kept is None else kept
         masked = nnz < numel
-        common: dict[str, Any] = {
-            "numel": numel,
-            "nnz": nnz,
-            "target_density": 1.0 - owner.config.sparsity if masked else 1.0,
-            "tau": float(owner.known_tau().mean()) if owner.tau.numel() else 0.0,
-        }
+        target = 1.0 - owner.config.sparsity if masked else 1.0
+        tau = float(owner.known_tau().mean()) if owner.tau.numel() else 0.0
+        common: dict[str, Any] = {"numel": numel, "nnz": nnz, "target_density": target, "tau": tau}
         owner.metrics.record(replace(record, dense_bytes=dense * itemsize, **common))
         layers = {"lossless": numel * itemsize} if owner.config.deduplicate else {}
         layers |= {"threshold": nnz * itemsize} if masked else {}

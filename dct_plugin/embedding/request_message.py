@@ -102,11 +102,8 @@ def write_request(request: RowRequest, first_rows: Sequence[int], kernels: Backe
     encoding, param, index = kernels.encode_indices(request.rows, first_rows[-1])
     one_hot = request.bags.one_hot
     bag_counts = request.counts[sum(request.as_rows) :]
-    integers = [
-        (request.bags.ids - request.per_id(first_rows)).numpy(),
-        np.array(bag_counts),
-        *([] if one_hot else [request.bags.lengths.numpy()]),
-    ]
+    ids = (request.bags.ids - request.per_id(first_rows)).numpy()
+    integers = [ids, np.array(bag_counts), *([] if one_hot else [request.bags.lengths.numpy()])]
     head = bytes(request.as_rows) + bytes([encoding, param])
     body = head + index.numpy().tobytes() + b"".join(each.astype("<i4").tobytes() for each in integers)
     counts = len(request.as_rows), len(request.rows), index.numel(), len(request.bags.ids), len(body)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, weights
-from dct_plugin.data_parallel.plan import MIN_SHARD, Shard, shards_in
+from dct_plugin.data_parallel.plan import MIN_SHARD, shards_in
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn, Unsent, displacement
 from dct_plugin.data_parallel.step_ahead.residual_coefficients import INTERVAL
 from dct_plugin.data_parallel.step_ahead.second_moments import LIMIT, Moments, _add_steps
@@ -230,7 +230,7 @@ def test_what_is_pending_is_added_to_its_part(dtype: torch.dtype) -> None:
             (left, 1.0),
             None,
             StepUnit(0.1),
-            pending=(Shard(0, 10, 30), part, 3),
+            update=(part, 10, 3),
             out=torch.empty_like(weight),
         )
         for left in (residual, None)

@@ -67,13 +67,13 @@ def displacement(
     gradient_unit: float = 1.0,
     first: int = 0,
     ratio: float = 1.0,
-    pending: tuple[Shard, Tensor, int] | None = None,
+    update: tuple[Tensor, int, int] | None = None,
     out: Tensor,
 ) -> Displacement:
     """Return what sets ``out`` to ``weight - (the optimizer's step with coefficient * residual) + factor *
-    pending``; for :meth:`.kernels.Backend.displace`.
+    update``; for :meth:`.kernels.Backend.displace`.
 
-    Entries without residual and pending update are bitwise those of ``weight``. With a second moment the step
+    Entries without residual and update are bitwise those of ``weight``. With a second moment the step
     of an entry is at most the learning rate times the coefficient times :meth:`Moments.limit`.
 
     Args:
@@ -85,12 +85,11 @@ def displacement(
         gradient_unit: Factor from the stream's gradients to the optimizer's (one over the loss scale).
         first: First entry of the weight among those of ``moments``.
         ratio: Size of the ranks' mean gradient, by which the optimizer divides, relative to the stream's.
-        pending: A part of the weights, the update (fp32) that it has not got yet, and the update's factor.
+        update: An update (fp32) that a part of the weights has not got yet, its first entry, and its factor.
         out: A tensor like ``weight``.
     """
     residual, coefficient = expected
     scale = -unit.lr * coefficient
-    update = None if pending is None else (pending[1], pending[0].start, pending[2])
     if not unit.preconditioned or residual is None:
         return Displacement(weight, out, residual, scale * gradient_unit, pending=update)
     assert moments is not None
@@ -283,7 +282,7 @@ class StepAhead:
                 gradient_unit=self._gradient_unit(),
                 first=first,
                 ratio=self.coefficients.gradient_ratio(name),
-                pending=None if pending is None else (*pending, self._owner_factor),
+                update=None if pending is None else (pending[1], pending[0].start, self._owner_factor),
                 out=buffer.view(-1)[part],
             )
             if lasting and pending is None:

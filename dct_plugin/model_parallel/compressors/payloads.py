@@ -66,7 +66,7 @@ class Whole(ActivationCompressor[Settings]):
             buffers.append(torch.empty(size, dtype=torch.uint8, device=flat.device))
             start = first_position(self.site.step, flat.numel())
             job = Job(flat, None, tau, buffers[-1], capacity=capacity, start=start, value_dtype=code)
-            self._stream.write(encoded, job)
+            encoded.stats.append(self.backend(flat.device).compress(job))
         read_stats(encoded.stats)
         self._observe(encoded)
         messages = [
