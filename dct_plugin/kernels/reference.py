@@ -190,8 +190,10 @@ class ReferenceBackend(Backend):
         if opened.nonfinite:
             out.fill_(float("nan"))
             return 0
-        values = _values(opened)
-        if opened.header.encoding is IndexEncoding.DENSE:
+        header = opened.header
+        section = opened.data[HEADER_NBYTES + header.index_nbytes : header.nbytes]
+        values = decode_values(section, header.nnz, header.value_dtype)
+        if header.encoding is IndexEncoding.DENSE:
             out.add_(values)
         else:
             index = self.positions(opened, out.numel())
@@ -276,9 +278,3 @@ def _stats(nbytes: int, nnz: int, above: int, nonfinite: bool, tau: Tau, began: 
     encode_ns = time.perf_counter_ns() - selected
     select_ns = selected - began
     return Stats(nbytes, nnz, above, nonfinite, tau=float(tau), select_ns=select_ns, encode_ns=encode_ns)
-
-
-def _values(payload: Payload) -> Tensor:
-    header = payload.header
-    section = payload.data[HEADER_NBYTES + header.index_nbytes : header.nbytes]
-    return decode_values(section, header.nnz, header.value_dtype)

@@ -171,8 +171,9 @@ def describe(heard: Mapping[int, Any], world_size: int, limit: float, hint: str 
         if "error" in statement
     ]
     if absent := [rank for rank, statement in heard.items() if "absent" in statement]:
+        has = "has" if len(absent) == 1 else "have"
         faults.append(
-            f"{ranks_in_words(absent)} {_has(absent)} no dct section in the configuration (or one with "
+            f"{ranks_in_words(absent)} {has} no dct section in the configuration (or one with "
             "enabled = false); every rank needs the same"
         )
     missing = [rank for rank in range(world_size) if rank not in heard]
@@ -203,10 +204,6 @@ def differences(facts: Mapping[int, Facts]) -> list[str]:
 
 def no_answer(missing: Sequence[int], limit: float, hint: str) -> str:
     return f"{ranks_in_words(missing)} did not report within {limit:g} s: crashed, or {hint}"
-
-
-def _has(ranks: Sequence[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

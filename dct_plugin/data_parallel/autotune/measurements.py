@@ -68,18 +68,6 @@ def time_codings(group: StreamGroup, settings: Iterable[Setting]) -> dict[Settin
 
 
 def _time_coding(group: StreamGroup, setting: Setting) -> Coding:
-    encode, decode = _codec(group, setting)
-    encode_seconds, message = min(_seconds(encode, ENCODES)), encode()
-    figures = encode_seconds, min(_seconds(partial(decode, message), REPEATS)), message.numel()
-    return Coding(*(each / ENTRIES for each in figures))
-
-
-def _seconds(function: Callable[[], object], times: int) -> list[float]:
-    return timeit.repeat(function, number=1, repeat=times)
-
-
-def _codec(group: StreamGroup, setting: Setting) -> tuple[Callable[[], Tensor], Callable[[Tensor], object]]:
-    """Return a function that encodes random entries, and one that decodes the message."""
     data = torch.randn(ENTRIES, device=group.device)
     stream = Compressor(
         group.settings, sparsity=setting.sparsity, value_dtype=setting.value_dtype, kernels=group.kernels
@@ -96,4 +84,10 @@ def _codec(group: StreamGroup, setting: Setting) -> tuple[Callable[[], Tensor], 
         if group.device.type == "cuda":
             torch.cuda.synchronize(group.device)
 
-    return encode, decode
+    encode_seconds, message = min(_seconds(encode, ENCODES)), encode()
+    figures = encode_seconds, min(_seconds(partial(decode, message), REPEATS)), message.numel()
+    return Coding(*(each / ENTRIES for each in figures))
+
+
+def _seconds(function: Callable[[], object], times: int) -> list[float]:
+    return timeit.repeat(function, number=1, repeat=times)
