@@ -108,7 +108,7 @@ class DCTState(OptimizerAttachment):
         self._buckets = BucketReductions(self.parameters, self._optimizer_steps, self._agree)
         self.ends.callback(self._buckets.next_pass.unwatch)
         self._loaded = FRESH
-        self._topic = "ddp"
+        self._topic, self._coverage = "ddp", ""
         self._reducer: GradientReducer | None = None
         self._ahead: StepAhead | None = None
         self._model: weakref.ref[DistributedDataParallel] | None = None
@@ -145,9 +145,13 @@ class DCTState(OptimizerAttachment):
         self.parameters.add(model.module.named_parameters())
         self._resolve()
         warns = not dist.is_initialized() or dist.get_rank(self.process_group) == 0
+        reduced = {n: p for n, p in model.module.named_parameters() if n not in model.parameters_to_ignore}
+        own = set(map(id, reduced.values()))
+        coverage = startup.coverage(model.module, model.module.parameters(), lambda p: id(p) in own)
+        self._coverage = f"{coverage}, "
         self._check_optimizers(
             model.module,
-            {n: p for n, p in model.module.named_parameters() if n not in model.parameters_to_ignore},
+            reduced,
             call="dct_plugin.attach",
             remedy="make it from model.parameters()",
             warns=warns,
@@ -262,7 +266,7 @@ class DCTState(OptimizerAttachment):
         agreement.confirm(startup.facts_of(self.config, facts))
         self.ends.callback(lost_peers.watch(self, lambda state: state.steps.step))
         if reducer.group_rank == 0 and reducer.group_size > 1:
-            what = f"torch DDP, {_coverage(self._model)}{reducer.group_size} ranks"
+            what = f"torch DDP, {self._coverage}{reducer.group_size} ranks"
             startup.log_active(what, self.config, self._note or "", reducer.config)
         return Overlap(reducer)
 
@@ -356,17 +360,6 @@ class DCTState(OptimizerAttachment):
         and other ranks' residuals cannot be saved there: see :meth:`save`.
         """
         return DCTState, (self.config,)
-
-
-def _coverage(reference: weakref.ref[DistributedDataParallel] | None) -> str:
-    """Return how many parameters are compressed, in words; "" if the model is not known."""
-    model = None if reference is None else reference()
-    if model is None:
-        return ""
-    named, ignored = list(model.module.named_parameters()), model.parameters_to_ignore
-    reduced = {id(parameter) for name, parameter in named if name not in ignored}
-    parameters = (parameter for _, parameter in named)
-    return f"{startup.coverage(model.module, parameters, lambda p: id(p) in reduced)}, "
 
 
 def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -6,7 +6,6 @@ import copy
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from ..host.settings import refuse_unserved, resolve_settings
 from . import saved_residuals
 from .parameter_groups import (
     GatheredShard,
-    ReductionSeam,
     ShardedParameter,
     check_displaceable,
     check_torch,
@@ -38,10 +36,7 @@ from .parameter_groups import (
     replicated_groups,
     unsharded_parameters,
 )
-from .replica_group import ReplicaGroup
-
-#: The seam in torch, once in a process.
-_seam = lru_cache(maxsize=None)(lambda: ReductionSeam(ReplicaGroup))
+from .replica_group import SEAM, ReplicaGroup
 
 
 def is_compressed(model: nn.Module) -> bool:
@@ -122,8 +117,8 @@ class ReplicaCompression(OptimizerAttachment):
         """Reducers that have reduced gradients of this step."""
         self._pass = -1
         """The backward pass of the last exchange."""
-        _seam().enter()
-        self.ends.callback(_seam().leave)
+        SEAM.enter()
+        self.ends.callback(SEAM.leave)
         self.groups = [self._connect(group, parameters) for group, parameters in groups]
         self._before_forward(model, _refuse_compiled_autograd)
         self._before_forward(model, self.close_if_done)

@@ -16,7 +16,6 @@ from dct_plugin.errors import ConfigError
 
 from ..host import versions
 from ..host.gathered_slice import GatheredSlice
-from ..host.patching import Patches
 from ..host.versions import Target, VersionRange, unsupported
 
 SUPPORTED = VersionRange("2.6.0", "2.16.0")
@@ -118,11 +117,6 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
         yield from (group for group in groups if group is not None)
 
 
-def _parameters_of(model: nn.Module, group: Any) -> list[ShardedParameter]:
-    names = {id(p): _plain(name) for name, p in model.named_parameters(remove_duplicate=False)}
-    return [ShardedParameter(_name(names, each), each, group) for each in group.fsdp_params]
-
-
 def has_replicas(group: Any) -> bool:
     """Return whether a parameter group has a replica dimension."""
     return hasattr(group.mesh_info, "replicate_process_group")
@@ -145,7 +139,11 @@ def replicated_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter
         ConfigError: There are none, one is complex, or the model does not show their parameters; says what to
             do.
     """
-    groups = [(group, _parameters_of(model, group)) for group in parameter_groups(model)]
+    names = {id(p): _plain(name) for name, p in model.named_parameters(remove_duplicate=False)}
+    groups = [
+        (group, [ShardedParameter(_name(names, each), each, group) for each in group.fsdp_params])
+        for group in parameter_groups(model)
+    ]
     replicated = [(group, parameters) for group, parameters in groups if has_replicas(group)]
     if not replicated:
         ranks = dist.get_world_size()
@@ -166,51 +164,6 @@ def replicated_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter
         what = f"{len(rest)} parameters have no replicas, and FSDP reduces their gradients by itself"
         logger.warning(f"dct: {what}: {listed(rest)}")
     return replicated
-
-
-class ReductionSeam:
-    """Tells process groups which parameters FSDP is about to all-reduce, and by what it divides the sum.
-
-    One for the process. While a model is compressed, it wraps two functions of torch's, which pass through
-    for all other groups.
-    """
-
-    def __init__(self, group_type: type[Any]) -> None:
-        self._type, self._patches, self._models = group_type, Patches(), 0
-
-    def leave(self) -> None:
-        """Note that a model is compressed no longer."""
-        self._models -= 1
-        if not self._models:
-            self._patches.undo()
-
-    def enter(self) -> None:
-        """Note that one more model is compressed."""
-        from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
-
-        self._models += 1
-        if self._models > 1:
-            return
-        self._patches.intercept(_fsdp_param_group, "foreach_reduce", self._reduce)
-        self._patches.intercept(_fsdp_collectives, "_get_gradient_divide_factors", self._factors)
-
-    def _reduce(self, original: Any, fsdp_params: Any, *arguments: Any, **keywords: Any) -> Any:
-        group = self._ours(arguments, keywords)
-        if group is None:
-            return original(fsdp_params, *arguments, **keywords)
-        with group.expecting(fsdp_params):
-            return original(fsdp_params, *arguments, **keywords)
-
-    def _factors(self, original: Any, *arguments: Any, **keywords: Any) -> Any:
-        factors = original(*arguments, **keywords)
-        group = self._ours(arguments, keywords)
-        if group is not None:
-            group.divided_by = float(factors[1] or 1.0)
-        return factors
-
-    def _ours(self, arguments: Any, keywords: Any) -> Any:
-        found = (each for each in (*arguments, *keywords.values()) if isinstance(each, self._type))
-        return next(found, None)
 
 
 def _plain(name: str) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import ConfigError, DesyncError
 
+from ..host.patching import Patches
 from .parameter_groups import ShardedParameter
 
 
@@ -123,3 +124,52 @@ class _Done:
 
     def wait(self, *arguments: Any) -> bool:
         return True
+
+
+class ReductionSeam:
+    """Tells process groups which parameters FSDP is about to all-reduce, and by what it divides the sum.
+
+    One for the process. While a model is compressed, it wraps two functions of torch's, which pass through
+    for all other groups.
+    """
+
+    def __init__(self) -> None:
+        self._patches, self._models = Patches(), 0
+
+    def leave(self) -> None:
+        """Note that a model is compressed no longer."""
+        self._models -= 1
+        if not self._models:
+            self._patches.undo()
+
+    def enter(self) -> None:
+        """Note that one more model is compressed."""
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+
+        self._models += 1
+        if self._models > 1:
+            return
+        self._patches.intercept(_fsdp_param_group, "foreach_reduce", self._reduce)
+        self._patches.intercept(_fsdp_collectives, "_get_gradient_divide_factors", self._factors)
+
+    def _reduce(self, original: Any, fsdp_params: Any, *arguments: Any, **keywords: Any) -> Any:
+        group = self._ours(arguments, keywords)
+        if group is None:
+            return original(fsdp_params, *arguments, **keywords)
+        with group.expecting(fsdp_params):
+            return original(fsdp_params, *arguments, **keywords)
+
+    def _factors(self, original: Any, *arguments: Any, **keywords: Any) -> Any:
+        factors = original(*arguments, **keywords)
+        group = self._ours(arguments, keywords)
+        if group is not None:
+            group.divided_by = float(factors[1] or 1.0)
+        return factors
+
+    def _ours(self, arguments: Any, keywords: Any) -> Any:
+        found = (each for each in (*arguments, *keywords.values()) if isinstance(each, ReplicaGroup))
+        return next(found, None)
+
+
+#: The seam of this process.
+SEAM = ReductionSeam()

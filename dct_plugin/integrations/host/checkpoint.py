@@ -59,16 +59,6 @@ def save_together(
     return identity[0]
 
 
-def identity_of(topic: str) -> str:
-    """Return the identity of a save that ranks make on their own: the same for all that ask for ``topic``.
-
-    It waits for no rank: the first one that asks leaves the identity in the key-value store.
-    """
-    key = f"dct_plugin/saves/{topic}"
-    found: bytes = lost_ranks.default_store().compare_set(key, "", uuid.uuid4().hex)
-    return found.decode()
-
-
 def load_together(
     read: Callable[[], Loaded],
     source: Folder,
@@ -215,9 +205,11 @@ class ReducerFiles:
             state: ``GradientReducer.state_dict()``.
             topic: Name of the job, the same on all ranks and used once in the life of the store.
         """
-        identity = identity_of(f"{topic}/{state['step']}")
+        # The first rank that asks leaves the identity in the key-value store.
+        key = f"dct_plugin/saves/{topic}/{state['step']}"
+        identity: bytes = lost_ranks.default_store().compare_set(key, "", uuid.uuid4().hex)
         file = checkpoint.file_of(folder, dist.get_rank(self.group))
-        checkpoint.write(file, self._content(state, identity))
+        checkpoint.write(file, self._content(state, identity.decode()))
 
     def load(self, folder: Folder, *, expected: str | None = None) -> State | None:
         """Read what :meth:`save` wrote; a collective, with results and errors of :func:`load_together`.
