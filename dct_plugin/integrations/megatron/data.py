@@ -13,7 +13,7 @@ a reducer at the same time, for Megatron waits for all reductions before the ite
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.codecs.copies import Mirror
-from dct_plugin.config import DataParallelConfig
 from dct_plugin.console import logger
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.host_traffic import count_group, counted_by
@@ -64,7 +63,7 @@ class DataParallelHook(Hook):
         self._dense = _DenseGroups(session, self.models)
         self.reductions = session.reductions = Reductions(session, self.models, self._optimizers)
         session.ends.callback(self.reductions.close)
-        self._steps = _OptimizerSteps(self.config, self.models)
+        self._steps = _OptimizerSteps(session, self.models)
         self._frozen: list[FrozenParameters] = []
         self._patch()
 
@@ -78,7 +77,7 @@ class DataParallelHook(Hook):
         intercept(ddp, "__init__", self._wrap_model)
         intercept(ddp, "finish_grad_sync", self._finish_grad_sync)
         for kind in optimizer.MixedPrecisionOptimizer, optimizer.FP32Optimizer:
-            intercept(kind, "prepare_grads", self._prepare_grads)
+            intercept(kind, "prepare_grads", self._steps.prepare_grads)
         for module, name in _SHARDING:
             self.session.when_imported(module, functools.partial(_refuse, self.session, name))
 
@@ -196,9 +195,6 @@ class DataParallelHook(Hook):
         for each in self.reductions:
             each.overlap.wait()
 
-    def _prepare_grads(self, original: Function, optimizer: Any) -> bool:
-        return self._steps.prepare_grads(optimizer, original, self.session.step)
-
     def _start_grad_sync(self, original: Function, group: Any, *arguments: Any, **keywords: Any) -> None:
         all_reduce = bool(given(original, "force_all_reduce", (group, *arguments), keywords))
         if group in self._dense:
@@ -281,8 +277,9 @@ class _OptimizerSteps:
         overflow: Whether the step is skipped.
     """
 
-    def __init__(self, config: DataParallelConfig, models: Models) -> None:
-        self._poisoned = PoisonedSteps(config, models.gradients, agree=True)
+    def __init__(self, session: Session, models: Models) -> None:
+        self._session = session
+        self._poisoned = PoisonedSteps(session.config.data_parallel, models.gradients, agree=True)
         self._mirror = Mirror()
         self.skips = self._poisoned.skips
         self.reset()
@@ -297,12 +294,12 @@ class _OptimizerSteps:
         self.overflow = False
         self._is_poisoned: bool | None = None  # until an optimizer asks
 
-    def prepare_grads(self, optimizer: Any, original: Callable[[Any], bool], step: int) -> bool:
+    def prepare_grads(self, original: Function, optimizer: Any) -> bool:
         """Call Megatron's ``prepare_grads`` unless the step is skipped; return whether it is."""
         scaled = getattr(optimizer, "grad_scaler", None) is not None
         if self.skips and not scaled:  # a scaler looks itself
             if self._is_poisoned is None:
-                self._is_poisoned = self._poisoned.found(step)
+                self._is_poisoned = self._poisoned.found(self._session.step)
             if self._is_poisoned:
                 self.overflow = True
                 return True

@@ -60,9 +60,8 @@ def run(launch: CommandLine) -> None:
     """
     if not launch.is_module and not Path(launch.target).is_file():
         raise ConfigError(f"cannot run {launch.target!r}: no such file in {os.getcwd()}")
-    state: dict[str, Any] = {"patched": False}
     if launch.config.enabled:
-        when_imported("megatron.core", lambda core: _patch(core, launch, state))
+        when_imported("megatron.core", lambda core: _patch(core, launch))
     else:
         _say(f"switched off by {launch.source}; {launch.target} runs without the plugin")
 
@@ -81,7 +80,7 @@ def run(launch: CommandLine) -> None:
             sys.path.insert(0, folder)
         # Absolute, as __file__ is in a script that python runs; sys.argv[0] becomes so, too.
         runpy.run_path(os.path.abspath(launch.target), run_name="__main__")
-    if launch.config.enabled and not state["patched"]:
+    if launch.config.enabled and "megatron.core" not in sys.modules:
         print(
             f"dct: warning: {launch.target} never imported megatron.core; nothing was thresholded",
             file=sys.stderr,
@@ -107,7 +106,7 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _patch(core: ModuleType, launch: CommandLine, state: dict[str, Any]) -> None:
+def _patch(core: ModuleType, launch: CommandLine) -> None:
     """Check everything and then install the hooks, when ``megatron.core`` has been imported."""
     from . import versions
 
@@ -116,7 +115,6 @@ def _patch(core: ModuleType, launch: CommandLine, state: dict[str, Any]) -> None
     from . import hooks
 
     active = hooks.install(launch.config)
-    state["patched"] = True
     _agree_with_groups(launch.config, str(core.__version__))
     _say(f"dct-plugin {__version__}, configuration {launch.config.fingerprint()} from {launch.source}")
     _say(f"megatron-core {core.__version__} from {os.path.dirname(core.__file__ or '')}")
@@ -150,19 +148,17 @@ def _agree_with_groups(config: DCTConfig, core_version: str) -> None:
     """Have the ranks agree when the model-parallel groups are first made."""
     from megatron.core import parallel_state
 
-    done = False
+    patches = Patches()
 
     def initialize(original: Function, *arguments: Any, **keywords: Any) -> Any:
-        nonlocal done
-        if not done:
-            done = True
-            try:
-                agree(config, core_version)
-            except DesyncError as error:
-                raise _StartupError(str(error)) from error
+        patches.undo()
+        try:
+            agree(config, core_version)
+        except DesyncError as error:
+            raise _StartupError(str(error)) from error
         return original(*arguments, **keywords)
 
-    Patches().intercept(parallel_state, "initialize_model_parallel", initialize)
+    patches.intercept(parallel_state, "initialize_model_parallel", initialize)
 
 
 def _say(text: str) -> None:

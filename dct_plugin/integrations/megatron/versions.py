@@ -69,12 +69,12 @@ TARGETS = tuple(
 )
 
 
-def require_supported(core: Any, hooks: Sequence[str] | None = None) -> None:
+def require_supported(core: Any, hooks: Sequence[str]) -> None:
     """Stop unless the imported ``megatron.core`` is one that the hooks are made for.
 
     Args:
         core: The module ``megatron.core``.
-        hooks: Names of the hooks whose targets are looked at; None is all.
+        hooks: Names of the hooks whose targets are looked at.
 
     Raises:
         VersionError: Says what was found, what is supported, and what to do.
@@ -84,14 +84,13 @@ def require_supported(core: Any, hooks: Sequence[str] | None = None) -> None:
     found = f"megatron-core {version} ({folder})"
     if version not in SUPPORTED:
         raise unsupported(found, SUPPORTED, _advice(version, folder))
-    parts = {"schedules", *(f"hook {name}" for name in hooks)} if hooks else set()
+    parts = {"schedules", *(f"hook {name}" for name in hooks)} if hooks else ()
     remedy = f"use an unmodified megatron-core {SUPPORTED}, or switch these hooks off in the dct section"
-    targets = [target for target in TARGETS if hooks is None or target.part in parts]
+    targets = [target for target in TARGETS if target.part in parts]
     versions.require(targets, found, SUPPORTED, remedy)
-    if not launcher_rank():
-        for hook, module in (("data_parallel", "param_and_grad_buffer"), ("pipeline", "p2p_communication")):
-            if hooks is None or hook in hooks:
-                versions.warn_of_unknown_bodies("megatron-core", module)
+    bodies = {"data_parallel": "param_and_grad_buffer", "pipeline": "p2p_communication"}
+    for hook in sorted(bodies.keys() & hooks) if not launcher_rank() else ():
+        versions.warn_of_unknown_bodies("megatron-core", bodies[hook])
 
 
 def _advice(version: str, folder: str) -> str:
