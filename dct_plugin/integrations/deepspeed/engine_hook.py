@@ -67,8 +67,10 @@ def engine_ready(engine: Any) -> None:
         ImportError: There is a section, but the plugin is not completely installed.
     """
     section = find_section(engine)
-    if section is None:
-        _warn_of_misplaced(engine)
+    if section is None:  # where one stands elsewhere nothing reads it, and the job trains dense
+        found = misplaced_section(configuration_of(engine))
+        if found is not None and _is_section(found[1]) and engine.__dict__.get("global_rank", 0) == 0:
+            logging.getLogger("dct_plugin").warning("dct: %s; this job trains without dct", found[0])
         return
     try:
         from .attachment import attach
@@ -80,16 +82,7 @@ def engine_ready(engine: Any) -> None:
     attach(engine, section)
 
 
-def _warn_of_misplaced(engine: Any) -> None:
-    """Warn of a section that nothing reads: the job trains dense."""
-    found = misplaced_section(configuration_of(engine))
-    if found is not None and _is_section(found[1]) and engine.__dict__.get("global_rank", 0) == 0:
-        logging.getLogger("dct_plugin").warning("dct: %s; this job trains without dct", found[0])
-
-
 def _is_section(content: Any) -> bool:
     """Return whether a mapping has keys of the section; ``enabled``, which others have, not beside theirs."""
-    if not isinstance(content, Mapping) or not content:
-        return False
-    known = KEYS & content.keys()
-    return bool(known - {"enabled"}) or len(known) == len(content)
+    known = KEYS & content.keys() if isinstance(content, Mapping) else frozenset()
+    return bool(known - {"enabled"}) or 0 < len(known) == len(content)

@@ -13,6 +13,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections import UserDict
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -57,34 +58,22 @@ class Answer(NamedTuple):
     sections: Mapping[str, Any] = MappingProxyType({})
 
 
-class _Recorder(dict[str, Any]):
-    """A JSON that notes which keys it is asked for."""
+class _Recorder(UserDict[str, Any], dict[str, Any]):  # type: ignore[misc]
+    """A JSON that notes which keys it is asked for: all methods of a UserDict go through these two. DeepSpeed
+    takes a dict alone.
+    """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
-        super().__init__(content)
         self.asked: set[str] = set()
-
-    def _noting(self, method: Any, key: Any, *default: Any) -> Any:
-        self.asked.add(str(key))
-        return method(self, key, *default)
+        super().__init__(content)
 
     def __getitem__(self, key: str) -> Any:
-        return self._noting(dict.__getitem__, key)
+        self.asked.add(str(key))
+        return super().__getitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        return bool(self._noting(dict.__contains__, key))
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._noting(dict.get, key, default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        return self._noting(dict.pop, key, *default)
-
-    def keys(self) -> Any:  # of which DeepSpeed asks whether a key is among them
-        return self
-
-    def __copy__(self) -> _Recorder:
-        return self
+        self.asked.add(str(key))
+        return super().__contains__(key)
 
 
 def _parse(content: Mapping[str, Any], ranks: int) -> Any:
