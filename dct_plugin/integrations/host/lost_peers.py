@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import itertools
 import sys
 import threading
 import time
@@ -133,12 +132,10 @@ class LongWaits(threading.Thread):
 
     def run(self) -> None:
         reported: lost_ranks.Wait | None = None
-        for count in itertools.count():
-            if self._ended.wait(INTERVAL):
-                return
+        while not self._ended.wait(INTERVAL):
             with contextlib.suppress(Exception):
                 key = lost_ranks.key_of("heard", dist.get_rank())
-                lost_ranks.default_store().set(key, f"{count} {self._step_of()}")
+                lost_ranks.default_store().set(key, f"{time.monotonic()} {self._step_of()}")
             longest = min(list(lost_ranks.waits.values()), key=lambda wait: wait.began, default=None)
             if longest is not None and time.monotonic() > longest.began + INTERVAL:
                 with contextlib.suppress(Exception):
