@@ -90,7 +90,7 @@ def counted() -> Iterator[Counter[str]]:
     def launch(kernel: Any, programs: Any, *arguments: Any, **constants: Any) -> None:
         name = kernel.fn.__name__
         counts[name] += 1
-        if name == "seal":
+        if name == "settle":
             arguments[2][:] = torch.tensor([_NBYTES, _KEPT, _KEPT, 0])
         elif name == "kth_largest":
             arguments[2].fill_(1.0)

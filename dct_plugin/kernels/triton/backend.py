@@ -136,7 +136,7 @@ class TritonBackend(Backend):
         opened = open_payload(payload, out.numel(), verify=False)
         if opened.header.encoding is IndexEncoding.RICE:
             return self._reference.decode_add(opened, out)
-        OpenedMessages.of(opened, out).add(self._error(out.device), 1.0, range(1))
+        OpenedMessages.of(opened, out).add(self._error(out.device), 1.0)
         return opened.nnz
 
     def positions(self, payload: Payload | Tensor, numel: int) -> Tensor:
@@ -145,8 +145,8 @@ class TritonBackend(Backend):
         if opened.header.encoding is IndexEncoding.RICE:
             return self._reference.positions(opened, numel)
         positions, wrong = OpenedMessages.of(opened).entries(opened)
-        with launched_on(wrong.device):
-            launch(reading.take_error, 1, self._error(wrong.device), wrong)
+        error = self._error(wrong.device)
+        torch.maximum(error, wrong, out=error)
         return positions
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:

@@ -354,6 +354,7 @@ class Batch:
             if skips:
                 launch(device.skips, entry_chunks, table, positions, state, sums, count)
             launch(device.plan, count, table, state, sums, FORCED=variant.forced, SKIPS=skips)
+        constants = {"ENTRIES": variant.entries, "VALUE": variant.value}
         accumulated = selected and variant.left
         if accumulated:  # one form of the kernel serves all types of gradients
             types = {"GRAD": 0, "HAS_RESIDUAL": False}
@@ -361,19 +362,13 @@ class Batch:
             device.write,
             chunks,
             *(table, words, positions, kept_counts, state, sums, count),
-            ENTRIES=variant.entries,
-            ACCUMULATED=accumulated,
-            VALUE=variant.value,
-            HAS_LEFT=variant.left,
-            **types,
+            **{"ACCUMULATED": accumulated, "HAS_LEFT": variant.left, **types, **constants},
         )
         put_back = variant.left and not variant.in_place
-        if put_back or variant.clear:
-            launch(
-                device.settle, blocks, table, state, count, PUT_BACK=put_back, CLEAR=variant.clear, **aligned
-            )
-        figures = counts, self._errors
-        launch(device.seal, count, table, state, *figures, ENTRIES=variant.entries, VALUE=variant.value)
+        constants |= {"PUT_BACK": put_back, "CLEAR": variant.clear, **aligned}
+        blocks = blocks if put_back or variant.clear else 0
+        arguments = (table, state, counts, self._errors, count, blocks)
+        launch(device.settle, blocks + count, *arguments, **constants)
 
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.where)

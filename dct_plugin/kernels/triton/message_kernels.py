@@ -58,16 +58,19 @@ from .selection_kernels import (
 
 #: Places in a row: where the payload's body begins in the buffer, its encoding, the type of the values, kept
 #: entries, bytes of the index section, what becomes of the output (see below); two checksums that the body
-#: has to have, and has; what is wrong; the first unit of work of the checks, of the positions, of the sums;
-#: where its positions begin.
+#: has to have, and has; what is wrong; the first unit of work of the checks, of the positions; where
+#: its positions begin.
 BODY, KIND, VALUE, COUNT, INDEX, STATE, WANTED = map(tl.constexpr, range(7))
-FOUND, WRONG, CHECKS, SCANS, SUMS, PLACE = map(tl.constexpr, (8, 10, 11, 12, 13, 14))
+FOUND, WRONG, CHECKS, SCANS, PLACE = map(tl.constexpr, (8, 10, 11, 12, 13))
 
 #: What becomes of an output: the payload is added, or (flagged, or missing from a sum) it becomes NaN.
 ADDED, POISONED = map(tl.constexpr, range(2))
 
-#: Numbers of a tensor that payloads are for: entries; where they are, and their type, if they are added to.
-META = tl.constexpr(3)
+#: Numbers of a tensor that payloads are for: entries; where they are, and their type, if they are added to;
+#: if several messages are, the first program that does so, and where it adds up in fp32.
+META = tl.constexpr(5)
+#: Entries that such a program owns, and messages that it searches at once.
+RANGE, SEARCHED = map(tl.constexpr, (16384, 32))
 
 #: Bytes of a slot before its message; words of it: size, fingerprint, incomplete.
 PREFIX = tl.constexpr(32)
@@ -161,7 +164,6 @@ def open_messages(
     tl.store(missing + message, absent)
     checks = absent * 0
     scans = absent * 0
-    sums = absent * 0
     places = absent * 0
     broken = absent * 0
     row = 0
@@ -191,34 +193,30 @@ def open_messages(
         tl.store(here + FOUND, nnz * 0)
         tl.store(here + FOUND + 1, nnz * 0)
         tl.store(here + WRONG, tl.where(bad, BAD_HEADER, 0).to(tl.int64))
-        _store_units(here, checks, scans, sums, places)
+        _store_units(here, checks, scans, places)
         checks += ((nbytes + 3) // 4 + CHUNK - 1) // CHUNK
         blocks = tl.where((kind == BITMAP) | (kind == BLOCK16), (numel + BLOCK - 1) // BLOCK, 0)
         scans += tl.where(kind == GAPS8, (index + CHUNK - 1) // CHUNK, blocks)
-        sums += tl.where(exists, tl.maximum((nnz + CHUNK - 1) // CHUNK, 1), 0)
         places += tl.where(kind == DENSE, 0, nnz)
         at = tl.where(exists, tl.where(gone, end, at + HEADER + nbytes), at)
         row += 1
     last = rows + count * ROW
-    _store_units(last, checks, scans, sums, places)
+    _store_units(last, checks, scans, places)
     if (at != end) & (payloads > 0):  # the message goes on behind its payloads
         tl.store(rows + (payloads - 1) * ROW + WRONG, tl.full((), BAD_HEADER, tl.int64))
 
 
 @triton.jit
-def _store_units(row, checks, scans, sums, places):
+def _store_units(row, checks, scans, places):
     """Store a row's first units of work, and where its positions begin."""
     tl.store(row + CHECKS, checks)
     tl.store(row + SCANS, scans)
-    tl.store(row + SUMS, sums)
     tl.store(row + PLACE, places)
 
 
-@triton.jit(do_not_specialize=["count"])
-def check(buffer, rows, count):
-    """Compute the checksums of the bodies."""
-    unit = tl.program_id(0).to(tl.int64)
-    rows += tl.program_id(1).to(tl.int64) * (count + 1) * ROW
+@triton.jit
+def _check(buffer, rows, count, unit):
+    """Compute the checksums of a part of the bodies."""
     row = _row_of(rows, count, unit, CHECKS)
     if row < count:
         here = rows + row * ROW
@@ -257,9 +255,10 @@ def _steps(index, nbytes, chunk):
     return tl.where(at < nbytes, byte, 0) + ends.to(tl.int64), ends.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["count", "stride", "units", "width"])
-def scan(buffer, rows, meta, counts, count, stride, units, width):
-    """Write the entries of every unit of positions, and what its bytes step over.
+@triton.jit(do_not_specialize=["count", "stride", "units", "width", "checks"])
+def scan(buffer, rows, meta, counts, count, stride, units, width, checks):
+    """Write the entries of every unit of positions, and what its bytes step over; before that, in so many
+    programs, the checksums of the bodies.
 
     ``counts``, int64 [messages, 2, width], zeros: ``units`` counts, and behind them the sums of those of each
     row.
@@ -269,11 +268,16 @@ def scan(buffer, rows, meta, counts, count, stride, units, width):
     rows += message * (count + 1) * ROW
     meta += message * stride
     counts += message * 2 * width
+    if unit < checks:
+        _check(buffer, rows, count, unit)
+    unit -= checks
     row = _row_of(rows, count, unit, SCANS)
-    if row < count:
+    if (row >= 0) & (row < count):
         here = rows + row * ROW
         index = buffer + tl.load(here + BODY)
-        part = unit - tl.load(here + SCANS)
+        first = tl.load(here + SCANS)
+        part = unit - first
+        sums = _sums_of(counts + units, first, row) + part // COUNTED
         kind = tl.load(here + KIND)
         numel = tl.load(meta + META * row)
         entries = part * 0
@@ -283,40 +287,28 @@ def scan(buffer, rows, meta, counts, count, stride, units, width):
             tl.atomic_max(here + WRONG, tl.where(stray > 0, BAD_POSITION, 0).to(tl.int64))
             entries = tl.sum(_bits_set(content), 0).to(tl.int64)
         elif kind == BLOCK16:
-            entries = _block16_count(index, part)
+            entries = _as_position(_load_bytes(index, part * 4, part >= 0, 4))
             # No total of all blocks is right then.
             entries = tl.where(entries > BLOCK, 1 << 40, entries)
         else:
             nbytes = tl.load(here + INDEX)
             steps, ends = _steps(index, nbytes, part)
             entries = tl.sum(ends, 0)
-            _store_count(counts + width, tl.sum(steps, 0), here, row, unit, units)
+            passed = tl.sum(steps, 0)
+            tl.store(counts + width + unit, passed)
+            tl.atomic_add(sums + width, passed)
             if part == 0:
                 last = tl.load(index + nbytes - 1, mask=nbytes > 0, other=0)
                 wrong = tl.where((nbytes > 0) & (last == 255), BAD_COUNT, 0)
                 tl.atomic_max(here + WRONG, wrong.to(tl.int64))
-        _store_count(counts, entries, here, row, unit, units)
+        tl.store(counts + unit, entries)
+        tl.atomic_add(sums, entries)
 
 
 @triton.jit
-def _store_count(counts, number, here, row, unit, units):
-    """Store a count of a unit of work, and add it to that of its group."""
-    first = tl.load(here + SCANS)
-    tl.store(counts + unit, number)
-    tl.atomic_add(_sums_of(counts + units, first, row) + (unit - first) // COUNTED, number)
-
-
-@triton.jit
-def _block16_count(index, block):
-    """Return the entries of a block of ``block16``."""
-    return _as_position(_load_bytes(index, block * 4, block >= 0, 4))
-
-
-@triton.jit
-def _place_block16(index, positions, here, block, numel, start):
+def _place_block16(index, positions, here, block, numel, start, count):
     """Write the positions of a block, the first of which is the ``start``-th of all."""
     lanes = tl.arange(0, STEP)
-    count = _block16_count(index, block)
     offsets = index + (numel + BLOCK - 1) // BLOCK * 4 + start * 2
     done = count * 0
     worst = tl.zeros((STEP,), tl.int32)
@@ -358,7 +350,7 @@ def place(buffer, rows, meta, counts, positions, count, stride, units, width, ro
         wrong = tl.where(_before(counts, sums, mine) != nnz, BAD_COUNT, 0)
         if kind == BLOCK16:
             if wrong == 0:
-                _place_block16(index, positions, here, part, numel, before)
+                _place_block16(index, positions, here, part, numel, before, tl.load(counts + part))
         elif kind == BITMAP:
             word = part * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
             content, _stray = _bitmap_words(index, word, numel)
@@ -411,78 +403,95 @@ def _values(body, values_at, rank, nnz, kept, VALUE: tl.constexpr):
 
 
 @triton.jit
-def _poison(address, numel, KIND: tl.constexpr):
-    out = _pointer(address, KIND, False)
-    nothing = _rounded(tl.full((CHUNK,), float("nan"), tl.float32), KIND)
-    lanes = tl.arange(0, CHUNK)
-    done = numel * 0
-    while done < numel:
-        tl.store(out + done + lanes, nothing, mask=done + lanes < numel)
-        done += CHUNK
+def _count_below(positions, count, limit):
+    """Return how many of the ascending positions of each payload are below a limit."""
+    low = count * 0
+    while tl.max(count - low, 0) > 0:
+        middle = (low + count) // 2
+        open_ = low < count
+        below = _as_position(tl.load(positions + middle, mask=open_, other=0)) < limit
+        low = tl.where(open_ & below, middle + 1, low)
+        count = tl.where(open_ & (below == 0), middle, count)
+    return low
 
 
-@triton.jit
-def _add_at(address, at, value, kept, KIND: tl.constexpr):
-    out = _pointer(address, KIND, False)
-    total = _load_grad(out, at, kept, KIND) + value
-    tl.store(out + at, _rounded(total, KIND), mask=kept)
-
-
-@triton.jit(do_not_specialize=["message", "count", "stride", "room"])
+@triton.jit(do_not_specialize=["messages", "count", "stride", "room"])
 def add(
-    buffer, rows, meta, positions, errors, scale, message, count, stride, room,
-    SCALED: tl.constexpr,
+    buffer, rows, meta, positions, errors, scale, messages, count, stride, room, SCALED: tl.constexpr,
+    SCALED_SUM: tl.constexpr,
 ):  # fmt: skip
-    """Set ``outs[position] += value`` for the payloads of one message with which nothing is wrong, or of
-    several messages, from this one on, that are for different tensors.
+    """Add the payloads with which nothing is wrong of so many ``messages``, one after the other, to the same
+    tensors; those of the next so many, whose numbers in ``meta`` begin ``stride`` further, to others.
 
-    Each sum is rounded to the output's type.
+    A program owns RANGE entries of a tensor, so each sum has the order of the messages. Where several are
+    added to a tensor that is not fp32, the sum is made beside it and rounded once.
     """
     unit = tl.program_id(0).to(tl.int64)
-    message += tl.program_id(1)
-    first_row = tl.full((), 0, tl.int64) + message
-    meta += first_row * stride
-    rows += first_row * (count + 1) * ROW
-    row = _row_of(rows, count, unit, SUMS)
-    if row < count:
-        here = rows + row * ROW
-        chunk = unit - tl.load(here + SUMS)
-        error = _error_of(here)
-        if chunk == 0:
-            tl.atomic_max(errors + message, error.to(tl.int32))
-        if error == 0:
-            address = tl.load(meta + META * row + 1)
-            form = tl.load(meta + META * row + 2)
-            if tl.load(here + STATE) == POISONED:
-                for kind in tl.static_range(3):
-                    if form == kind:
-                        _poison(address, tl.load(meta + META * row), kind)
-            else:
-                nnz = tl.load(here + COUNT)
-                body = buffer + tl.load(here + BODY)
-                values_at = tl.load(here + INDEX)
-                value = tl.load(here + VALUE)
-                rank = chunk * CHUNK + tl.arange(0, CHUNK)
-                kept = rank < nnz
-                at = rank
-                if tl.load(here + KIND) != DENSE:
-                    at = _places(positions + first_row * room + tl.load(here + PLACE), rank, kept, False)
-                read = tl.zeros((CHUNK,), tl.float32)
+    group = tl.program_id(1).to(tl.int64) * messages
+    beyond = group + messages
+    meta += group * stride
+    row = _row_of(meta, count - 1, unit, 3, META)
+    meta += META * row
+    first = (unit - tl.load(meta + 3)) * RANGE
+    end = tl.minimum(first + RANGE, tl.load(meta))
+    address = tl.load(meta + 1)
+    form = tl.load(meta + 2)
+    sums = tl.load(meta + 4)
+    sum_form = tl.where(sums == address, form, FP32)
+    rows += row * ROW
+    width = (count + 1) * ROW
+    lanes = tl.arange(0, CHUNK)
+    while group < beyond:
+        each = group + tl.arange(0, SEARCHED)
+        there = each < beyond
+        of = rows + each * width
+        poisoned = tl.load(of + STATE, mask=there, other=ADDED) == POISONED
+        nnz = tl.where(poisoned, end, tl.load(of + COUNT, mask=there, other=0))
+        sparse = tl.load(of + KIND, mask=there, other=0) != DENSE
+        places = positions + each * room + tl.load(of + PLACE, mask=there, other=0)
+        searched = tl.where(sparse, nnz, 0)
+        begins = tl.where(sparse, _count_below(places, searched, first), first)
+        ends = tl.where(sparse, _count_below(places, searched, end), tl.minimum(nnz, end))
+        message = group
+        while message < tl.minimum(group + SEARCHED, beyond):
+            here = rows + message * width
+            error = _error_of(here)
+            if first == 0:
+                tl.atomic_max(errors + message, error.to(tl.int32))
+            rank = tl.sum(tl.where(each == message, begins, 0), 0)
+            last = tl.where(error == 0, tl.sum(tl.where(each == message, ends, 0), 0), 0)
+            body = buffer + tl.load(here + BODY)
+            value = tl.where(tl.load(here + STATE) == POISONED, -1, tl.load(here + VALUE))
+            while rank < last:
+                at = rank + lanes
+                kept = at < last
+                read = tl.full((CHUNK,), float("nan"), tl.float32)  # stays so if the payload is poisoned
                 for kind in tl.static_range(6):
                     if value == kind:
-                        read = _values(body, values_at, rank, nnz, kept, kind)
+                        read = _values(body, tl.load(here + INDEX), at, tl.load(here + COUNT), kept, kind)
                 if SCALED:
                     read *= scale
-                # A position occurs once in a payload: no atomics, one order of summation.
+                if tl.load(here + KIND) != DENSE:
+                    at = _places(positions + message * room + tl.load(here + PLACE), at, kept, False)
                 for kind in tl.static_range(3):
-                    if form == kind:
-                        _add_at(address, at, read, kept, kind)
-
-
-@triton.jit
-def take_error(errors, others):
-    """Take another error, int32 [1], if it is the larger one."""
-    tl.atomic_max(errors, tl.atomic_xchg(others, tl.full((), 0, tl.int32)))
+                    if sum_form == kind:  # a position occurs once in a payload: no atomics
+                        out = _pointer(sums, kind, False) + at
+                        total = _load_grad(out, 0, kept, kind) + read
+                        tl.store(out, _rounded(total, kind), mask=kept)
+                rank += CHUNK
+            tl.debug_barrier()  # other threads of this program add the next message to these entries
+            message += 1
+        group += SEARCHED
+    if (sums != address) | SCALED_SUM:
+        while first < end:
+            at = first + lanes
+            total = tl.load(sums.to(tl.pointer_type(tl.float32)) + at, mask=at < end, other=0.0)
+            if SCALED_SUM:
+                total *= scale
+            for kind in tl.static_range(3):
+                if form == kind:
+                    tl.store(_pointer(address, kind, False) + at, _rounded(total, kind), mask=at < end)
+            first += CHUNK
 
 
 # ---- slots --------------------------------------------------------------------------------------------

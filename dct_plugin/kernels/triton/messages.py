@@ -16,12 +16,13 @@ from ...codecs.payload import Payload
 from ..checks import scales_first
 from ..job import GRAD_CODES
 from . import message_kernels as device
-from .batch import BLOCK, CHUNK, counts_and_sums, launched_on, upload
+from .batch import BLOCK, CHUNK, _programs, counts_and_sums, launched_on, upload
 from .launch import launch
 
 _ROW, _FOUND, _WANTED, _WRONG = (
     each.value for each in (device.ROW, device.FOUND, device.WANTED, device.WRONG)
 )
+_RANGE = device.RANGE.value
 
 
 class OpenedMessages(NamedTuple):
@@ -64,16 +65,15 @@ class OpenedMessages(NamedTuple):
         where, count, several = buffer.device, targets.shape[1], len(bounds)
         numels = targets[:, :, 0]
         longest, entries = max(end - begin for begin, end in bounds), int(numels.sum(axis=1).max())
-        at_most = min(4 * longest, entries)  # values have 2 bits at least, which a dense payload has alone
         room = min(8 * longest // (bits + 1), entries)  # with a bit or more for the position
         payloads = np.full(several, count) if spans is None else (spans[:, :, 0] >= 0).sum(axis=1)
         firsts = np.column_stack([bounds, payloads])
-        table = upload(np.concatenate([firsts, targets.reshape(-1, 3)]), where)
-        places, meta = table[:several], table[several:].view(targets.shape)
+        table = upload(np.concatenate([firsts.ravel(), targets.ravel()]), where)
+        places, meta = table[: firsts.size], table[firsts.size :].view(targets.shape)
         stride = _stride(meta)
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
         missing = torch.empty(several, dtype=torch.int64, device=where)
-        sums = -(-at_most // CHUNK) + count
+        sums = int(_programs(numels, _RANGE).sum(axis=1).max())
         units = int((-(-numels // BLOCK)).sum(axis=1).max()) + longest // CHUNK + count
         with launched_on(where):
             launch(
@@ -84,19 +84,17 @@ class OpenedMessages(NamedTuple):
                 SLOTS=slots,
                 ABSENT=device.ADDED.value if spare else device.POISONED.value,
             )
-            programs = -(-longest // (4 * CHUNK)) + count
-            launch(device.check, (programs, several), buffer, rows, count)
             counts = torch.zeros(several, 2, counts_and_sums(units, count), dtype=torch.int64, device=where)
             positions = torch.empty(several, room, dtype=torch.int32, device=where)
-            sizes = (count, stride, units, counts.shape[-1])
-            launch(device.scan, (units, several), buffer, rows, meta, counts, *sizes)
+            sizes, checks = (count, stride, units, counts.shape[-1]), -(-longest // (4 * CHUNK)) + count
+            launch(device.scan, (checks + units, several), buffer, rows, meta, counts, *sizes, checks)
             launch(device.place, (units, several), buffer, rows, meta, counts, positions, *sizes, room)
         return cls(buffer, rows, positions, missing, sums, meta)
 
     @classmethod
     def of(cls, payload: Payload, out: Tensor | None = None) -> OpenedMessages:
         """Open a single payload, whose header the host has."""
-        targets = np.array([[[payload.numel, 0, 0]]]) if out is None else _targets([out])
+        targets = np.array([[[payload.numel, 0, 0, 0, 0]]]) if out is None else _targets([out], [out])
         return cls.open(payload.data, [(0, payload.header.nbytes)], targets)
 
     def entries(self, payload: Payload) -> tuple[Tensor, Tensor]:
@@ -113,19 +111,18 @@ class OpenedMessages(NamedTuple):
             positions = self.positions[0, : payload.nnz].to(torch.int64) & 0xFFFFFFFF
         return positions.clamp_(max=max(payload.numel - 1, 0)), wrong.to(torch.int32).view(1)
 
-    def add(self, wrong: Tensor, scale: float, messages: range) -> None:
-        """Add messages to their tensors, with one launch; ``wrong``, int32 [messages], becomes what is wrong
-        with each.
+    def add(self, wrong: Tensor, scale: float, together: int = 1) -> None:
+        """Add messages to their tensors, so many ``together`` to the same ones; ``wrong``, int32 [messages],
+        becomes what is wrong with each.
         """
-        count = self.targets.shape[1]
+        several, room = self.positions.shape
+        grid = self.sums, several // together
+        read = self.buffer, self.rows, self.targets, self.positions
+        numbers = scale, together, self.targets.shape[1], _stride(self.targets), room
+        early = scales_first(together, scale)
+        scaled = {"SCALED": scale != 1.0 and early, "SCALED_SUM": scale != 1.0 and not early}
         with launched_on(self.buffer.device):
-            launch(
-                device.add,
-                (self.sums, len(messages)),
-                *(self.buffer, self.rows, self.targets, self.positions, wrong, scale, messages.start),
-                *(count, _stride(self.targets), self.positions.shape[-1]),
-                SCALED=scale != 1.0,
-            )
+            launch(device.add, grid, *read, wrong, *numbers, **scaled)
 
 
 def add_up(
@@ -138,20 +135,13 @@ def add_up(
 ) -> tuple[Tensor, Tensor]:
     """Do what :meth:`.backend.Backend.sum_slots` does; ``options``: see :meth:`OpenedMessages.open`."""
     where, count = buffer.device, len(bounds)
-    once = count == 1 or spans is not None  # messages to each tensor; its sum is rounded there
+    once = count == 1 or spans is not None  # one message to each tensor; its sum is rounded there
     apart = [out.numel() for out in outs if not once and out.dtype != torch.float32]
     beside = iter(torch.zeros(sum(apart), dtype=torch.float32, device=where).split(apart))
     totals = [out if once or out.dtype == torch.float32 else next(beside) for out in outs]
-    opened = OpenedMessages.open(buffer, bounds, _targets(totals, spans), spans, **options)
+    opened = OpenedMessages.open(buffer, bounds, _targets(outs, totals, spans), spans, **options)
     wrong = torch.zeros(count, dtype=torch.int32, device=where)
-    early = scales_first(1 if once else count, scale)
-    for messages in [range(count)] if once else [range(each, each + 1) for each in range(count)]:
-        opened.add(wrong, scale if early else 1.0, messages)
-    if not early:
-        torch._foreach_mul_(totals, scale)
-    if apart:
-        pairs = [pair for pair in zip(outs, totals, strict=True) if pair[0] is not pair[1]]
-        torch._foreach_copy_([out for out, _ in pairs], [total for _, total in pairs])
+    opened.add(wrong, scale, 1 if once else count)
     return wrong, opened.missing
 
 
@@ -160,11 +150,14 @@ def _stride(targets: Tensor) -> int:
     return targets.stride(0) if len(targets) > 1 else 0
 
 
-def _targets(outs: Sequence[Tensor], spans: np.ndarray | None = None) -> np.ndarray:
-    """Return where payloads are added, int64 [1 or messages, payloads, META]: entries, address, type."""
-    each = np.array([[out.data_ptr(), out.element_size(), GRAD_CODES[out.dtype]] for out in outs])
+def _targets(outs: Sequence[Tensor], totals: Sequence[Tensor], spans: np.ndarray | None = None) -> np.ndarray:
+    """Return where payloads are added, int64 [1 or messages, payloads, META]."""
+    pairs = zip(outs, totals, strict=True)
+    each = [[o.data_ptr(), o.element_size(), GRAD_CODES[o.dtype], total.data_ptr()] for o, total in pairs]
     if spans is None:
-        return np.array([[[out.numel(), at, code] for out, (at, _, code) in zip(outs, each, strict=True)]])
+        spans = np.array([[[which, 0, out.numel()] for which, out in enumerate(outs)]])
     which, start, stop = np.moveaxis(spans, -1, 0)
-    address, size, code = np.moveaxis(each[which], -1, 0)
-    return np.stack([stop - start, address + start * size, code], axis=-1)
+    address, size, code, sums = np.moveaxis(np.array(each)[which], -1, 0)
+    programs = _programs(stop - start, _RANGE)
+    firsts, offset = programs.cumsum(axis=1) - programs, start * size
+    return np.stack([stop - start, address + offset, code, firsts, sums + offset], axis=-1)

@@ -367,39 +367,43 @@ def select(
         tl.atomic_add(state + BEFORE, tl.sum(tl.ravel(tl.where(at < start, selected, 0)), 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "blocks"])
 def settle(
-    table, state, count, GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PUT_BACK: tl.constexpr,
-    CLEAR: tl.constexpr, ALIGNED: tl.constexpr,
+    table, state, counts, errors, count, blocks, ENTRIES: tl.constexpr, VALUE: tl.constexpr,
+    GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PUT_BACK: tl.constexpr, CLEAR: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Finish when all is written: put the old residual back where the input overflows (PUT_BACK), and clear
-    gradients (CLEAR). A program does so for a block.
+    gradients (CLEAR), a program for each of so many blocks; behind those, a program for each header.
     """
-    number, job, block = _job_of(table, count, BLOCKS)
-    numel = tl.load(job + NUMEL)
-    first = block * BLOCK
-    end = tl.minimum(first + BLOCK, numel)
-    overflows = first < 0
-    if PUT_BACK:
-        overflows = tl.load(state + number * STATE + FLAG) != 0
-    if not CLEAR:
-        end = tl.where(overflows, end, first)
-    while first < end:
-        at = first + tl.arange(0, TILE)
-        inside = at < numel
-        if overflows:
-            old = tl.zeros((TILE,), tl.float32)
-            if HAS_RESIDUAL:
-                old = tl.load(_floats_of(job, RESIDUAL_AT, ALIGNED) + at, mask=inside, other=0.0)
-            tl.store(_floats_of(job, LEFT_AT, ALIGNED) + at, old, mask=inside)
-        if CLEAR:
-            grad = _grad_of(job, GRAD, ALIGNED)
-            nothing = tl.zeros((TILE,), grad.dtype.element_ty)
-            if first + TILE <= numel:  # then 16 bytes at once
-                tl.store(grad + at, nothing)
-            else:
-                tl.store(grad + at, nothing, mask=inside)
-        first += TILE
+    if tl.program_id(0) >= blocks:
+        _seal(table, state, counts, errors, (tl.program_id(0) - blocks).to(tl.int64), ENTRIES, VALUE)
+    else:
+        number, job, block = _job_of(table, count, BLOCKS)
+        numel = tl.load(job + NUMEL)
+        first = block * BLOCK
+        end = tl.minimum(first + BLOCK, numel)
+        overflows = first < 0
+        if PUT_BACK:
+            overflows = tl.load(state + number * STATE + FLAG) != 0
+        if not CLEAR:
+            end = tl.where(overflows, end, first)
+        while first < end:
+            at = first + tl.arange(0, TILE)
+            inside = at < numel
+            if overflows:
+                old = tl.zeros((TILE,), tl.float32)
+                if HAS_RESIDUAL:
+                    old = tl.load(_floats_of(job, RESIDUAL_AT, ALIGNED) + at, mask=inside, other=0.0)
+                tl.store(_floats_of(job, LEFT_AT, ALIGNED) + at, old, mask=inside)
+            if CLEAR:
+                grad = _grad_of(job, GRAD, ALIGNED)
+                nothing = tl.zeros((TILE,), grad.dtype.element_ty)
+                if first + TILE <= numel:  # then 16 bytes at once
+                    tl.store(grad + at, nothing)
+                else:
+                    tl.store(grad + at, nothing, mask=inside)
+            first += TILE
 
 
 @triton.jit
@@ -736,12 +740,11 @@ def write(
 
 
 @triton.jit
-def seal(table, state, counts, errors, ENTRIES: tl.constexpr, VALUE: tl.constexpr):
-    """Write headers, and the payloads' figures: int64 nbytes, nnz, above, and the flag.
+def _seal(table, state, counts, errors, number, ENTRIES: tl.constexpr, VALUE: tl.constexpr):
+    """Write a header, and the payload's figures: int64 nbytes, nnz, above, and the flag.
 
     Whatever was wrong with a payload read before goes to the host with them, once: 2 * error + flag.
     """
-    number = tl.program_id(0).to(tl.int64)
     job = table + number * ROW
     state += number * STATE
     out = _bytes_of(job, OUT_AT)
