@@ -19,6 +19,7 @@ from dct_plugin.config.data_parallel import (
     AccordionConfig,
     DataParallelConfig,
     ExpertSettings,
+    LocalStepsConfig,
     ParametersConfig,
     VerifyConfig,
 )
@@ -100,6 +101,7 @@ def tables() -> str:
 _OPTIONAL: dict[str, type[Section]] = {
     "adaptive": AccordionConfig,
     "parameters": ParametersConfig,
+    "local_steps": LocalStepsConfig,
     "verify": VerifyConfig,
 }
 

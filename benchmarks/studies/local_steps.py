@@ -16,6 +16,7 @@ A rule is a list of settings, separated by blanks; those left out have their def
 - ``mean=senders``: mean over those replicas that sent an entry; ``mean=all``.
 - ``outer=0.7``, ``momentum=0.9``: learning rate and Nesterov momentum of the outer optimizer (DiLoCo,
   Douillard et al. 2023).
+- ``answer=int8``: value type of the mean, which an owner sends back to all (the two-phase exchange).
 - ``clip=median``: each tensor is clipped to the median norm over the replicas (SparseLoCo).
 
     python benchmarks/studies/local_steps.py --text wikitext2_valid.txt.gz --width 128 --results FILE \\
@@ -65,6 +66,7 @@ class Rule:
     outer: float = 1.0
     momentum: float = 0.0
     clip: str = "none"
+    answer: str = "fp32"
 
     @classmethod
     def parse(cls, text: str) -> Rule:
@@ -183,13 +185,19 @@ class Outer:
                 factors = (norms.median() / norms.clamp(min=1e-12)).clamp(max=1.0)
                 decoded = decoded * factors.view(-1, *[1] * common.dim())
             count = sent.sum(0).clamp(min=1) if rule.mean == "senders" else len(own)
-            mean = decoded.sum(0) / count
+            mean = self._answer(decoded.sum(0) / count)
             momentum = self._momentum[name].mul_(rule.momentum).add_(mean)
             common.add_(mean + rule.momentum * momentum if rule.momentum else mean, alpha=rule.outer)
             for sender, x in zip(senders, own, strict=True):
                 x.copy_(common)
                 if rule.unsent == "weights":
                     x.add_(sender.unsent, alpha=rule.decay)
+
+    def _answer(self, mean: Tensor) -> Tensor:
+        if self._rule.answer == "fp32" or mean.numel() < MIN_NUMEL:
+            return mean
+        sent = Compressor(sparsity=0.0, value_dtype=self._rule.answer, feedback="none", warmup_steps=0)
+        return sent.decompress(sent.compress(mean))
 
 
 class Replica:

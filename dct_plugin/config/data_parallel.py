@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..errors import ConfigError
 from ..schedules import SparsitySchedule
@@ -90,6 +90,33 @@ class ParametersConfig(Section):
     """Steps between two gathers of all weights in full. With null only checkpoints gather them in full.
 
     Set it if the script reads weights between checkpoints.
+    """
+
+
+class LocalStepsConfig(Section):
+    """Optimizer steps without any exchange, after which the ranks exchange their progress.
+
+    Progress is a rank's own weights minus the common weights, which all ranks hold. It is sent whole, in
+    `value_dtype` (int8 if that is not written). Gradients are averaged in the first
+    `warmup_steps` steps.
+    """
+
+    section_path = "dct.data_parallel.local_steps"
+
+    every: int = Field(default=30, ge=1)
+    """Optimizer steps from one exchange to the next.
+
+    10 for quality, 100 for the slowest links ([measured](local-steps.md)).
+    """
+    outer_lr: float = Field(default=1.0, gt=0)
+    """Learning rate of the outer optimizer, which moves the common weights by the mean progress.
+
+    0.7 with `outer_momentum` 0.9 is DiLoCo as published.
+    """
+    outer_momentum: float = Field(default=0.5, ge=0, lt=1)
+    """Nesterov momentum of the outer optimizer.
+
+    0 with `outer_lr` 1 makes the common weights the mean of the ranks' weights, and saves a copy of them.
     """
 
 
@@ -283,6 +310,18 @@ class DataParallelConfig(Section):
     An object if the network is the bottleneck, together with step-ahead
     ([its cost](quality.md#updated-weights-under-zero-1)). null to measure what exact updates cost.
     """
+    local_steps: Annotated[
+        LocalStepsConfig | None,
+        OR_FALSE,
+        BeforeValidator(lambda value: {"every": value} if type(value) is int else value),
+    ] = Field(
+        default=None, json_schema_extra={"allowed": "an integer >= 1, an object with its settings, or null"}
+    )
+    """Number of optimizer steps without any exchange; the ranks' weights differ between two exchanges. null
+    exchanges gradients in every step.
+
+    30 for links of 10 to 300 Mbit/s with long delays ([guide](local-steps.md)).
+    """
     verify: Annotated[VerifyConfig | None, OR_FALSE] = None
     """null is off."""
     nonfinite_action: Literal["pass", "skip"] = "pass"
@@ -319,6 +358,17 @@ class DataParallelConfig(Section):
                 yield f"{packed} has nothing to keep with {feedback}"
         if self.quality is not None and self.adaptive is not None:
             yield f"quality = '{self.quality}' does not go with adaptive: both choose the sparsity"
+        if self.local_steps is not None:
+            others = {
+                "parameters": self.parameters is not None,
+                "quality": self.quality is not None,
+                "adaptive": self.adaptive is not None,
+                f"nodes = {self.nodes}": self.nodes not in ("auto", 1),
+                f"sparsity = {self.sparsity}": "sparsity" in self.model_fields_set and self.sparsity > 0,
+                feedback: self.feedback.keeps_residual and self.feedback.label() != "auto",
+            }
+            for other in (name for name, given in others.items() if given):
+                yield f"local_steps does not go with {other}: progress is sent whole, and no gradients are"
         if self.adaptive is not None and self.adaptive.sparsity > self.sparsity:
             yield f"adaptive.sparsity = {self.adaptive.sparsity} is above sparsity = {self.sparsity}"
 
@@ -327,6 +377,8 @@ class DataParallelConfig(Section):
         """The share of entries sent, and the feedback for the others, in words."""
         if self.quality == "exact":
             return "quality exact, nothing left out"
+        if self.local_steps is not None:
+            return f"an exchange of progress every {self.local_steps.every} steps, {self.value_dtype} values"
         if self.quality is not None:
             return (
                 f"quality {self.quality}, sparsity up to {self.sparsity:g}, feedback {self.feedback.label()}"

@@ -56,6 +56,9 @@ class AddOn:
     def end_step(self, *, skipped: bool) -> None:
         """Close an optimizer step; a ``skipped`` one leaves no trace."""
 
+    def flush(self) -> None:
+        """Leave nothing unsent; a collective."""
+
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradients' unit (loss scale)."""
 

@@ -11,12 +11,13 @@ from ..errors import ConfigError
 from .accordion import Accordion
 from .add_on import AddOn, ReducerContext
 from .autotune.add_on import AutomaticSparsity
+from .local_steps.add_on import LocalSteps
 from .plan import ReductionPlan
 from .step_ahead.add_on import StepAheadAddOn
 from .stream_group import Sparsity
 
 #: In the order in which they see a reduction.
-ADD_ONS: tuple[type[AddOn], ...] = (Accordion, StepAheadAddOn, AutomaticSparsity)
+ADD_ONS: tuple[type[AddOn], ...] = (Accordion, StepAheadAddOn, AutomaticSparsity, LocalSteps)
 
 
 class AddOns:
@@ -51,6 +52,12 @@ class AddOns:
                 "step-ahead needs dct.data_parallel.feedback = 'step_ahead', it is "
                 f"'{self._context.config.feedback.label()}'"
             )
+        return found
+
+    @property
+    def local_steps(self) -> LocalSteps | None:
+        """The add-on of local steps; hosts tell it which weights are trained."""
+        found: Any = next((each for each in self._each if each.key == "local"), None)
         return found
 
     @property

@@ -17,6 +17,7 @@ from .. import checkpoint
 from ..compression.stream import Compressor
 from ..config import DataParallelConfig
 from ..errors import DCTError
+from ..host_traffic import bytes_sent
 from ..metrics import Record
 from .add_on import AddOn, ReducerContext
 from .add_ons import AddOns
@@ -159,6 +160,8 @@ class GradientReducer(StreamGroup):
         reducer; call it on every rank.
         """
         self._flushes = True
+        for each in self.add_ons:
+            each.flush()
         if self.backend.lengths_on_host:  # capacities of slots are agreed for one type of values
             self.set_value_dtype("fp32")
 
@@ -210,6 +213,19 @@ class GradientReducer(StreamGroup):
             self._dense.reduce(plan, exchange_record)
         return self._dense.active
 
+    def keep(self, entries: Entries, scale: float) -> bool:
+        """Leave gradients as those of this rank alone, if they stay there in this step; return whether."""
+        local, factor = self.add_ons.local_steps, scale * self.group_size
+        if local is None or not local.alone:
+            return False
+        for _, tensor in entries if factor != 1.0 else ():
+            tensor.mul_(factor)
+        if self.metrics is not None and not local.ends:  # the exchange of progress counts for this step
+            nbytes = sum(tensor.nbytes for _, tensor in entries)
+            dense = bytes_sent("all_reduce", nbytes, self.world_size, gloo=self.device.type == "cpu")
+            self.metrics.record(Record("gradient_local", dense))
+        return True
+
     # -- steps ---
 
     def end_step(
@@ -236,6 +252,10 @@ class GradientReducer(StreamGroup):
         if loss_scale is not None:
             self.rescale(loss_scale)
         self.step += 1
+        local = self.add_ons.local_steps
+        if local is not None and local.due:
+            self.all_reduce(local.progress(), scale=1.0 / self.group_size)
+            local.step()
 
     def reject_step(self) -> None:
         """Close a step that the optimizer never made: it is not counted, and residuals are restored as in a
@@ -342,7 +362,8 @@ class Reduction:
             with self._telling_node():
                 with reducer.exchange.preparing():
                     reducer.add_ons.before_compression(entries)
-                if not reducer.reduce_dense(entries, self._scale, exchange_record):
+                summed = reducer.reduce_dense(entries, self._scale, exchange_record)
+                if not summed and not reducer.keep(entries, self._scale):
                     for topology, tensors in self._by_topology(entries):
                         exchange = reducer.post(topology, tensors, self._scale, shards, exchange_record)
                         self._exchanges.append(exchange)

@@ -108,6 +108,7 @@ _CLASS_NAMES = {
     "gradient_answer": "thresholded sums of gradients",
     "gradient_small": "tensors below min_numel",
     "gradient_warmup": "dense gradients",
+    "gradient_local": "gradients that stay on their rank",
     "parameter": "thresholded updates of weights",
     "parameter_exact": "weights that changed",
     "parameter_small": "weights below min_numel",

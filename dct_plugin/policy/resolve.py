@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..config import AutoFeedback, DataParallelConfig, LocalFeedback
+from ..config import AutoFeedback, DataParallelConfig, LocalFeedback, NoFeedback
 from ..config.data_parallel import StepAheadFeedback
 from .evidence import EXACT_UPDATES, Training, known_losses, measured_with, size_of
 from .optimizers import OptimizerFamily
@@ -19,6 +19,8 @@ FALL = 1.5
 #: Few bits of all entries, rather than few entries, lose least with Muon and in fine-tuning with Adam
 #: (docs/quality.md#muon, docs/quality.md#fine-tuning).
 ALL_ENTRIES: dict[str, object] = {"sparsity": 0.0, "value_dtype": "int8"}
+#: What is sent of the progress of local steps: thresholds lose (docs/local-steps.md).
+PROGRESS: dict[str, object] = {"sparsity": 0.0, "value_dtype": "int8"}
 #: Sparsity of local error feedback where it is known to lose at 0.99, or nothing is known.
 GENTLE = 0.9
 
@@ -126,6 +128,8 @@ def resolve(written: DataParallelConfig, training: Training) -> Resolved:
         written: The settings as they were written.
         training: The optimizer, and where it runs.
     """
+    if written.local_steps is not None:
+        return _local_steps(written, training)
     made, unavailable = _feedback(written, training), training.exact_unavailable
     fewer = made.settings.sparsity or written.quality is not None or bits_of(made.settings) < 16
     if unavailable is None or "parameters" in written.model_fields_set or not (written.enabled and fewer):
@@ -164,6 +168,19 @@ def _feedback(written: DataParallelConfig, training: Training) -> Resolved:
     elif training.family is OptimizerFamily.UNTOLD and isinstance(written.feedback, AutoFeedback):
         line = f"{_UNTOLD}; {training.optimizer_unknown_hint}"
     return Resolved(settings, line, bool(line) and (found is not None or warns))
+
+
+def _local_steps(written: DataParallelConfig, training: Training) -> Resolved:
+    """Return the settings of local steps, and a line about them."""
+    steps = written.total_steps or training.steps
+    dense = DENSE[1] if steps is None else min(DENSE[1], int(steps * SHARES[0]))
+    suited = {**PROGRESS, "warmup_steps": dense} | written.model_dump(exclude_unset=True)
+    made = changed(written, **{**suited, "feedback": NoFeedback(), "nodes": 1})
+    line = (
+        f"local steps: after {made.warmup_steps} dense steps the ranks exchange their progress every "
+        f"{made.local_steps.every if made.local_steps else 0} steps, and train alone in between"
+    )
+    return Resolved(made, line)
 
 
 def _without_sparsity(written: DataParallelConfig, training: Training) -> Resolved:

@@ -432,7 +432,7 @@ def test_the_page_is_generated_from_the_models() -> None:
 
 def test_every_option_is_documented_with_default_and_range() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
-    section = {"data_parallel": {"parameters": {}, "verify": {}, "adaptive": "accordion"}}
+    section = {"data_parallel": {"parameters": {}, "local_steps": {}, "verify": {}, "adaptive": "accordion"}}
     for option in options(DCTConfig.parse(section)):
         path, _, key = option.path.rpartition(".")
         assert option.description

@@ -131,6 +131,7 @@ def test_no_module_of_the_reduction_asks_for_the_device() -> None:
 DELETABLE: dict[str, tuple[list[str], str]] = {
     "autotune": (["cli/advise.py", "integrations/advice.py"], "AutomaticSparsity"),
     "step_ahead": ([], "StepAheadAddOn"),
+    "local_steps": ([], "LocalSteps"),
     "nodes": ([], "no row"),
 }
 #: Imports what is left, and reduces a gradient between two ranks.

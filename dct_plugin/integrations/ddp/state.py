@@ -179,7 +179,23 @@ class DCTState(OptimizerAttachment):
         self._buckets.next_pass.watch(model.module)
         if self._optimizers and self.config.data_parallel.feedback.looks_ahead and self._ahead is None:
             self.step_ahead(model, self._optimizers)
+        if self.config.data_parallel.local_steps is not None:
+            named = self._trainable(model)
+            local = self.reducer(next(iter(named.values())).device).add_ons.local_steps
+            if local is not None:
+                local.attach(model.module, named, self._optimizers)
+                self.ends.callback(local.detach)
+                # DDP would send the first rank's buffers in every forward pass.
+                self.ends.callback(setattr, model, "broadcast_buffers", model.broadcast_buffers)
+                model.broadcast_buffers = False
         return self
+
+    def _trainable(self, model: DistributedDataParallel) -> dict[str, Tensor]:
+        return self.parameters.add(
+            (name, parameter)
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
+        )
 
     def close(self) -> None:
         if self.fallback_hook is None:
@@ -225,12 +241,11 @@ class DCTState(OptimizerAttachment):
         """Return the weights of the trainable parameters, also of those that DDP does not reduce."""
         model, named = None if self._model is None else self._model(), dict(self.parameters.reduced())
         if model is not None:
-            named |= self.parameters.add(
-                (name, parameter)
-                for name, parameter in model.module.named_parameters()
-                if parameter.requires_grad and name not in model.parameters_to_ignore
-            )
+            named |= self._trainable(model)
         pairs = sorted(named.items(), key=lambda pair: pair[0])
+        local = None if self._reducer is None else self._reducer.add_ons.local_steps
+        if local is not None:
+            return [(name, local.weight(name)) for name, _ in pairs]
         weight = (lambda p: p.data) if self._ahead is None else self._ahead.weight
         return [(name, as_real(weight(parameter))) for name, parameter in pairs]
 
@@ -324,7 +339,7 @@ class DCTState(OptimizerAttachment):
         reducer = self._reducer
         if self._optimizer_steps.is_due and reducer is not None:
             settings = self.config.data_parallel
-            if reducer.node is not None or settings.quality is not None:
+            if reducer.node is not None or settings.quality or settings.local_steps:
                 startup.join(
                     f"{self._topic}/save {self.steps.step}",
                     group=self.process_group,

@@ -261,6 +261,10 @@ class Attachment:
             self.steps.begin()  # no gradients will come, and nothing is to be said about that
         for part in self._parts:
             part.install(patches)
+        if (local := self.reducer.add_ons.local_steps) is not None:
+            named = {name: p for group in self._path.named_parameters() for name, p in group}
+            local.attach(engine.module, named, [self._path.optimizer])
+            ends.callback(local.detach)
         replicas = ReplicaChecksums(self.config.data_parallel, self._path.replicated, self.reducer.group)
         self.steps.replicas = [replicas]
         if engine.global_rank == 0 and not self._path.trains_unfrozen:

@@ -6,6 +6,7 @@ import copy
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,6 +125,8 @@ class ReplicaCompression(OptimizerAttachment):
         self._before_forward(model, self.close_if_done)
         if self.config.data_parallel.feedback.looks_ahead:
             self._step_ahead()
+        if self.config.data_parallel.local_steps is not None:
+            self._local_steps()
         self._optimizer_steps.follow(self._optimizers)
         # Whether a scaler skipped the last step is known at the next pass, without waiting for a device; and
         # to be known before weights are displaced.
@@ -153,8 +156,11 @@ class ReplicaCompression(OptimizerAttachment):
     def _replicated(self, ranks: tuple[int, ...]) -> list[tuple[str, Tensor]]:
         """Return the weights of which some ranks hold replicas."""
         reducer = self._reducers[ranks]
-        own = [each for group in self.groups if group.reducer is reducer for each in group.parameters]
-        sharded = [(each.name, each.local()) for each in own if each.shape.numel()]
+        local = reducer.add_ons.local_steps
+        sharded = [
+            (each.name, each.local() if local is None else local.weight(each.name))
+            for each in self._held_by(reducer)
+        ]
         return sharded + [(name, each.detach()) for name, each in self._unsharded if each.requires_grad]
 
     def _step_ahead(self) -> None:
@@ -165,17 +171,40 @@ class ReplicaCompression(OptimizerAttachment):
             return units(shard.parameter.sharded)
 
         for reducer in self._reducers.values():
-            parameters = [
-                p for g in self.groups if g.reducer is reducer for p in g.parameters if p.shape.numel()
-            ]
-            check_displaceable(parameters)
+            parameters = self._held_by(reducer)
+            check_displaceable(parameters, "feedback = 'step_ahead'", "set feedback to 'local'")
             shards: Any = [(each.name, GatheredShard(each)) for each in parameters]
             ahead = reducer.add_ons.step_ahead.prepare(shards, unit_of)
             ahead.attach(self._model, *self._optimizers)
             self.ends.callback(ahead.detach)
-        # FSDP reads the parameters anew in its first forward pass: it has to do so before they are displaced.
+        self._read_first()
+
+    def _read_first(self) -> None:
+        """Have FSDP read the parameters before their shards are replaced, as it does in its first pass."""
         root: Any = next(m for m in self._model.modules() if hasattr(m, "_get_fsdp_state"))
         self._before_forward(self._model, root._get_fsdp_state()._lazy_init)
+
+    def _local_steps(self) -> None:
+        """Train each replica's own shards; evaluation and saved models see the common ones."""
+        for reducer in self._reducers.values():
+            own = {p.name: p for p in self._held_by(reducer) if p.sharded.requires_grad}
+            local = reducer.add_ons.local_steps
+            if local is not None:
+                check_displaceable(list(own.values()), "local_steps", "leave it out")
+                local.attach(
+                    self._model,
+                    {name: GatheredShard(each) for name, each in own.items()},
+                    self._optimizers,
+                    {name: each.sharded for name, each in own.items()},
+                    partial(_saved_shard, own),
+                )
+                self.ends.callback(local.detach)
+        self._read_first()
+
+    def _held_by(self, reducer: GradientReducer) -> list[ShardedParameter]:
+        """Return the parameters that a reducer reduces and this rank has a shard of."""
+        own = [p for group in self.groups if group.reducer is reducer for p in group.parameters]
+        return [each for each in own if each.shape.numel()]
 
     # -- a backward pass ---
 
@@ -287,6 +316,10 @@ class ReplicaCompression(OptimizerAttachment):
 compress_replicas = ReplicaCompression
 
 
+def _saved_shard(parameters: Mapping[str, ShardedParameter], name: str, weights: Tensor) -> Any:
+    return saved_residuals.as_dtensor(parameters[name], weights)
+
+
 def _refuse_compiled_autograd() -> None:
     """Refuse compiled autograd, under which FSDP2 trains other weights without the plugin, too.
 
@@ -311,7 +344,8 @@ def _check_settings(config: DCTConfig, *, has_optimizer: bool) -> None:
     if not (config.enabled and settings.enabled):
         raise ConfigError("dct.data_parallel is switched off (enabled = false): leave compress_replicas out")
     why = "under FSDP2 the replicas of the mesh are the nodes, inside which FSDP gathers the weights"
-    refuse_unserved(config, why, ("feedback", "verify", "quality", "adaptive", "nonfinite_action"))
+    served = ("feedback", "local_steps", "verify", "quality", "adaptive", "nonfinite_action")
+    refuse_unserved(config, why, served)
     for key, needed in (
         ("feedback = 'step_ahead'", settings.feedback.looks_ahead),
         ("nonfinite_action = 'skip'", settings.nonfinite_action == "skip"),

@@ -229,20 +229,21 @@ class GatheredShard(GatheredSlice):
             group._to_sharded()  # reshard() does nothing within the root's forward pass
 
 
-def check_displaceable(parameters: list[ShardedParameter]) -> None:
+def check_displaceable(parameters: list[ShardedParameter], option: str, remedy: str) -> None:
     """Refuse parameters whose shards FSDP does not gather as they are.
+
+    Args:
+        parameters: Those that other weights are to be gathered for.
+        option, remedy: The option of ``dct.data_parallel`` that needs it, and what to do without.
 
     Raises:
         ConfigError: Names the parameter.
     """
     for each in parameters:
         if each.fsdp.offload_to_cpu and each.group.device.type != "cpu":
-            problem = "is on the CPU (CPUOffloadPolicy), and its residual is not"
+            problem = "is on the CPU (CPUOffloadPolicy)"
         elif hasattr(each.fsdp._sharded_local_tensor, "fsdp_pre_all_gather"):
             problem = "is gathered in a form of its own (fsdp_pre_all_gather)"
         else:
             continue
-        raise ConfigError(
-            f"dct.data_parallel.feedback = 'step_ahead': FSDP's parameter {each.name} {problem}; set "
-            "feedback to 'local'"
-        )
+        raise ConfigError(f"dct.data_parallel.{option}: FSDP's parameter {each.name} {problem}; {remedy}")

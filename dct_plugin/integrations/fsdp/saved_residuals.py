@@ -41,7 +41,7 @@ def state_of(groups: Sequence[ReplicaGroup], step: int) -> dict[str, Any]:
         parameters = _compressed(groups, reducer)
         sizes = {name: each.shape.numel() for name, each in parameters.items()}
         for name, mean in mean_residuals(states[-1], sizes, replicas).items():
-            residuals[name] = _as_dtensor(parameters[name], mean)
+            residuals[name] = as_dtensor(parameters[name], mean)
     buffer = io.BytesIO()  # one object for torch.distributed.checkpoint, which would take a container apart
     torch.save(states, buffer)
     return {
@@ -90,7 +90,7 @@ def load(folder: str | os.PathLike[str], key: str, groups: Sequence[ReplicaGroup
                     f"{folder}: the residual of {name} is of shape {tuple(sizes[name])}, the model's "
                     f"parameter has {tuple(each.sharded.shape)}"
                 )
-            residuals[name] = _as_dtensor(each, torch.zeros(each.shape))
+            residuals[name] = as_dtensor(each, torch.zeros(each.shape))
     rest = [name for name in sizes if name not in residuals]
     if rest and dist.get_rank() == 0:
         why = "which this model does not have or now sends dense"
@@ -120,7 +120,7 @@ def _compressed(groups: Sequence[ReplicaGroup], reducer: GradientReducer) -> dic
     }
 
 
-def _as_dtensor(parameter: ShardedParameter, local: Tensor) -> Any:
+def as_dtensor(parameter: ShardedParameter, local: Tensor) -> Any:
     """Return a tensor that is sharded like the parameter, of this rank's part."""
     from torch.distributed.tensor import DTensor
 

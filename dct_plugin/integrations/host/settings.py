@@ -55,6 +55,7 @@ def refuse_unserved(config: DCTConfig, why: str, served: Collection[str] = ()) -
         "feedback": (ahead, f" = '{settings.feedback.label()}'", '"local"'),
         "nodes": (settings.nodes not in ("auto", 1), f" = {settings.nodes}", "1"),
         "parameters": (settings.parameters is not None, "", "null"),
+        "local_steps": (settings.local_steps is not None, "", "null"),
         "verify": (settings.verify is not None, "", "null"),
         "quality": (
             settings.quality is not None,

@@ -1,0 +1,285 @@
+"""The add-on of local steps: gradients stay on their rank, and common weights are shown to the outside.
+
+A rank trains its own weights, which are the model's parameters. After some steps the ranks exchange their
+progress, which is own minus common weights. An outer optimizer, SGD with Nesterov momentum, moves the common
+weights by its mean. Evaluation and ``state_dict`` of the model see the common weights, which all ranks hold.
+
+Source: Douillard et al., *DiLoCo: Distributed Low-Communication Training of Language Models*, 2023. All
+entries are sent: thresholded progress lost quality in every form that was tried (docs/local-steps.md).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...config.data_parallel import LocalStepsConfig
+from ...console import logger
+from ...errors import ConfigError
+from ..add_on import AddOn, ReducerContext
+from ..module_hooks import DISPLACED, ModuleHook, remove
+from ..plan import Entries
+
+
+class LocalSteps(AddOn):
+    """Steps without an exchange of gradients, and an exchange of progress after so many of them.
+
+    Args:
+        context: The reducer.
+        rule: Its settings.
+    """
+
+    key = "local"
+
+    def __init__(self, context: ReducerContext, rule: LocalStepsConfig) -> None:
+        self._group, self._rule = context.group, rule
+        self._start = context.config.dense_steps
+        self._held: dict[str, Any] = {}
+        self._buffers: Sequence[Tensor] = ()
+        self._optimizers: Sequence[Any] = ()
+        self._weights: dict[str, Tensor] = {}
+        """The common weights by name, 1-D; empty before the first local step."""
+        self._momentum: dict[str, Tensor] = {}
+        """The same of the outer momentum; empty without one."""
+        self._exchanges = False
+        """True while progress is exchanged."""
+        self._loaded: Mapping[str, Any] | None = None
+        self._own: dict[str, Tensor] = {}
+        """Own weights of those parameters that show the common ones now."""
+        self._handles: list[Any] = []
+
+    @classmethod
+    def configured(cls, context: ReducerContext) -> LocalSteps | None:
+        rule = context.config.local_steps
+        return None if rule is None or context.group.world_size == 1 else cls(context, rule)
+
+    # -- the model ---
+
+    def attach(
+        self,
+        module: torch.nn.Module,
+        weights: Mapping[str, Any],
+        optimizers: Sequence[Any],
+        parameters: Mapping[str, Tensor] | None = None,
+        saved: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:
+        """Train the weights of ``module``; evaluation passes and ``state_dict`` see the common ones.
+
+        To be called before the first reduction.
+
+        Args:
+            module: Called for forward passes. Its floating buffers are averaged at every exchange.
+            weights: Trainable parameters, or a host's slices of them, by name: ``data`` (fp32, contiguous) is
+                the memory of the weights, and can be replaced.
+            optimizers: Those of torch, whose states are a rank's own until :meth:`flush`.
+            parameters: The module's parameters by the same names, if ``weights`` are others.
+            saved: Makes the value in a ``state_dict`` from a name and common weights, 1-D; None: the shape of
+                the parameter.
+
+        Raises:
+            ConfigError: There is no optimizer; weights are of another type than fp32, or not contiguous.
+        """
+        if not optimizers:
+            raise ConfigError(
+                "dct.data_parallel.local_steps needs the optimizer: call "
+                "dct_plugin.attach(model, optimizer, section)"
+            )
+        for name, held in weights.items():
+            if held.data.dtype != torch.float32 or not held.data.is_contiguous():
+                found = f"{held.data.dtype}, contiguous: {held.data.is_contiguous()}"
+                raise ConfigError(
+                    f"dct.data_parallel.local_steps: {name} must be contiguous and of torch.float32 (is "
+                    f"{found}); train in fp32 with torch.autocast"
+                )
+        self._held, self._optimizers = dict(weights), optimizers
+        self._buffers = [each for each in module.buffers() if each.is_floating_point()]
+        self._register(module, parameters or weights, saved or (lambda name, w: w.view(weights[name].shape)))
+
+    def _register(
+        self,
+        module: torch.nn.Module,
+        parameters: Mapping[str, Any],
+        saved: Callable[[str, Tensor], Tensor],
+    ) -> None:
+        DISPLACED[module] = self
+        shown: list[bool] = []
+
+        def before(called: torch.nn.Module, *_: Any) -> None:
+            shown.append(not (called.training and torch.is_grad_enabled()) and not self._own)
+            if shown[-1]:
+                self._show()
+
+        def after(*_: Any) -> None:
+            if shown and shown.pop():
+                self._hide()
+
+        self._handles += [
+            module.register_forward_pre_hook(ModuleHook(before, module), prepend=True),
+            module.register_forward_hook(ModuleHook(after, module), always_call=True),
+        ]
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        for part in module.modules():
+            own = [(key, names[id(p)]) for key, p in part.named_parameters(recurse=False) if id(p) in names]
+
+            def replace(_: Any, state: dict[str, Any], prefix: str, *__: Any, own: Any = own) -> None:
+                state.update((f"{prefix}{key}", saved(name, self.weight(name))) for key, name in own)
+
+            def loads(*_: Any) -> None:
+                self._weights, self._loaded = {}, None
+
+            self._handles += [
+                part.register_state_dict_post_hook(ModuleHook(replace, part)),
+                part.register_load_state_dict_post_hook(ModuleHook(loads, part)),
+            ]
+
+    def detach(self) -> None:
+        """Undo :meth:`attach`."""
+        remove(self._handles)
+        for module in [module for module, shown in DISPLACED.items() if shown is self]:
+            del DISPLACED[module]
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Show the common weights within the block."""
+        nested = bool(self._own)
+        self._show()
+        yield
+        if not nested:
+            self._hide()
+
+    def weight(self, name: str) -> Tensor:
+        """Return the weights of a name that all ranks hold; before the first local step its own."""
+        return self._weights[name] if self._weights else self._flat(name)
+
+    def _show(self) -> None:
+        for name, common in self._weights.items() if not self._own else ():
+            held = self._held[name]
+            self._own[name], held.data = held.data, common.view(held.data.shape)
+
+    def _hide(self) -> None:
+        for name, own in self._own.items():
+            self._held[name].data = own
+        self._own.clear()
+
+    def _flat(self, name: str) -> Tensor:
+        return self._own.get(name, self._held[name].data).detach().view(-1)
+
+    # -- steps ---
+
+    @property
+    def alone(self) -> bool:
+        """True if gradients of this step stay on their rank."""
+        return self._steps >= 0 and not self._exchanges
+
+    @property
+    def ends(self) -> bool:
+        """True if this step ends with an exchange of progress."""
+        return (self._steps + 1) % self._rule.every == 0
+
+    @property
+    def due(self) -> bool:
+        """True if the step that was counted last ends with an exchange of progress."""
+        return bool(self._weights) and self._steps > 0 and self._steps % self._rule.every == 0
+
+    def before_compression(self, entries: Sequence[tuple[str, Tensor]]) -> None:
+        if not self._held:
+            raise ConfigError(
+                "dct.data_parallel.local_steps: this host does not say which weights are trained; DDP, FSDP2 "
+                "(dct_plugin.attach with the optimizer) and DeepSpeed's ZeRO stage 0 do. Leave it out"
+            )
+        if self.alone and not self._weights:
+            self._adopt()
+
+    def progress(self) -> Entries:
+        """Return own minus common weights by name, in the memory of the own ones; their mean over the ranks
+        is to be there when :meth:`step` is called.
+        """
+        self._hide()
+        self._exchanges = True
+        return [(name, self._flat(name).sub_(self.weight(name))) for name in self._held]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move the common weights by the mean progress, and continue from them; a collective."""
+        rule, common, momentum = self._rule, list(self._weights.values()), list(self._momentum.values())
+        mean = [self._flat(name) for name in self._held]
+        if momentum:
+            torch._foreach_mul_(momentum, rule.outer_momentum)
+            torch._foreach_add_(momentum, mean)
+            torch._foreach_add_(mean, momentum, alpha=rule.outer_momentum)
+        torch._foreach_add_(common, mean, alpha=rule.outer_lr)
+        torch._foreach_copy_(mean, common)
+        self._average(self._buffers)
+        self._exchanges = False
+
+    def flush(self) -> None:
+        if self._weights:
+            self._hide()
+            own = [tensor for tensors in self._of_rank().values() for tensor in tensors.values()]
+            self._average([*own, *self._buffers])
+            self._weights, self._start = {}, sys.maxsize
+
+    @property
+    def _steps(self) -> int:
+        """Optimizer steps since the dense ones."""
+        return self._group.step - self._start
+
+    def _average(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self._group.exchange.all_reduce(tensor)
+            tensor.div_(self._group.world_size)
+
+    def _adopt(self) -> None:
+        """Take the ranks' weights for the common ones, or those of a loaded state.
+
+        Raises:
+            ConfigError: The optimizer has not the states that are in it.
+        """
+        self._weights = {name: self._flat(name).clone() for name in self._held}
+        self._momentum = {
+            n: torch.zeros_like(w) for n, w in self._weights.items() if self._rule.outer_momentum
+        }
+        loaded, self._loaded, targets = self._loaded or {}, None, self._all()
+        for kind, tensors in loaded.items():
+            if tensors.keys() != targets[kind].keys():
+                raise ConfigError(
+                    "dct.data_parallel.local_steps: a saved state has other tensors than this training "
+                    f"({kind}); load the model and its optimizer before it"
+                )
+            for name, tensor in tensors.items():
+                targets[kind][name].copy_(tensor)
+
+    def _of_rank(self) -> dict[str, dict[str, Tensor]]:
+        """Return what differs from rank to rank: weights, and states of the optimizers."""
+        values = [v for each in self._optimizers for state in each.state.values() for v in state.values()]
+        states = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.dim()]
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in states]
+        own = {name: self._flat(name) for name in self._held}
+        return {"own": own, "optimizer": {str(number): each for number, each in enumerate(local)}}
+
+    def _all(self) -> dict[str, dict[str, Tensor]]:
+        """Return all tensors of a saved state."""
+        return {**self._of_rank(), "common": self._weights, "momentum": self._momentum}
+
+    # -- state ---
+
+    def state_dict(self) -> Any:
+        if not self._weights:
+            return self._loaded
+        return {kind: {n: t.cpu().clone() for n, t in each.items()} for kind, each in self._all().items()}
+
+    def load_state_dict(self, state: Any, *, step: int) -> None:
+        if state is None and step > self._start and not self._group.group_rank:
+            logger.warning(
+                "dct: every rank starts at the common weights; what ranks had trained since the last "
+                "exchange, and the outer momentum, are lost"
+            )
+        self._weights, self._loaded = {}, state
+        if state is not None and self._held:
+            self._adopt()

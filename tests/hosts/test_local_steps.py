@@ -1,0 +1,331 @@
+"""Local steps under DDP, FSDP2 and DeepSpeed: real processes that train alone and exchange progress."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import launch, run
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dct_plugin
+from dct_plugin.config import DataParallelConfig, DCTConfig
+from dct_plugin.data_parallel import GradientReducer, weights
+from dct_plugin.errors import ConfigError
+from dct_plugin.integrations.host.settings import refuse_unserved
+
+pytestmark = pytest.mark.slow
+
+#: Dense steps, and steps from one exchange to the next.
+START, EVERY = 3, 4
+SECTION = {"local_steps": EVERY, "warmup_steps": START, "min_numel": 100, "verify": {"every": 1}}
+#: The mean of the ranks' progress, exactly.
+MEAN = {
+    **SECTION,
+    "value_dtype": "fp32",
+    "local_steps": {"every": EVERY, "outer_lr": 1.0, "outer_momentum": 0.0},
+}
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 33), nn.BatchNorm1d(33), nn.Tanh(), nn.Linear(33, 3))
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    points = torch.randn(16, 24, generator=torch.Generator().manual_seed(1000 * step + rank))
+    loss: Tensor = (model(points) - points[:, :3].sin()).square().mean()
+    return loss
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range, scaler: Any = None) -> None:
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    for step in steps:
+        loss = loss_of(model, step, rank)
+        scaler.scale(loss * torch.inf if scaler.is_enabled() and step == 6 and rank == 0 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def own(model: nn.Module) -> list[Tensor]:
+    """Return this rank's weights."""
+    return [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in model.parameters()]
+
+
+def saved(model: nn.Module) -> dict[str, Tensor]:
+    """Return what ``state_dict`` of the model has, whole, under the names of a plain model."""
+    state = getattr(model, "module", model).state_dict()
+    return {
+        name: getattr(each, "full_tensor", lambda each=each: each)().clone() for name, each in state.items()
+    }
+
+
+def everyones(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+def ddp(section: dict[str, Any], **options: Any) -> tuple[nn.Module, Any, Any]:
+    model = DistributedDataParallel(model_of())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = dct_plugin.attach(model, optimizer, {"data_parallel": section}, **options)
+    return model, optimizer, state
+
+
+def fsdp(section: dict[str, Any]) -> tuple[nn.Module, Any, Any]:
+    model, mesh = model_of(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": section})
+
+
+def by_hand(rank: int, world_size: int, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return a rank's weights and the common ones after local steps in plain torch, all ranks in one process:
+    gradients and progress are added in rank order.
+    """
+    models = [model_of() for _ in range(world_size)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in models]
+    common = [parameter.detach().clone() for parameter in models[0].parameters()]
+    for step in range(steps):
+        for number, model in enumerate(models):
+            model.zero_grad()
+            loss_of(model, step, number).backward()
+        together = list(zip(*(each.parameters() for each in models), strict=True))
+        for parameters in together if step < START else ():
+            mean = sum(p.grad for p in parameters) / world_size
+            for parameter in parameters:
+                parameter.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        if step < START or (step + 1 - START) % EVERY == 0:
+            for weight, parameters in zip(common, together, strict=True):
+                progress = sum(parameter.detach() - weight for parameter in parameters) / world_size
+                weight.copy_(parameters[0] if step < START else weight + progress)
+                for parameter in parameters:
+                    parameter.data.copy_(weight)
+    return own(models[rank]), common
+
+
+def _equals_local_sgd(rank: int, world_size: int) -> None:
+    model, optimizer, _ = ddp(MEAN)
+    for step in range(13):
+        train(model, optimizer, rank, range(step, step + 1))
+        weights_by_hand, common = by_hand(rank, world_size, step + 1)
+        assert same(own(model), weights_by_hand), step
+        assert same([model.module.state_dict()[name] for name, _ in model.module.named_parameters()], common)
+
+
+def test_whole_progress_is_local_sgd_bitwise() -> None:
+    run(2, _equals_local_sgd)
+
+
+def _momentum(rank: int, world_size: int) -> None:
+    section = {**MEAN, "local_steps": {"every": EVERY, "outer_lr": 0.7, "outer_momentum": 0.9}}
+    model, optimizer, _ = ddp(section)
+    train(model, optimizer, rank, range(START))
+    common = own(model)
+    outer = torch.optim.SGD([nn.Parameter(w.clone()) for w in common], lr=0.7, momentum=0.9, nesterov=True)
+    for first in range(START, START + 3 * EVERY, EVERY):
+        train(model, optimizer, rank, range(first, first + EVERY - 1))
+        alone = model_of()
+        alone.load_state_dict(model.module.state_dict())
+        progress_before = own(model)
+        assert not same(progress_before, [p.detach() for p in outer.param_groups[0]["params"]])
+        with _before_exchange(model) as before:
+            train(model, optimizer, rank, range(first + EVERY - 1, first + EVERY))
+        for parameter, trained in zip(outer.param_groups[0]["params"], before, strict=True):
+            progress = torch.stack(everyones(trained - parameter.detach())).mean(0)
+            parameter.grad = -progress
+        outer.step()
+        for mine, parameter in zip(own(model), outer.param_groups[0]["params"], strict=True):
+            torch.testing.assert_close(mine, parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+@contextlib.contextmanager
+def _before_exchange(model: nn.Module) -> Any:
+    """Give the weights at the moment before progress is exchanged."""
+    found: list[Tensor] = []
+    original = GradientReducer.end_step
+
+    def end_step(self: GradientReducer, **options: Any) -> None:
+        found.extend(own(model))
+        original(self, **options)
+
+    GradientReducer.end_step = end_step  # type: ignore[method-assign]
+    yield found
+    GradientReducer.end_step = original  # type: ignore[method-assign]
+
+
+def test_the_outer_optimizer_is_sgd_of_torch_with_nesterov_momentum() -> None:
+    run(2, _momentum)
+
+
+def _resumes(rank: int, world_size: int, kind: str, folder: str) -> None:
+    make: Callable[..., Any] = {"ddp": ddp, "fsdp": fsdp}[kind]
+    model, optimizer, state = make(SECTION)
+    train(model, optimizer, rank, range(9))
+    mine, common = own(model), saved(model)
+    assert all(torch.equal(each["0.weight"], common["0.weight"]) for each in everyones(common))
+    assert not torch.equal(*[everyones(mine[0])[i] for i in (0, world_size // 2)])
+    # Evaluation sees the common weights, and leaves the own ones as they are.
+    model.eval()
+    plain = model_of().eval()
+    plain.load_state_dict(common)
+    with torch.no_grad():
+        torch.testing.assert_close(loss_of(model, 0, 0), loss_of(plain, 0, 0))
+    model.train()
+    assert same(own(model), mine)
+    with weights(model):  # under FSDP the weights that it gathers, not its parameters
+        assert same(own(model), mine) == (kind == "fsdp")
+    state.save(f"{folder}/dct")
+    of_optimizer = optimizer.state_dict() if kind == "fsdp" else everyones(optimizer.state_dict())[0]
+    torch.save(of_optimizer, f"{folder}/optimizer{rank}")
+    of_model = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train(model, optimizer, rank, range(9, 16))
+    model_again, optimizer_again, state_again = make(SECTION)
+    model_again.load_state_dict(of_model)
+    with pytest.raises(ConfigError, match="load the model and its optimizer before"):
+        state_again.load(f"{folder}/dct")
+    optimizer_again.load_state_dict(torch.load(f"{folder}/optimizer{rank}", weights_only=False))
+    assert state_again.load(f"{folder}/dct")
+    assert same(own(model_again), mine)
+    train(model_again, optimizer_again, rank, range(9, 16))
+    assert same(own(model_again), own(model))
+    # After detach() ranks exchange gradients, and stay equal: weights and optimizer states are averaged.
+    state_again.detach()
+    train(model_again, optimizer_again, rank, range(16, 19))
+    assert not [
+        name
+        for name in saved(model_again)
+        if "running" not in name
+        and len({each[name].numpy().tobytes() for each in everyones(saved(model_again))}) > 1
+    ]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_evaluation_saving_resuming_and_the_end(kind: str, tmp_path: Path) -> None:
+    run(4 if kind == "fsdp" else 2, _resumes, kind, str(tmp_path))
+
+
+def _saves(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer, state = ddp(SECTION)
+    train(model, optimizer, rank, range(9))
+    state.save(folder)
+    if rank == 0:
+        torch.save(model.module.state_dict(), f"{folder}/model")
+
+
+def _goes_on(rank: int, world_size: int, folder: str) -> bool:
+    model, optimizer, state = ddp(SECTION)
+    common = torch.load(f"{folder}/model", weights_only=True)
+    model.module.load_state_dict(common)
+    assert state.load(folder)
+    train(model, optimizer, rank, range(9, 10))
+    found = model.module.state_dict()
+    return all(torch.equal(found[name], common[name]) for name, _ in model.module.named_parameters())
+
+
+def test_another_number_of_ranks_starts_at_the_common_weights(tmp_path: Path) -> None:
+    run(2, _saves, str(tmp_path))
+    assert all(run(3, _goes_on, str(tmp_path)))
+
+
+def _with_scaler(rank: int, world_size: int) -> list[Tensor]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model, optimizer, state = ddp(SECTION, scaler=scaler)
+    train(model, optimizer, rank, range(12), scaler)  # rank 0 alone skips step 6, which ends with an exchange
+    model.module.eval()
+    assert state.steps.step == 11, "the last step ends when the next pass begins"
+    return list(saved(model.module).values())[:2]
+
+
+def test_a_rank_that_skips_a_step_takes_part_in_the_exchange() -> None:
+    first, second = run(2, _with_scaler)
+    assert same(first, second)
+
+
+def _engine(rank: int, world_size: int, folder: str) -> None:
+    import deepspeed
+
+    section = {"train_micro_batch_size_per_gpu": 16, "dct": {"data_parallel": SECTION}}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+
+    def made(**more: Any) -> Any:
+        model = model_of()
+        config = {**section, "optimizer": optimizer, **more}
+        return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+    def steps(engine: Any, which: range) -> None:
+        for step in which:
+            engine.backward(loss_of(engine, step, rank))
+            engine.step()
+
+    engine = made()
+    steps(engine, range(9))
+    mine, common = own(engine.module), saved(engine.module)
+    assert all(torch.equal(each["0.weight"], common["0.weight"]) for each in everyones(common))
+    engine.save_checkpoint(folder, tag="saved")
+    steps(engine, range(9, 16))
+    again = made()
+    again.load_checkpoint(folder, tag="saved")
+    assert same(own(again.module), mine)
+    steps(again, range(9, 16))
+    assert same(own(again.module), own(engine.module))
+    dct_plugin.detach(again)
+    steps(again, range(16, 19))
+    assert same(*(everyones(own(again.module))[rank] for rank in range(2)))
+    for more in ({"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}):
+        with pytest.raises(ConfigError, match="ZeRO stage 0 with fp32 weights"):
+            made(**more)
+
+
+def test_deepspeed_zero_0_trains_saves_and_resumes_bitwise(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    run(2, _engine, str(tmp_path))
+
+
+def _ends_early(rank: int, world_size: int) -> None:
+    model, optimizer, _ = ddp({**SECTION, "verify": None})
+    train(model, optimizer, rank, range(5 if rank == 1 else 9))
+
+
+def test_the_exchange_names_a_rank_that_has_ended() -> None:
+    (kind, text), (ended, _) = launch(2, _ends_early)
+    assert (kind, ended) == ("error", "value")
+    assert text.startswith("DesyncError: rank 0: ")
+    assert "rank 1" in text.splitlines()[0]
+
+
+def test_what_does_not_go_with_local_steps_is_named() -> None:
+    for other, named in {
+        "parameters": {},
+        "quality": "safe",
+        "adaptive": "accordion",
+        "nodes": 2,
+        "feedback": "local",
+        "sparsity": 0.9,
+    }.items():
+        with pytest.raises(ConfigError, match=f"local_steps does not go with {other}"):
+            DataParallelConfig.of({"local_steps": 30, other: named})
+    with pytest.raises(ConfigError, match="local_steps"):
+        DataParallelConfig.of({"local_steps": 0})
+    with pytest.raises(ConfigError, match=r"dct\.data_parallel\.local_steps: torchft"):
+        refuse_unserved(DCTConfig.given({"data_parallel": {"local_steps": 30}}), "torchft hands over tensors")
