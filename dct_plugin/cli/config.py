@@ -160,3 +160,5 @@ def suggest(
         say(f"Nothing that was measured keeps the quality of {where}.")
     for label, value in row.facts():
         say(f"{label}: {value}")
+    if rate <= 1e8 and stage == 0:
+        say('if a round trip takes longer than a step: "local_steps": 30 (docs/local-steps.md)')
