@@ -1,10 +1,10 @@
-"""Pictures of the tables in docs/quality.md and docs/performance.md.
+"""Pictures of the tables in docs/quality.md, docs/local-steps.md and docs/performance.md.
 
 They are drawn from the pages themselves, so that a picture says what its table says. For a table of quality:
 the difference of each setting to dense training with its interval, and how many times fewer bytes than dense
 it sent (columns that begin with "fewer": one, or forward and backward). For the table by size: a line for
-each size over the number of compressors. For the table of torch DDP on links: the steps of every method on
-every link.
+each size over the number of compressors. For that of local steps: loss over bytes. For that of torch DDP on
+links: the steps of every method on every link.
 
     python benchmarks/studies/pictures.py                # all of them, to docs/images
     python benchmarks/studies/pictures.py --only values
@@ -131,6 +131,21 @@ def draw_sizes(page: str, path: Path) -> None:
         axis.legend()
 
 
+def draw_local_steps(page: str, path: Path) -> None:
+    """Draw the loss of every row over how many times fewer bytes it sent."""
+    with png(path, [4.2]) as (_, (axis,)):
+        for number, row in enumerate(tables(page, "Quality")[0]):
+            name, fewer = row[""].replace("`", ""), float(row["fewer"].removesuffix("x").replace(",", ""))
+            marker = "o" if name.startswith("one") else "x" if "not offered" in name else "s"
+            axis.plot(fewer, float(row["loss"]), marker, color="tab:blue")
+            text = re.sub(r"\[(.*)\]\(.*\)|\*\*| \(not offered\)", r"\1", name.split(":")[0])
+            place = {"textcoords": "offset points", "xytext": (0, 7 if number % 2 else -13)}
+            axis.annotate(text, (fewer, float(row["loss"])), fontsize=7, ha="center", **place)
+        axis.set(xlabel="times fewer bytes than fp32 in every step")
+        axis.set(xscale="log", xlim=(0.15, 30000), ylim=(1.64, 1.8))
+        axis.set(ylabel="held-out loss, nats (x: not offered)")
+
+
 def links(page: str) -> list[Cell]:
     """Read the first table of torch DDP on links: medians of every method, a cell for each link."""
     rows = tables(page, DDP_ON_LINKS)[0]
@@ -152,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*PICTURES, "links", "sizes"]
+    names = [*PICTURES, "links", "sizes", "local-steps"]
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--out", type=Path, default=DOCS / "images")
     arguments = parser.parse_args()
@@ -161,6 +176,9 @@ def main() -> None:
         if name == "links":
             cells = links((DOCS / "performance.md").read_text(encoding="utf-8"))
             draw_links(cells, arguments.out / "links.png")
+        elif name == "local-steps":
+            text = (DOCS / "local-steps.md").read_text(encoding="utf-8")
+            draw_local_steps(text, arguments.out / "local-steps.png")
         elif name == "sizes":
             draw_sizes(page, arguments.out / "sizes.png")
         else:
