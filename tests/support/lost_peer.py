@@ -53,8 +53,8 @@ def main(path: str, rank: int, world_size: int, victim: int, how: str) -> None:
 
 
 def _stop_after(exchange: Callable[..., Any], lost: str) -> Callable[..., Any]:
-    def stops(*arguments: Any) -> Any:
-        invitations = exchange(*arguments)
+    def stops(*arguments: Any, **keywords: Any) -> Any:
+        invitations = exchange(*arguments, **keywords)
         Path(lost).touch()
         os.kill(os.getpid(), signal.SIGSTOP)
         return invitations

@@ -41,9 +41,9 @@ def before_connecting(action: Callable[[list[Any]], None]) -> Callable[..., Any]
     """In place of ``_exchange_invitations``: ``action`` first gets this rank's endpoints."""
     real = tcp_connect._exchange_invitations
 
-    def exchange(invitation: dict[str, Any], *others: Any) -> Any:
+    def exchange(invitation: dict[str, Any], **others: Any) -> Any:
         action(invitation["endpoints"])
-        return real(invitation, *others)
+        return real(invitation, **others)
 
     return exchange
 
@@ -253,12 +253,12 @@ def meets_an_impostor(rank: int, world_size: int) -> tuple[str, bytes, str]:
         thread = threading.Thread(target=impostor, args=(listener,), daemon=True)
         real = tcp_connect._exchange_invitations
 
-        def exchange(invitation: dict[str, Any], *others: Any) -> Any:
+        def exchange(invitation: dict[str, Any], **others: Any) -> Any:
             if rank == 0:
                 thread.start()
                 invitation["endpoints"].insert(0, listener.getsockname())
             token[0] = invitation["token"]
-            return real(invitation, *others)
+            return real(invitation, **others)
 
         with transport(_exchange_invitations=exchange):
             exchanged = Exchange(None, CPU)
