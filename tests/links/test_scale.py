@@ -34,7 +34,14 @@ def _together(count: int, way: str, steps: int) -> list[Any]:
     return one_process.run(count, rank)[0]
 
 
-@pytest.mark.parametrize(("count", "way"), [(2, "direct"), (8, "two_phase"), (16, "nodes")])
+@pytest.mark.parametrize(
+    ("count", "way"),
+    [
+        (2, "direct"),
+        pytest.param(8, "two_phase", marks=pytest.mark.long),
+        pytest.param(16, "nodes", marks=pytest.mark.long),
+    ],
+)
 def test_looped_messages_have_the_number_and_size_of_real_ones(
     count: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
