@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ...config.data_parallel import LocalStepsConfig
 from ...console import logger
@@ -123,15 +122,16 @@ class LocalSteps(AddOn):
             module.register_forward_pre_hook(ModuleHook(before, module), prepend=True),
             module.register_forward_hook(ModuleHook(after, module), always_call=True),
         ]
+
+        def loads(*_: Any) -> None:
+            self._weights, self._loaded = {}, None
+
         names = {id(parameter): name for name, parameter in parameters.items()}
         for part in module.modules():
             own = [(key, names[id(p)]) for key, p in part.named_parameters(recurse=False) if id(p) in names]
 
             def replace(_: Any, state: dict[str, Any], prefix: str, *__: Any, own: Any = own) -> None:
                 state.update((f"{prefix}{key}", saved(name, self.weight(name))) for key, name in own)
-
-            def loads(*_: Any) -> None:
-                self._weights, self._loaded = {}, None
 
             self._handles += [
                 part.register_state_dict_post_hook(ModuleHook(replace, part)),
@@ -259,7 +259,7 @@ class LocalSteps(AddOn):
         """Return what differs from rank to rank: weights, and states of the optimizers."""
         values = [v for each in self._optimizers for state in each.state.values() for v in state.values()]
         states = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.dim()]
-        local = [each.to_local() if isinstance(each, DTensor) else each for each in states]
+        local = [each.to_local() if hasattr(each, "to_local") else each for each in states]
         own = {name: self._flat(name) for name in self._held}
         return {"own": own, "optimizer": {str(number): each for number, each in enumerate(local)}}
 
