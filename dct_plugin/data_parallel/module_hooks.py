@@ -17,7 +17,8 @@ DISPLACED: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
 def weights(model: torch.nn.Module) -> Iterator[None]:
     """Give access to the real weights of ``model`` within the block, for reading and writing.
 
-    Needed with ``"feedback": "step_ahead"`` between a training forward pass and the optimizer's step; see
+    With ``local_steps`` they are the common weights. Needed with ``"feedback": "step_ahead"`` between a
+    training forward pass and the optimizer's step; see
     :mod:`dct_plugin.data_parallel.step_ahead.displaced_weights`.
     """
     with ExitStack() as stack:

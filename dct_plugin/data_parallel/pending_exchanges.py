@@ -122,7 +122,8 @@ class PendingExchanges:
 
     def _remember_first(self, chunk: ExchangedChunk) -> None:
         """Remember messages that were exchanged with their lengths: the next ones travel in slots."""
-        known, plan, exchange = list[AgreedCapacities](), chunk.plan, self._group.exchange
+        known: list[AgreedCapacities] = []
+        plan, exchange = chunk.plan, self._group.exchange
         for sent in chunk.sent:
             bounds, shared = sent.phase.largest_messages(plan), sent.phase.to_all
             known.append(AgreedCapacities(exchange, plan.fingerprint, bounds, shared=shared))

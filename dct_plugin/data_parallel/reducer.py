@@ -226,6 +226,11 @@ class GradientReducer(StreamGroup):
             self.metrics.record(Record("gradient_local", dense))
         return True
 
+    def shared_weight(self, name: str, own: Tensor) -> Tensor:
+        """Return a weight as all ranks hold it: the common one under local steps, else ``own``."""
+        local = self.add_ons.local_steps
+        return own if local is None else local.weight(name)
+
     # -- steps ---
 
     def end_step(

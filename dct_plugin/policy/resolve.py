@@ -16,11 +16,9 @@ from .settings import bits_of
 DENSE, RAMP, SHARES = (40, 60), 180, (0.1, 0.6)
 #: With step-ahead the density falls with this power of the step, unless the run is too short for it.
 FALL = 1.5
-#: Few bits of all entries, rather than few entries, lose least with Muon and in fine-tuning with Adam
-#: (docs/quality.md#muon, docs/quality.md#fine-tuning).
+#: Few bits of all entries, rather than few entries, lose least with Muon, in fine-tuning with Adam, and of
+#: the progress of local steps (docs/quality.md#muon, docs/quality.md#fine-tuning, docs/local-steps.md).
 ALL_ENTRIES: dict[str, object] = {"sparsity": 0.0, "value_dtype": "int8"}
-#: What is sent of the progress of local steps: thresholds lose (docs/local-steps.md).
-PROGRESS: dict[str, object] = {"sparsity": 0.0, "value_dtype": "int8"}
 #: Sparsity of local error feedback where it is known to lose at 0.99, or nothing is known.
 GENTLE = 0.9
 
@@ -89,9 +87,10 @@ def _start(
     settings: DataParallelConfig, sparsity: float, steps: int | None, *, is_ahead: bool
 ) -> tuple[dict[str, object], str]:
     """Return the settings of the start of a run of so many steps (None: not known), and a description."""
-    dense, ramp = DENSE[0] if is_ahead else DENSE[1], RAMP
-    if steps is not None:
-        dense, ramp = min(dense, int(steps * SHARES[0])), min(ramp, int(steps * SHARES[1]))
+    dense, ramp = (
+        _of_run(DENSE[0] if is_ahead else DENSE[1], SHARES[0], steps),
+        _of_run(RAMP, SHARES[1], steps),
+    )
     start: dict[str, object] = {}
     is_free = is_ahead and settings.warmup_steps is None and settings.sparsity_warmup_steps is None
     fall = round(DENSE[0] * ((1.0 - sparsity) ** (-1.0 / FALL) - 1.0))
@@ -172,15 +171,20 @@ def _feedback(written: DataParallelConfig, training: Training) -> Resolved:
 
 def _local_steps(written: DataParallelConfig, training: Training) -> Resolved:
     """Return the settings of local steps, and a line about them."""
-    steps = written.total_steps or training.steps
-    dense = DENSE[1] if steps is None else min(DENSE[1], int(steps * SHARES[0]))
-    suited = {**PROGRESS, "warmup_steps": dense} | written.model_dump(exclude_unset=True)
+    assert written.local_steps is not None
+    dense = _of_run(DENSE[1], SHARES[0], written.total_steps or training.steps)
+    suited = {**ALL_ENTRIES, "warmup_steps": dense} | written.model_dump(exclude_unset=True)
     made = changed(written, **{**suited, "feedback": NoFeedback(), "nodes": 1})
     line = (
         f"local steps: after {made.warmup_steps} dense steps the ranks exchange their progress every "
-        f"{made.local_steps.every if made.local_steps else 0} steps, and train alone in between"
+        f"{written.local_steps.every} steps, and train alone in between"
     )
     return Resolved(made, line)
+
+
+def _of_run(count: int, share: float, steps: int | None) -> int:
+    """Return a number of steps, at most a share of a run of so many steps (None: not known)."""
+    return count if steps is None else min(count, int(steps * share))
 
 
 def _without_sparsity(written: DataParallelConfig, training: Training) -> Resolved:

@@ -26,7 +26,7 @@ _Text = Annotated[str, Field(max_length=500)]
 
 
 class Line(BaseModel):
-    """What lines of all kinds have."""
+    """Lines of all kinds have these fields."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 

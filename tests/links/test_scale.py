@@ -1,4 +1,4 @@
-"""What benchmarks/scale.py counts for one rank with looped messages, beside ranks that exchange theirs."""
+"""benchmarks/scale.py counts the same for one rank with looped messages as for ranks that exchange theirs."""
 
 from __future__ import annotations
 

@@ -242,11 +242,20 @@ class AutomaticSparsity(AddOn):
         """
         group = self._group
         large, small, entry_bytes = gradient_sizes(group, self._sizes)
-        codings = time_codings(group, [each for each in self._settings if not each.is_dense])
-        is_direct, server_density = self._topologies.is_direct, group.settings.server_density
-        sizes = large, small, group.world_size, is_direct, server_density
-        gathers = int(self._topologies.sums_at_owners)
-        model = CostModel(0.0, dense, codings, link, *sizes, gathers, entry_bytes, self._reductions)
+        model = CostModel(
+            0.0,
+            dense,
+            time_codings(group, [each for each in self._settings if not each.is_dense]),
+            link,
+            large,
+            small,
+            group.world_size,
+            is_direct=self._topologies.is_direct,
+            server_density=group.settings.server_density,
+            weight_gathers=int(self._topologies.sums_at_owners),
+            entry_bytes=entry_bytes,
+            reductions=self._reductions,
+        )
         return model._replace(rest=max(now - model.predict(self.current).total, 0.0))
 
     def _report(self, chosen: Setting, seconds: Mapping[Setting, float], model: CostModel, why: str) -> None:

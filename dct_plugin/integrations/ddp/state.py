@@ -243,11 +243,9 @@ class DCTState(OptimizerAttachment):
         if model is not None:
             named |= self._trainable(model)
         pairs = sorted(named.items(), key=lambda pair: pair[0])
-        local = None if self._reducer is None else self._reducer.add_ons.local_steps
-        if local is not None:
-            return [(name, local.weight(name)) for name, _ in pairs]
         weight = (lambda p: p.data) if self._ahead is None else self._ahead.weight
-        return [(name, as_real(weight(parameter))) for name, parameter in pairs]
+        (reducer,) = self._reducers.values()
+        return [(name, reducer.shared_weight(name, as_real(weight(parameter)))) for name, parameter in pairs]
 
     # -- the start ---
 

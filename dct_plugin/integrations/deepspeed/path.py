@@ -141,9 +141,9 @@ class GradientPath(EnginePart, ABC):
         for name, parameter in self.engine.module.named_parameters():
             if parameter.requires_grad:
                 named.setdefault(id(parameter), (name, parameter))
-        local = self.reducer.add_ons.local_steps
-        weight = (lambda _, p: p.data) if local is None else lambda name, _: local.weight(name)
-        return [(name, weight(name, p)) for name, p in named.values() if not is_expert(p)]
+        return [
+            (name, self.reducer.shared_weight(name, p.data)) for name, p in named.values() if not is_expert(p)
+        ]
 
     def weight_updates(self, context: EngineContext) -> WeightUpdates | None:
         """Return what exchanges the updates of the weights; None where DeepSpeed gathers none."""

@@ -156,10 +156,8 @@ class ReplicaCompression(OptimizerAttachment):
     def _replicated(self, ranks: tuple[int, ...]) -> list[tuple[str, Tensor]]:
         """Return the weights of which some ranks hold replicas."""
         reducer = self._reducers[ranks]
-        local = reducer.add_ons.local_steps
         sharded = [
-            (each.name, each.local() if local is None else local.weight(each.name))
-            for each in self._held_by(reducer)
+            (each.name, reducer.shared_weight(each.name, each.local())) for each in self._held_by(reducer)
         ]
         return sharded + [(name, each.detach()) for name, each in self._unsharded if each.requires_grad]
 

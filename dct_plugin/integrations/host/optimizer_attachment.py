@@ -57,7 +57,7 @@ class OptimizerAttachment:
         self.config = config
         self._optimizers = optimizers_of(optimizer, call)
         self._reducers: dict[tuple[int, ...], GradientReducer] = {}
-        """By the ranks whose gradients they sum."""
+        """The key of a reducer is the ranks whose gradients it sums."""
         self.steps = StepHooks(self._reducers.values())
         poisoned = PoisonedSteps(config.data_parallel, gradients, agree=sharded)
         self._optimizer_steps = OptimizerSteps(
