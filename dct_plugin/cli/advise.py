@@ -23,6 +23,7 @@ from rich.table import Table
 
 from .. import processes
 from ..config import DataParallelConfig, ParametersConfig
+from ..config.data_parallel import LocalStepsConfig
 from ..console import print_warning
 from ..data_parallel.autotune.cost_model import Coding, CostModel, Link
 from ..data_parallel.autotune.decision_rules import DecisionRules
@@ -45,14 +46,19 @@ _LAUNCHER = re.compile(r"^.*(?:failed \(exitcode: |closing signal SIGTERM)", re.
 
 
 class Candidate(NamedTuple):
-    """A row of the table: the setting of gradients, and that of updates of weights; None: gathers."""
+    """A row of the table: the setting of gradients, that of updates of weights (None: gathers), and the steps
+    from one exchange to the next.
+    """
 
     setting: Setting
     updates: Setting | None = None
+    every: int = 1
 
     @property
     def section(self) -> dict[str, Any]:
         """The section ``dct.data_parallel`` as it is pasted."""
+        if self.every > 1:
+            return {"local_steps": self.every}
         made: dict[str, Any] = {"sparsity": self.setting.sparsity, "value_dtype": self.setting.value_dtype}
         if self.updates is not None:
             sparsity, value_dtype = self.updates
@@ -60,7 +66,13 @@ class Candidate(NamedTuple):
         return made
 
     def __str__(self) -> str:
+        if self.every > 1:
+            return f"local steps: {self.every}, {self.setting.value_dtype} values"
         return str(self.setting) + ("" if self.updates is None else f"; updates {self.updates.sparsity:g}")
+
+
+#: Local steps at their defaults.
+_LOCAL = Candidate(Setting(0.0, "int8"), every=LocalStepsConfig().every)
 
 
 class Figures(NamedTuple):
@@ -70,20 +82,26 @@ class Figures(NamedTuple):
         model: Predicts the time of a step.
         training: Optimizer, ZeRO stage and ranks.
         left_out: Names of the script's own communication hooks, which were left out.
+        local_steps: Whether the host can train with local steps.
     """
 
     model: CostModel
     training: Training
     left_out: Sequence[str] = ()
+    local_steps: bool = False
 
     @classmethod
-    def read(cls, path: Path) -> Figures:
+    def read(cls, path: Path, *, is_megatron: bool) -> Figures:
         """Read what the ranks wrote."""
         content = json.loads(path.read_text(encoding="utf-8"))
         given, facts = content["model"], content["facts"]
         codings = {Setting(*row[:2]): Coding(*row[2:]) for row in given["codings"]}
         model = CostModel(**given | {"codings": codings, "link": Link(*given["link"])})
-        figures = cls(model, Training(**facts, ranks=model.ranks), content["left_out"])
+        whole = codings.get(Setting(0.0, "bf16"))
+        local_steps = bool(whole) and not (facts["stage"] or model.weight_gathers or is_megatron)
+        if whole and local_steps:  # once in so many steps: that int8 takes another time to code is nothing
+            codings[_LOCAL.setting] = whole._replace(nbytes=1.0)
+        figures = cls(model, Training(**facts, ranks=model.ranks), content["left_out"], local_steps)
         # The steps were measured with other feedback than such a training takes.
         taken = figures._resolved_settings(Candidate(Setting(0.99, "bf16")))
         is_direct = exchange_by_rule(taken, model.ranks) == "direct"
@@ -93,15 +111,17 @@ class Figures(NamedTuple):
 
     def candidates(self) -> list[Candidate]:
         """Return all settings, from gentle to strong, then those with thresholded updates of the weights."""
-        settings = sorted(self.model.codings, key=lambda each: each.strength)
+        settings = sorted(self.model.codings.keys() - {_LOCAL.setting}, key=lambda each: each.strength)
         found = [Candidate(each) for each in (Setting(), *settings)]
         updates, _ = self._updates()
         if self.model.weight_gathers == 1 and updates in self.model.codings:
             found += [Candidate(each, updates) for each in settings if each.sparsity]
-        return found
+        return [*found, _LOCAL] if self.local_steps else found
 
     def is_safe(self, candidate: Candidate) -> bool:
         """Return whether nothing measurable was lost with a setting in such a training."""
+        if candidate.every > 1:
+            return False
         safe = safe_sparsity(self._resolved_settings(candidate), self.training)
         if candidate.updates is not None:
             safe = min(safe, self._updates()[1])
@@ -111,6 +131,8 @@ class Figures(NamedTuple):
         """Return the expected loss of a setting, with the section of the results that says so."""
         if candidate.setting.is_dense:
             return "as it is"
+        if candidate.every > 1:
+            return "lost 0.07 nats (docs/local-steps.md#quality)"
         if self.is_safe(candidate):
             return "nothing measurable lost (docs/quality.md)"
         found = next(known_losses(self._resolved_settings(candidate), self.training), None)
@@ -248,7 +270,7 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
         finally:
             processes.end(job)
         if path.exists():
-            return Figures.read(path)
+            return Figures.read(path, is_megatron="dct_plugin.megatron" in launch_line(command))
         own = _LAUNCHER.split(log.read_text(encoding="utf-8", errors="replace"), maxsplit=1)[0]
         what = (
             f"was not measured within {limit:g} s (--limit)"
@@ -268,6 +290,7 @@ def _rows(figures: Figures, models: dict[str, CostModel]) -> Iterator[dict[str, 
             "sparsity": each.setting.sparsity,
             "value_dtype": each.setting.value_dtype,
             "parameters": each.section.get("parameters"),
+            "local_steps": each.section.get("local_steps"),
             "step_ms": {name: 1e3 * model.predict(*each).total for name, model in models.items()},
             "sent_bytes": figures.model.sent_bytes(*each),
             "pays_below": None if each.setting.is_dense else figures.pays_below(each),

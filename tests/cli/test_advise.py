@@ -137,8 +137,34 @@ def test_bytes_are_those_of_the_topology_that_the_optimizer_gets(tmp_path: Path)
     for optimizer, is_direct, density in (("AdamW", True, 3.0), ("Adagrad", False, 1.0)):
         facts = {"optimizer": [optimizer], "momentum": 0.0, "stage": 0}
         (tmp_path / "figures").write_text(json.dumps({"model": figures, "facts": facts, "left_out": []}))
-        read = Figures.read(tmp_path / "figures").model
+        read = Figures.read(tmp_path / "figures", is_megatron=False).model
         assert (read.is_direct, read.server_density) == (is_direct, density)
+
+
+def test_local_steps_exchange_whole_progress_once_in_so_many_steps(tmp_path: Path) -> None:
+    model = _figures().model
+    codings = [[0.0, "bf16", 3e-9, 1e-9, 2.0], [0.99, "bf16", 3e-9, 1e-9, 0.03]]
+    figures = {**model._asdict(), "codings": codings, "link": [0.05, 8e-8]}
+
+    def read(is_megatron: bool = False, stage: int = 0, gathers: int = 0) -> Figures:
+        facts = {"optimizer": ["AdamW"], "momentum": 0.0, "stage": stage}
+        content = {"model": {**figures, "weight_gathers": gathers}, "facts": facts, "left_out": []}
+        (tmp_path / "figures").write_text(json.dumps(content))
+        return Figures.read(tmp_path / "figures", is_megatron=is_megatron)
+
+    local = read().candidates()[-1]
+    assert str(local) == "local steps: 30, int8 values"
+    assert local.section == {"local_steps": 30}
+    model = read().model
+    assert model.sent_bytes(*local) == pytest.approx((10_000_000 + 4_000) / 30)
+    assert model.predict(*local).total == pytest.approx(
+        model.rest + (0.05 + 10_004_000 * 8e-8 + 3 * 1e-9 * 10_000_000 + 2 * 1e-9 * 10_000_000) / 30, rel=1e-3
+    )
+    # Its round trips are a thirtieth, but it loses quality: it is not what is proposed.
+    assert model.predict(*local).total < model.predict(STRONG).total
+    assert _best(read(), model) == Candidate(STRONG)
+    for other in (read(is_megatron=True), read(stage=1, gathers=1), read(stage=3)):
+        assert all(each.every == 1 for each in other.candidates())
 
 
 @pytest.mark.slow
@@ -213,7 +239,11 @@ def test_an_unmodified_script_is_measured_and_stopped(script: str, how: str) -> 
     dense, *others = json.loads(result.stdout)
     assert dense["sparsity"] == 0
     assert dense["sent_bytes"] == 4 * 20_100
-    assert len(others) == 10
+    assert len(others) == 11
+    local = others.pop()
+    assert local["local_steps"] == 30
+    assert local["sent_bytes"] == pytest.approx(20_100 / 30, rel=0.05)  # int8, two ranks
+    assert "docs/local-steps.md" in local["quality"]
     assert all(set(row["step_ms"]) == {"here", "100 Mbit/s"} for row in others)
     assert others[-1]["sent_bytes"] < dense["sent_bytes"] / 30
     assert "nothing measurable lost" in others[-1]["quality"]  # AdamW on two ranks

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -299,14 +301,18 @@ def test_deepspeed_zero_0_trains_saves_and_resumes_bitwise(tmp_path: Path) -> No
     run(2, _engine, str(tmp_path))
 
 
-def _ends_early(rank: int, world_size: int) -> None:
+def _ends_early(rank: int, world_size: int, is_killed: bool) -> None:
     model, optimizer, _ = ddp({**SECTION, "verify": None})
     train(model, optimizer, rank, range(5 if rank == 1 else 9))
+    if is_killed:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_exchange_names_a_rank_that_has_ended() -> None:
-    (kind, text), (ended, _) = launch(2, _ends_early)
-    assert (kind, ended) == ("error", "value")
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_exchange_names_a_rank_that_has_ended(is_killed: bool) -> None:
+    (kind, text), (ended, _) = launch(2, _ends_early, is_killed, killed=1)
+    assert kind == "error"
+    assert ended == ("killed" if is_killed else "value")
     assert text.startswith("DesyncError: rank 0: ")
     assert "rank 1" in text.splitlines()[0]
 

@@ -121,6 +121,7 @@ def launch(
     function: Callable[..., Any],
     *arguments: Any,
     patience: float = PATIENCE,
+    killed: int | None = None,
     **variables: str,
 ) -> list[tuple[str, Any]]:
     """Run ``function(rank, world_size, *arguments)`` in processes; ``("value", result)`` or ``("error",
@@ -128,6 +129,7 @@ def launch(
 
     Args:
         patience: Seconds after which the processes are killed and the test fails.
+        killed: A rank that may end without a result; it has ``("killed", "")``.
         variables: Added to the environment of the processes.
     """
     # DeepSpeed's shared memory is named by the port.
@@ -142,15 +144,17 @@ def launch(
         for process in processes:
             process.start()
         try:
-            _wait(processes, path, patience)
+            _wait(processes, path, patience, killed)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
+        if killed is not None and not Path(f"{path}.rank{killed}").exists():
+            torch.save(("killed", ""), f"{path}.rank{killed}")
         return [torch.load(f"{path}.rank{rank}", weights_only=False) for rank in range(world_size)]
 
 
-def _wait(processes: list[Any], path: str, patience: float) -> None:
+def _wait(processes: list[Any], path: str, patience: float, killed: int | None) -> None:
     """Wait until all processes end. One that ends without a result fails the test at once."""
     limit = time.monotonic() + patience
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
@@ -158,6 +162,7 @@ def _wait(processes: list[Any], path: str, patience: float) -> None:
         ended = connection.wait(list(running), timeout=limit - time.monotonic())
         assert ended, f"ranks {sorted(running.values())} did not finish within {patience:.0f} s"
         dead = [rank for rank in map(running.pop, ended) if not Path(f"{path}.rank{rank}").exists()]
+        dead = [rank for rank in dead if rank != killed]
         assert not dead, f"the processes of ranks {dead} died"
 
 

@@ -68,7 +68,8 @@ class CostModel(NamedTuple):
         reductions: How often a step reduces all gradients: with ZeRO-2 and accumulation for each micro-batch.
 
     ``updates`` of a method is the setting of thresholded updates of the weights, which then cross in place of
-    gathered ones; None: whole weights are gathered.
+    gathered ones; None: whole weights are gathered. ``every`` is the number of steps from one exchange to the
+    next.
     """
 
     rest: float
@@ -103,10 +104,10 @@ class CostModel(NamedTuple):
         """Bytes that a rank sends per second, where the link sets the pace; infinite if it has no limit."""
         return (self.ranks - 1) / self.link.seconds_per_byte if self.link.seconds_per_byte else math.inf
 
-    def sent_bytes(self, setting: Setting, updates: Setting | None = None) -> float:
+    def sent_bytes(self, setting: Setting, updates: Setting | None = None, every: int = 1) -> float:
         """Return the bytes that a rank sends in a step, without the headers of the transport."""
         weights = self.gathered_bytes if updates is None else self._update_bytes(updates)
-        return self.reductions * self._gradient_bytes(setting) + weights
+        return (self.reductions * self._gradient_bytes(setting) + weights) / every
 
     @property
     def gathered_bytes(self) -> float:
@@ -136,8 +137,11 @@ class CostModel(NamedTuple):
             copies = self.ranks - 1
         return copies * self.codings[setting].nbytes * self.large_entries + 2.0 * share * self.small_bytes
 
-    def predict(self, setting: Setting, updates: Setting | None = None) -> Prediction:
+    def predict(self, setting: Setting, updates: Setting | None = None, every: int = 1) -> Prediction:
         """Return the predicted time of a step with a setting."""
+        if every > 1:
+            one = self.predict(setting, updates)
+            return one._replace(coding=one.coding / every, exchange=one.exchange / every)
         if updates is not None:
             coding, fewer = self.codings[updates], self.gathered_bytes - self._update_bytes(updates)
             seconds = (coding.encode / self.ranks + coding.decode) * self.large_entries + self.link.latency
