@@ -202,6 +202,7 @@ def main() -> None:
         for _ in range(args.repeats):
             for method in random.sample(METHODS, len(METHODS)):
                 found[method].append(measured(links, method, width_of(args.parameters)))
+                print(method, *found[method][-1], file=sys.stderr, flush=True)
     dense = median(each for each, _ in found["fp32"])
     nbytes = median(each for _, each in found["fp32"])
     print(
