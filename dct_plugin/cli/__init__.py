@@ -184,12 +184,6 @@ def _options(
     pass
 
 
-@app.command()
-def version() -> None:
-    """Show the plugin's version."""
-    _show_version(True)
-
-
 app.add_typer(config.app, name="config")
 for _entry in COMMANDS:
     _register(_entry)

@@ -87,10 +87,8 @@ def _start(
     settings: DataParallelConfig, sparsity: float, steps: int | None, *, is_ahead: bool
 ) -> tuple[dict[str, object], str]:
     """Return the settings of the start of a run of so many steps (None: not known), and a description."""
-    dense, ramp = (
-        _of_run(DENSE[0] if is_ahead else DENSE[1], SHARES[0], steps),
-        _of_run(RAMP, SHARES[1], steps),
-    )
+    dense = _of_run(DENSE[0] if is_ahead else DENSE[1], SHARES[0], steps)
+    ramp = _of_run(RAMP, SHARES[1], steps)
     start: dict[str, object] = {}
     is_free = is_ahead and settings.warmup_steps is None and settings.sparsity_warmup_steps is None
     fall = round(DENSE[0] * ((1.0 - sparsity) ** (-1.0 / FALL) - 1.0))
@@ -146,8 +144,7 @@ def resolve(written: DataParallelConfig, training: Training) -> Resolved:
 def _feedback(written: DataParallelConfig, training: Training) -> Resolved:
     """Return the settings with their feedback; see :func:`resolve`."""
     if written.quality == "exact":
-        feedback = LocalFeedback() if isinstance(written.feedback, AutoFeedback) else written.feedback
-        return Resolved(changed(written, feedback=feedback, sparsity=0.0))
+        return _without_sparsity(written, training)._replace(line="")
     settings, line, warns, _ = _suited(written, training)
     if settings.quality == "safe":
         most = safe_sparsity(settings, training)

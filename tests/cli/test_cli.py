@@ -34,9 +34,8 @@ def dct(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize("arguments", [["version"], ["--version"]])
-def test_version(arguments: list[str]) -> None:
-    result = runner.invoke(cli.app, arguments)
+def test_version() -> None:
+    result = runner.invoke(cli.app, ["--version"])
     assert result.exit_code == 0
     assert result.output.strip() == f"dct-plugin {__version__}"
 
@@ -44,7 +43,7 @@ def test_version(arguments: list[str]) -> None:
 def test_help_lists_the_commands() -> None:
     result = runner.invoke(cli.app, ["--help"])
     assert result.exit_code == 0
-    for command in ("config", "doctor", "demo", "version"):
+    for command in ("config", "doctor", "demo"):
         assert command in result.output
 
 
@@ -53,7 +52,7 @@ def test_help_lists_the_commands() -> None:
     "arguments",
     [
         ["--help"],
-        ["version"],
+        ["--version"],
         ["config", "check", str(CONFIGS / "deepspeed_zero0_dct.json")],
         ["config", "show"],
     ],

@@ -50,21 +50,15 @@ def refuse_unserved(config: DCTConfig, why: str, served: Collection[str] = ()) -
         ConfigError: Names the option, and what to set instead.
     """
     settings = config.data_parallel
-    ahead, skips = settings.feedback.looks_ahead, settings.nonfinite_action == "skip"
+    ahead, quality = settings.feedback.looks_ahead, settings.quality
     refused = {
         "feedback": (ahead, f" = '{settings.feedback.label()}'", '"local"'),
         "nodes": (settings.nodes not in ("auto", 1), f" = {settings.nodes}", "1"),
-        "parameters": (settings.parameters is not None, "", "null"),
-        "local_steps": (settings.local_steps is not None, "", "null"),
-        "verify": (settings.verify is not None, "", "null"),
-        "quality": (
-            settings.quality is not None,
-            f" = '{settings.quality}'",
-            "null, and sparsity to a number",
-        ),
-        "adaptive": (settings.adaptive is not None, "", "null"),
-        "nonfinite_action": (skips, " = 'skip'", '"pass"'),
+        "nonfinite_action": (settings.nonfinite_action == "skip", " = 'skip'", '"pass"'),
     }
+    for key in ("parameters", "local_steps", "verify", "adaptive"):
+        refused[key] = getattr(settings, key) is not None, "", "null"
+    refused["quality"] = quality is not None, f" = '{quality}'", "null, and sparsity to a number"
     for key, (wrong, value, instead) in refused.items():
         if wrong and key not in served:
             raise ConfigError(f"dct.data_parallel.{key}{value}: {why}; set it to {instead}")
@@ -117,5 +111,4 @@ def training_of(optimizer: Any, training: Training) -> Training:
     # At the start of a schedule rates may be 0: schedulers note the rates that they begin or end with.
     keys = ("lr", "initial_lr", "max_lr")
     rates = [float(group.get(key, 0.0)) for group in inner.param_groups for key in keys]
-    highest = max(rates, default=0.0) or math.inf
-    return replace(training, optimizer=names, momentum=momentum, lr=highest)
+    return replace(training, optimizer=names, momentum=momentum, lr=max(rates, default=0.0) or math.inf)
