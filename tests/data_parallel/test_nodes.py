@@ -176,6 +176,14 @@ def _displaces(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
         found.append({name: weight.data.clone().float() for name, weight in weights.items()})
         ahead.restore()
         ahead.forget()
+    # Updates of weights that this rank alone knows, of entries of both ranks' parts. Nothing else is displaced
+    # before gradients are observed.
+    update = (Shard(rank % 2, 1000, 9000), torch.full((8000,), 1.0 + rank))
+    ahead = reduction.add_ons.step_ahead.prepare(
+        weights.items(), units_of(optimizer), pending_of=lambda name: update if name == "a" else None
+    )
+    ahead.displace()
+    found.append({name: weight.data.float() - ahead.weight(weight) for name, weight in weights.items()})
     return found
 
 
@@ -190,6 +198,11 @@ def test_a_node_is_displaced_as_a_flat_rank_with_the_mean_gradient() -> None:
             close = (weight - flat[0][step][name]).abs() < 1e-3
             assert close.float().mean() > 0.9, (name, step)
         assert not torch.equal(found[0][step]["a"], found[2][step]["a"])  # each node by its own residual
+    for rank, each in enumerate(found):
+        shown = torch.zeros(301 * 37)
+        shown[1000:9000] = 2 * (1 + rank)  # for both ranks of its node
+        torch.testing.assert_close(each[3]["a"].view(-1), shown)
+        assert not each[3]["b"].any()
 
 
 # -- torch DDP ---

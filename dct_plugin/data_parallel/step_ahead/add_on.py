@@ -127,7 +127,8 @@ class StepAhead:
     An owner alone knows what it holds back of its part of the sum (two-phase exchange). So it multiplies this
     displacement by the number of ranks, at most by :data:`MAX_OWNER_FACTOR`. Then the mean of the ranks'
     displacements is as if all ranks knew it, and so is, to first order, the mean of their gradients. With
-    thresholded updates of weights the owner alone knows the pending updates, and multiplies them, too.
+    thresholded updates of weights the owner alone knows the pending updates, and multiplies them, too: by the
+    ranks of its node, if those alone have parts of the optimizer.
 
     Parameters that are not contiguous (``channels_last``) are not displaced: hosts differ in the order in
     which they lay out their gradients.
@@ -268,7 +269,7 @@ class StepAhead:
                 part = slice(*node.part(name, weight.numel()))
                 first = part.start
             residual, coefficient, lasting = self._expected(name, part.stop - part.start)
-            pending = self._unsent.pending(name)
+            pending = None if node is not None else self._unsent.pending(name)
             if residual is None and pending is None and node is None:
                 continue
             buffer = self._buffers.get(name)
@@ -293,6 +294,10 @@ class StepAhead:
         self._kernels.displace(jobs, self._scratch.take)
         if node is not None:
             node.gather("step-ahead", [(name, buffer.view(-1)) for name, _, buffer in computed])
+            for name, _, buffer in computed:  # this rank's updates are of any part
+                if owned := self._unsent.pending(name):
+                    span = buffer.view(-1)[owned[0].start : owned[0].stop]
+                    span.add_(owned[1], alpha=min(node.size, MAX_OWNER_FACTOR))
         for name, parameter, buffer in computed:  # from here on buffers must not be written
             self._displaced.add(name, parameter, buffer)
 
