@@ -138,15 +138,10 @@ def test_the_whole_job_stops(tmp_path: Path) -> None:
 
 def test_the_deepspeed_launcher(tmp_path: Path) -> None:
     launcher = Path(sys.executable).with_name("deepspeed")
-    command = [
-        sys.executable,
-        str(launcher),
-        "--num_gpus",
-        "2",
-        "--master_port",
-        str(free_port()),
-    ]
-    done = execute([*command, str(WORKER), *job(tmp_path, dct=section())], tmp_path)
+    options = ["--num_gpus", "2", "--master_port", str(free_port())]
+    with forked_interpreters():
+        command = [sys.executable, str(launcher), *options, str(WORKER), *job(tmp_path, dct=section())]
+        done = execute(command, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = results(tmp_path)
     assert first["attached"]

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -291,8 +292,8 @@ def test_moving_average() -> None:
 # -- the command -------------------------------------------------------------------------------------------
 
 
-def start_demo(*arguments: str, folder: Path) -> subprocess.Popen[str]:
-    with forked_ranks():
+def start_demo(*arguments: str, folder: Path, forked: AbstractContextManager[None]) -> subprocess.Popen[str]:
+    with forked:
         environment = {**os.environ, "COLUMNS": "120"}
         environment.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
         return subprocess.Popen(
@@ -318,7 +319,9 @@ def descendants_named(text: str, process: psutil.Process) -> list[psutil.Process
 
 @pytest.mark.slow
 def test_demo_from_end_to_end(tmp_path: Path) -> None:
-    process = start_demo("--quick", "--seed", "3", "--json", "figures/demo.json", folder=tmp_path)
+    process = start_demo(
+        "--quick", "--seed", "3", "--json", "figures/demo.json", folder=tmp_path, forked=forked_interpreters()
+    )
     output, _ = process.communicate()
     assert process.returncode == 0, output
     for part in (
@@ -416,7 +419,7 @@ def test_the_output_of_a_rank_that_fails_is_shown(tmp_path: Path) -> None:
 
 def running_demo(folder: Path, event: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """A demo of many epochs that has come to an event, its launcher and its ranks."""
-    demo = start_demo("--epochs", "1000", folder=folder)
+    demo = start_demo("--epochs", "1000", folder=folder, forked=forked_ranks())
     events = folder / "out" / "demo.events.jsonl"
     while not (events.exists() and f'"event": "{event}"' in events.read_text()):
         assert demo.poll() is None, demo.communicate()[0]

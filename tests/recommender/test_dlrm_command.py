@@ -208,4 +208,5 @@ def test_faults_of_configurations_are_named(tmp_path: Path) -> None:
 @pytest.mark.slow  # DeepSpeed tells its keys in a process of its own
 @pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
 def test_ready_configurations_are_valid(file: Path) -> None:
-    assert file.stem in configurations([file], ranks=2)
+    with forked_interpreters():
+        assert file.stem in configurations([file], ranks=2)

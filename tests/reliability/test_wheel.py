@@ -27,18 +27,26 @@ from dct_plugin.metrics import Metrics, Record
 
 pytestmark = pytest.mark.slow
 
-#: A job of two ranks that trains with the block of each page.
+#: A job of two ranks, forks of one interpreter, that trains with the block of each page.
 JOB = """
 import json
 import os
+import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 import dct_plugin
 from dct_plugin.kernels import get_backend
 from torch.nn.parallel import DistributedDataParallel
 
-dist.init_process_group("gloo")
+for rank in 0, 1:
+    if os.fork() == 0:
+        break
+else:
+    sys.exit(any([os.wait()[1] for _ in range(2)]))
+os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+dist.init_process_group("gloo", init_method=f"file://{os.getcwd()}/store", rank=rank, world_size=2)
 torch.manual_seed(0)
 nodes, ranks_per_node = 2, 1
 for block in json.load(open("blocks.json")):
@@ -173,8 +181,7 @@ def test_blocks_of_ddp_and_fsdp_run_from_a_wheel_without_a_compiler(clean: Clean
     assert len(found) == len(pages)
     (tmp_path / "blocks.json").write_text(json.dumps(found).replace('\\"cuda\\"', '\\"cpu\\"'))
     (tmp_path / "job.py").write_text(JOB)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = clean.run(clean.packages("dct-plugin"), "python", *launcher, "job.py", where=tmp_path)
+    done = clean.run(clean.packages("dct-plugin"), "python", "job.py", where=tmp_path)
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("rank")]
     assert {line[1] for line in lines} == {"0", "1"}
     for _, _, backend, library, package in lines:
@@ -224,30 +231,58 @@ def test_help_needs_no_extra_and_what_needs_one_names_it(clean: Clean, tmp_path:
 
 LAUNCH = "torchrun --nproc-per-node 2 pretrain_gpt.py --tensor-model-parallel-size 1\n"
 
+#: Every job in a fork, which finds the packages of its own folder: what all import is imported once.
+FORKED = """
+import importlib, json, os, runpy, sys
+import torch
+from dct_plugin import cli
+
+for folder, calls in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        sys.path = [folder if path == os.environ["PYTHONPATH"] else path for path in sys.path]
+        importlib.invalidate_caches()
+        for call in calls:
+            if isinstance(call, str):
+                exec(call)
+                continue
+            sys.argv = ["dct", *call]
+            try:
+                cli.main()
+            except SystemExit as end:
+                assert not end.code, call
+        sys.stdout.flush()
+        os._exit(0)
+    if status := os.wait()[1]:
+        sys.exit(f"{calls}: {status}")
+"""
+
 
 def test_commands_run_from_a_wheel(clean: Clean, tmp_path: Path) -> None:
     (section,) = blocks("docs/deepspeed.md", "json")
     (tmp_path / "ds.json").write_text(f'{{"train_batch_size": 8, {section}}}')
     (tmp_path / "train.sh").write_text(LAUNCH)
     ready = [file.stem for file in (ROOT / "configs").glob("*.json")]
-    for extra, call in (
-        ("deepspeed", f"config check ds.json {' '.join(ready)}"),
-        ("deepspeed", "config suggest --optimizer adamw --link 1gbit --ranks 4"),
-        ("deepspeed", "config show hybrid_dct"),
-        ("deepspeed", "doctor"),
-        ("megatron", "patch-launch train.sh --config hybrid_dct --in-place"),
-    ):
-        clean.run(clean.packages(f"dct-plugin[{extra}]"), "dct", *call.split(), where=tmp_path)
     imports = (
         "from dct_plugin.recommender.commands import demo, dlrm; from dct_plugin.recommender import data"
     )
-    code = f"{imports}; assert len(data.load('diabetes', max_rows=600).label) == 600"
-    clean.run(clean.packages("dct-plugin[demo,tables]"), "python", "-c", code, where=tmp_path)
+    calls: dict[str, list[list[str] | str]] = {
+        "deepspeed": [
+            f"config check ds.json {' '.join(ready)}".split(),
+            ["config", "suggest", "--optimizer", "adamw", "--link", "1gbit", "--ranks", "4"],
+            ["config", "show", "hybrid_dct"],
+            ["doctor"],
+        ],
+        "megatron": [["patch-launch", "train.sh", "--config", "hybrid_dct", "--in-place"]],
+        "demo,tables": [f"{imports}; assert len(data.load('diabetes', max_rows=600).label) == 600"],
+    }
+    forked = [[str(clean.packages(f"dct-plugin[{extra}]")), part] for extra, part in calls.items()]
+    clean.run(clean.packages("dct-plugin"), "python", "-c", FORKED, json.dumps(forked), where=tmp_path)
     with closing(
         Metrics(MetricsConfig(path=str(tmp_path / "metrics.jsonl")), rank=0, world_size=2)
     ) as metrics:
         metrics.record(Record("gradient", 4000, 40, 1000, 9))
         metrics.step(1)
+    # As its user starts it.
     clean.run(clean.packages("dct-plugin[report]"), "dct", "report", "metrics.jsonl", where=tmp_path)
     assert "-m dct_plugin.megatron --dct-config hybrid_dct" in (tmp_path / "train.sh").read_text()
     assert (tmp_path / "report.html").is_file()
