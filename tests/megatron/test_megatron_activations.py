@@ -59,7 +59,7 @@ def assert_learns(outcomes: list[Outcome], by: float) -> None:
 
 
 def test_pipelines(tmp_path: Path) -> None:
-    job = Job(pp=2, steps=10, evaluate=True)
+    job = Job(pp=2, micro_batches=2, lr=2e-3, steps=6, evaluate=True)
     saved = (str(tmp_path), 4)
     remembering = job.with_dct(pipeline(**CLASSES["transform"]))
     plain, none, spared, *found, recomputed, through, interleaved = run(
@@ -70,7 +70,7 @@ def test_pipelines(tmp_path: Path) -> None:
         *(job.with_dct(pipeline(**section)) for section in CLASSES.values()),
         replace(remembering, recompute="full"),
         replace(remembering, save=saved),
-        job.with_dct(pipeline(**CLASSES["transform"]), vpp=2, layers=4, overlap_p2p=True, steps=8),
+        job.with_dct(pipeline(**CLASSES["transform"]), vpp=2, layers=4, overlap_p2p=True),
     )
     for same in (none, spared):
         assert [o.parameters for o in same] == [o.parameters for o in plain]
@@ -89,7 +89,7 @@ def test_pipelines(tmp_path: Path) -> None:
 
 
 def test_tensor_and_sequence_parallel() -> None:
-    job = Job(tp=2, sequence_parallel=True, steps=10)
+    job = Job(tp=2, micro_batches=2, lr=2e-3, sequence_parallel=True, steps=6)
     quantised = tensor(**CLASSES["quantise"], gather=True)
     plain, none, nothing_left_out, *found, recomputed, alone = run(
         2,

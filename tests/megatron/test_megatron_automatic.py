@@ -66,7 +66,7 @@ def _course(job: Job) -> Course:
 
 
 def test_ranks_decide_alike_and_training_goes_on() -> None:
-    job = Job(layers=2, micro_batches=2, steps=STEPS)
+    job = Job(layers=1, micro_batches=2, steps=STEPS)
     jobs = [
         job.with_dct(LOCAL, overlap_grad_reduce=True),
         job.with_dct(AHEAD, overlap_grad_reduce=True),
@@ -85,7 +85,7 @@ def test_ranks_decide_alike_and_training_goes_on() -> None:
 
 def test_experts_decide_for_themselves() -> None:
     section = {**LOCAL, "model_parallel": {"expert_gradients": True}}
-    job = Job(layers=2, experts=2, ep=2, micro_batches=1, steps=STEPS, distributed_optimizer=True).with_dct(
+    job = Job(layers=1, experts=2, ep=2, micro_batches=1, steps=STEPS, distributed_optimizer=True).with_dct(
         section
     )
     courses = [course for (course,) in processes.run(4, _trained, [job])]

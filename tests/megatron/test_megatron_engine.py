@@ -61,11 +61,12 @@ def test_with_sequence_parallelism() -> None:
         job.with_dct(EXACT, through_codec=True),
         replace(job, frozen_linears=True),
         replace(job.with_dct(EXACT, through_codec=True), frozen_linears=True),
-        job.with_dct(section(tensor=0.9), steps=10),
-        job.with_dct(section(tensor=0.9, gather=True), steps=10),
-        job.with_dct(section(tensor=0.9, gather=True), steps=10, recompute="full"),
+        job.with_dct(section(tensor=0.9), lr=2e-3, steps=6),
+        job.with_dct(section(tensor=0.9, gather=True), lr=2e-3, steps=6),
+        job.with_dct(section(tensor=0.9, gather=True), lr=2e-3, steps=6, recompute="full"),
     )
-    assert losses(plain) == losses(megatron)  # the stub trains what Megatron's own linears train
+    # The stub trains what Megatron's own linears train. Rounding depends on where their memory lies.
+    assert losses(plain) == pytest.approx(losses(megatron), rel=1e-6)
     assert_same(plain, same, {"tensor"})
     assert_same(frozen, frozen_same, {"tensor"})
     for outcomes in (sparse, gathered, recomputed):
@@ -86,9 +87,9 @@ def test_without_sequence_parallelism() -> None:
         replace(TENSOR, engine=False),
         TENSOR,
         TENSOR.with_dct(EXACT, through_codec=True),
-        TENSOR.with_dct(section(tensor=0.9), steps=10),
+        TENSOR.with_dct(section(tensor=0.9), lr=2e-3, steps=6),
     )
-    assert losses(plain) == losses(megatron)
+    assert losses(plain) == pytest.approx(losses(megatron), rel=1e-6)
     assert_same(plain, same, {"tensor"})
     assert_learns(sparse)
     assert ratio(sparse, "tensor") > 8

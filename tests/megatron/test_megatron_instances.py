@@ -50,7 +50,7 @@ def test_instances_are_summed_densely_and_thresholded_between(tmp_path: Path) ->
         assert [each.parameters for each in ours] == [each.parameters for each in dense]
         assert all(each.classes["gradient"]["sent_bytes"] for each in ours)
     sparse, displaced, updated, gathered, as_gathered, whole = run(
-        job.with_dct(section(verify={"every": 1}), steps=10, watch=True),
+        job.with_dct(section(verify={"every": 1}), steps=6, watch=True),
         job.with_dct(ahead, steps=6, overlap_grad_reduce=True),
         job.with_dct(
             section(verify={"every": 1}, parameters={"sparsity": 0.9}, feedback="step_ahead"),
@@ -74,7 +74,7 @@ def test_instances_are_summed_densely_and_thresholded_between(tmp_path: Path) ->
     assert (start, middle, end) == (0, begin, numel)
     assert third["parts"][name] == first["parts"][name]
     sent = [sum(each.classes["gradient"]["sent_bytes"] for each in some) for some in (same, sparse)]
-    assert sent[0] / 4 > 8 * sent[1] / 10
+    assert sent[0] / 4 > 8 * sent[1] / 6
     assert updated[0].classes["parameter"]["dense_bytes"] > 5 * updated[0].classes["parameter"]["sent_bytes"]
     other = str(tmp_path / "flat")
     resumed, flat, _, split = run(
