@@ -98,13 +98,13 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("pipeline")
     plan = [r for name in CASES for r in (run(name, None, 2, "plain/"), run(name, EXACT, 2, "exact/"))]
     plan.append(run("zero0-fp32", {**EXACT, "model_parallel": {"pipeline": {"forward": "none"}}}, 2, "none/"))
-    plan += [run(name, SPARSE, 3, "sparse/") for name in CASES]
+    plan += [run(name, SPARSE, 2, "sparse/") for name in CASES]
     for name, pipeline in CLASSES.items():
         dct = {"data_parallel": {"enabled": False}, "model_parallel": {"pipeline": pipeline}}
         plan.append(run("zero0-fp32", dct, 3, f"{name}/"))
     plan += thresholded()
     plan += [r for name in RESUMED for r in resumed(name, folder)]
-    for name, steps, evaluation in (("learning/", 20, True), ("dense-evaluation/", 2, False)):
+    for name, steps, evaluation in (("learning/", 12, True), ("dense-evaluation/", 2, False)):
         dct = {
             "data_parallel": {"enabled": False},
             "model_parallel": {"pipeline": {"forward": THRESHOLD, "evaluation": evaluation}},

@@ -137,7 +137,7 @@ def _stop_this_process() -> None:
 def _waits_for_a_stopped_rank(rank: int, world_size: int, waiting: str) -> tuple[str, str]:
     """Rank 1 stops in step 3. Rank 0 waits where gloo receives slots, or, as with nccl, for its device."""
     lost_peers.PATIENCE, lost_peers.INTERVAL, lost_peers.ANSWERS = 0.5, 0.1, 1.0
-    group = dist.new_group(timeout=timedelta(seconds=25))
+    group = dist.new_group(timeout=timedelta(seconds=12))
     job, store = watched(), lost_ranks.default_store()
     register_backend("deferred", DeferredBackend)
     reducer = GradientReducer(
