@@ -24,70 +24,64 @@ class MessageWriter:
 
     Args:
         device: Where the payloads are encoded.
+
+    Attributes:
+        placed: What was written since the first payload whose figures are on the device: its place (buffer,
+            address, bytes), the statistics that have its size, and its number among their payloads.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._use(torch.empty(0, dtype=torch.uint8, device=device))
         self._spare = self._buffer  # where the next message with gaps is packed
         self._length = 0
         self._reserved = 0
-        # Since the first gap: places (buffer, first byte, bytes), and the sizes of what is in them.
-        self._unpacked: list[tuple[Tensor, int, int, int | Stats]] = []
+        self.placed: list[tuple[Tensor, int, int, Stats, int]] = []
 
     def clear(self) -> None:
         """Start a new message. The memory is kept, unless it is large and the last message took a small part
         of it: the first messages after a dense start are much larger than later ones.
         """
-        if self._buffer.numel() > max(_KEPT_BYTES, _KEPT_TIMES * self._length) and self._length:
-            self._buffer = self._spare = self._buffer.new_empty(0)
+        if self._room > max(_KEPT_BYTES, _KEPT_TIMES * self._length) and self._length:
+            self._use(self._buffer.new_empty(0))
+            self._spare = self._buffer
         self._length = 0
-        self._unpacked.clear()
+        self.placed.clear()
 
     def reserve(self, size: int) -> Tensor:
         """Return memory for ``size`` more bytes, uninitialised; valid until the next call."""
         self._reserved, needed = size, self._length + size
-        if needed > self._buffer.numel():
+        if needed > self._room:
             grown = self._buffer.new_empty(needed + needed // 4)
-            if not self._unpacked:  # else payloads stay where kernels write them, perhaps only later
+            if not self.placed:  # else payloads stay where kernels write them, perhaps only later
                 grown[: self._length] = self._buffer[: self._length]
-            self._buffer = grown
+            self._use(grown)
         return self._buffer[self._length : needed]
 
     def advance(self, written: int | Stats) -> None:
         """Note that the reserved memory holds a payload of ``written`` bytes, or of as many as the statistics
         say.
         """
-        if isinstance(written, Stats) and written.pending:
-            self.place(self._reserved, written)
+        stats = written if isinstance(written, Stats) else Stats(written, 0, 0, False)
+        if stats.pending:
+            self.place(self._reserved, stats)
             return
-        nbytes = written.nbytes if isinstance(written, Stats) else written
-        if self._unpacked:
-            self._unpacked.append((self._buffer, self._length, self._reserved, written))
-        self._length += nbytes
+        if self.placed:
+            self.placed.append((self._buffer, self._address + self._length, self._reserved, stats, 0))
+        self._length += stats.nbytes
 
-    def place(self, size: int, stats: Stats) -> int:
+    def place(self, size: int, stats: Stats, which: int = 0) -> int:
         """Return the address of memory for a payload of at most ``size`` bytes, whose figures are on the
-        device.
+        device: ``which`` of those that ``stats`` has.
         """
         at, needed = self._length, self._length + size
-        if needed > self._buffer.numel():
+        if needed > self._room:
             self.reserve(size)
-        if at and not self._unpacked:
-            self._unpacked.append((self._buffer, 0, at, at))
-        self._unpacked.append((self._buffer, at, size, stats))
+        if at and not self.placed:
+            self.placed.append((self._buffer, self._address, at, Stats(at, 0, 0, False), 0))
+        address = self._address + at
+        self.placed.append((self._buffer, address, size, stats, which))
         self._length = needed
-        return self._buffer.data_ptr() + at
-
-    @property
-    def placed(self) -> list[tuple[Tensor, int, int, Stats]]:
-        """The place (buffer, first byte, bytes) and the figures of each payload whose figures are on the
-        device.
-        """
-        return [
-            (buffer, at, nbytes, size)
-            for buffer, at, nbytes, size in self._unpacked
-            if isinstance(size, Stats)
-        ]
+        return address
 
     @property
     def message(self) -> Tensor:
@@ -95,19 +89,23 @@ class MessageWriter:
         return read_messages([self])[0]
 
     def _pack(self) -> Tensor:
-        if self._unpacked:
+        if self.placed:
             parts = [
-                buffer[at : at + (size.nbytes if isinstance(size, Stats) else size)]
-                for buffer, at, _, size in self._unpacked
+                buffer[address - buffer.data_ptr() :][: stats.sizes[which]]
+                for buffer, address, _, stats, which in self.placed
             ]
             total = sum(part.numel() for part in parts)
             if total > self._spare.numel():
                 self._spare = self._buffer.new_empty(total + total // 4)
             torch.cat(parts, out=self._spare[:total])
-            self._buffer, self._spare = self._spare, self._buffer
+            packed, self._spare = self._spare, self._buffer
+            self._use(packed)
             self._length = total
-            self._unpacked.clear()
+            self.placed.clear()
         return self._buffer[: self._length]
+
+    def _use(self, buffer: Tensor) -> None:
+        self._buffer, self._address, self._room = buffer, buffer.data_ptr(), buffer.numel()
 
 
 def read_messages(writers: Iterable[MessageWriter]) -> list[Tensor]:
@@ -116,5 +114,5 @@ def read_messages(writers: Iterable[MessageWriter]) -> list[Tensor]:
     The :class:`~dct_plugin.codecs.stats.Stats` they were advanced by are read with it.
     """
     writers = list(writers)
-    read_stats(size for writer in writers for *_, size in writer._unpacked if isinstance(size, Stats))
+    read_stats(stats for writer in writers for *_, stats, _ in writer.placed)
     return [writer._pack() for writer in writers]

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 #: Bytes, and 64-bit words, before the message.
 PREFIX = 32
 WORDS = 4
@@ -25,12 +27,12 @@ FAILED = -1
 ALIGNMENT = 256
 
 
-def slot_bytes(sizes: Sequence[int], most: int | None = None) -> int:
-    """Return the bytes of a slot for the next message of a series whose last messages had ``sizes``.
+def slot_bytes(largest: np.ndarray, most: Sequence[int] | int = 1 << 62) -> np.ndarray:
+    """Return the bytes of slots for the next messages of series, of whose last messages the ``largest`` are
+    so long.
 
-    The slot has an eighth more than the largest: thresholds that follow a sample hardly ever need more. It
-    has no more than ``most``, rounded up.
+    A slot has an eighth more: thresholds that follow a sample hardly ever need more. It has no more than
+    ``most``, rounded up.
     """
-    room = max(sizes) * 9 // 8
-    room = room if most is None else min(room, most)
+    room = np.minimum(largest * 9 // 8, most)
     return PREFIX + -(-room // ALIGNMENT) * ALIGNMENT

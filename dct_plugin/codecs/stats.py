@@ -50,7 +50,7 @@ class Figures:
 
 
 class Stats:
-    """Statistics of one compression.
+    """Statistics of one compression: of one payload, or of all parts of a tensor together.
 
     An accelerator's backend returns :meth:`on_device` without waiting for its kernel. Asking for a figure
     then reads this compression's, one device-to-host copy; :func:`read_stats` reads those of many in one.
@@ -66,7 +66,7 @@ class Stats:
         encode_ns: time of writing the payload, nanoseconds; 0 if unknown.
     """
 
-    __slots__ = ("_at", "_counts", "_figures", "_tau", "encode_ns", "select_ns")
+    __slots__ = ("_counts", "_figures", "_numbers", "_sizes", "_tau", "encode_ns", "select_ns")
 
     def __init__(
         self,
@@ -82,21 +82,21 @@ class Stats:
         self._counts = (nbytes, nnz, above, nonfinite)
         self._tau: float | Tensor = tau
         self._figures: Figures | None = None
-        self._at = 0
+        self._sizes, self._numbers = [nbytes], (0, 4)
         self.select_ns = select_ns
         self.encode_ns = encode_ns
 
     @classmethod
-    def on_device(cls, figures: Figures, payload: int = 0, *, tau: float | Tensor = 0.0) -> Stats:
-        """Return the figures of a payload that a kernel writes or has written.
+    def on_device(cls, figures: Figures, at: int = 0, count: int = 1, *, tau: float | Tensor = 0.0) -> Stats:
+        """Return the figures of payloads that a kernel writes or has written.
 
         Args:
             figures: Those of several payloads.
-            payload: Which of them.
+            at, count: The first of them, and how many.
             tau: on the host, or fp32 [] on the device of the figures.
         """
         stats = cls(0, 0, 0, False)
-        stats._figures, stats._at, stats._tau = figures, payload, tau
+        stats._figures, stats._numbers, stats._tau = figures, (4 * at, 4 * (at + count)), tau
         return stats
 
     @property
@@ -106,15 +106,15 @@ class Stats:
 
     @property
     def device_counts(self) -> Tensor:
-        """The figures on the device, int64 [4], see :class:`Figures`."""
+        """The figures of the first payload on the device, int64 [4], see :class:`Figures`."""
         assert self._figures is not None
-        return self._figures.start()[self._at]
+        return self._figures.start()[self._numbers[0] // 4]
 
     @property
     def address(self) -> int:
-        """The address of :attr:`device_counts`."""
+        """The address of :attr:`device_counts`; those of the next payload lie 32 bytes behind."""
         assert self._figures is not None
-        return self._figures.start().data_ptr() + 32 * self._at
+        return self._figures.start().data_ptr() + 8 * self._numbers[0]
 
     @property
     def counts(self) -> tuple[int, int, int, bool]:
@@ -122,9 +122,17 @@ class Stats:
         if self._figures is not None:
             if not self._figures.read:
                 read_stats([self])
-            nbytes, nnz, above, flags = self._figures.read[4 * self._at : 4 * self._at + 4]
-            self._counts, self._figures = (nbytes, nnz, above, bool(flags & 1)), None
+            found = self._figures.read[slice(*self._numbers)]
+            self._sizes, nnz, above, flags = (found[column::4] for column in range(4))
+            nonfinite = 1 in [flag & 1 for flag in flags]
+            self._counts, self._figures = (sum(self._sizes), sum(nnz), sum(above), nonfinite), None
         return self._counts
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each payload."""
+        _ = self.counts  # reads them
+        return self._sizes
 
     @property
     def nbytes(self) -> int:

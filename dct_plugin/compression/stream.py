@@ -47,7 +47,7 @@ class Encoded:
     """The payloads of one tensor (or of its parts).
 
     Attributes:
-        stats: One entry per payload.
+        stats: Those of the payloads, in their order.
         numel: Entries of the tensor.
         density: Share of them that was wanted; 1 for what is sent dense, 0 where none was.
         refreshes: Measurements of the threshold that this took.

@@ -11,7 +11,7 @@ than the weights, or a change has no code, the message is the weights as they ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,14 +41,13 @@ class ChangesToAll(OwnersToAll):
         group, writer, written = self.group, writers[0], []
         copies, self.unreadable = group.world_size - 1, None
         self._cut: list[Tensor] = []
-        with group.backend.batched():
-            for each, shard in plan.owned_by(group.rank):
-                held, encoded = each.view(shard), Encoded(numel=shard.stop - shard.start, density=0.0)
-                size = _RECORD if group.backend.lengths_on_host else _PART
-                for new, old in zip(held.split(size), self.masters(each.name).split(size), strict=True):
-                    encoded.stats += self._changes(new, old, writer)
-                dense = copies * held.nbytes
-                written.append(WrittenTensor(None, EXACT_CLASS, encoded, None, dense, []))
+        for each, shard in plan.owned_by(group.rank):
+            held, encoded = each.view(shard), Encoded(numel=shard.stop - shard.start, density=0.0)
+            size = _RECORD if group.backend.lengths_on_host else _PART
+            for new, old in zip(held.split(size), self.masters(each.name).split(size), strict=True):
+                encoded.stats += self._changes(new, old, writer)
+            dense = copies * held.nbytes
+            written.append(WrittenTensor(None, EXACT_CLASS, encoded, None, dense, []))
         if written and not group.backend.lengths_on_host:
             self._replace_large(plan.views_of(group.rank), written, writer)
         return [each._replace(copies=[copies] * len(each.encoded.stats)) for each in written]
@@ -90,11 +89,14 @@ class ChangesToAll(OwnersToAll):
         ranks = range(self.group.world_size)
         return [_ChangedWeights(self.group, [owner], plan.views_of(owner)) for owner in ranks]
 
-    def add_slots(self, plan: ReductionPlan, slots: Slots) -> tuple[Tensor, Tensor]:
-        ranks = range(self.group.world_size)
-        found = [_ChangedWeights(self.group, [o], plan.views_of(o)).add_slots(slots) for o in ranks]
-        errors, missing = zip(*found, strict=True)
-        return torch.cat(errors), torch.cat(missing)
+    def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], tuple[Tensor, Tensor]]:
+        def add() -> tuple[Tensor, Tensor]:  # the tensors of the sums are made then
+            ranks = range(self.group.world_size)
+            found = [_ChangedWeights(self.group, [o], plan.views_of(o)).add_slots(slots) for o in ranks]
+            errors, missing = zip(*found, strict=True)
+            return torch.cat(errors), torch.cat(missing)
+
+        return add
 
 
 def _most_bytes(weights: Tensor) -> int:
@@ -127,7 +129,7 @@ class _ChangedWeights(Destination):
             nothing = slots.received.new_zeros(1, dtype=torch.int32)
             return nothing, nothing.to(torch.int64)
         with self._steps() as outs:
-            return group.backend.sum_slots(slots.received, [bounds], outs, 1.0, spare=True)
+            return group.backend.prepare_sum(slots.received, [bounds], outs, 1.0, spare=True)()
 
     @contextmanager
     def _steps(self) -> Iterator[list[Tensor]]:

@@ -205,28 +205,33 @@ class MasterBroadcast(OwnersToAll):
             for each, shard in plan.owned_by(group.rank)
         ]
         rounded = iter(_rounded([(master, held.dtype) for each, _, held, master in owned if each.small]))
-        with group.backend.batched():
-            for each, shard, working, master in owned:
-                stream = None
-                if each.small:
-                    encoded = encode_all(group.backend, next(rounded), writer)
-                else:
-                    stream = group.stream(each.name)
-                    self._own[each.name] = shard, working, master
-                    difference = self._difference(working, master)
-                    encoded = stream.encode(difference, [(0, working.numel())], [writer], density)
-                name = "parameter_small" if each.small else "parameter"
-                dense = copies * encoded.numel * each.tensor.element_size()
-                written.append(WrittenTensor(None, name, encoded, stream, dense, [copies]))
+        for each, shard, working, master in owned:
+            stream = None
+            if each.small:
+                encoded = encode_all(group.backend, next(rounded), writer)
+            else:
+                stream = group.stream(each.name)
+                self._own[each.name] = shard, working, master
+                difference = self._difference(working, master)
+                encoded = stream.encode(difference, [(0, working.numel())], [writer], density)
+            name = "parameter_small" if each.small else "parameter"
+            dense = copies * encoded.numel * each.tensor.element_size()
+            written.append(WrittenTensor(None, name, encoded, stream, dense, [copies]))
         return written
 
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
         return [_WeightsOf(self.group, plan, owner) for owner in range(self.group.world_size)]
 
-    def add_slots(self, plan: ReductionPlan, slots: Slots) -> tuple[Tensor, Tensor]:
-        if small := [each.tensor for each in plan.tensors if each.small]:  # which are sent whole
-            torch._foreach_zero_(small)
-        return super().add_slots(plan, slots)
+    def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], tuple[Tensor, Tensor]]:
+        add_up = super().prepare_sum(plan, slots)
+        small = [each.tensor for each in plan.tensors if each.small]  # which are sent whole
+
+        def add() -> tuple[Tensor, Tensor]:
+            if small:
+                torch._foreach_zero_(small)
+            return add_up()
+
+        return add
 
     def _difference(self, working: Tensor, master: Tensor) -> Tensor:
         """Return what the working weights lack, fp32; in scratch memory if kernels have read it by the next

@@ -219,7 +219,8 @@ class PendingExchanges:
             for destination in first.destinations(plan):
                 destination.add_again([messages[sender] for sender in destination.senders])
             writer.clear()
-            sent.written = second.write(plan, [writer])
+            with self._group.backend.batched():
+                sent.written = second.write(plan, [writer])
         if rank in affected:
             answer = writer.message
             results[1].sent_bytes = dict.fromkeys(results[1].sent_bytes, answer.numel())
@@ -244,8 +245,9 @@ class _Result:
     def __init__(self, sent: SentPhase, slots: Slots, words: Sequence[int], errors: Sequence[int]) -> None:
         self.sent, self.slots, self.errors = sent, slots, errors
         self.headers = [list(words[WORDS * r : WORDS * (r + 1)]) for r in range(len(errors))]
-        sizes = {w: sum([stats.nbytes for *_, stats in w.placed]) for w in dict.fromkeys(sent.writers)}
-        self.sent_bytes = {r: sizes[writer] for r, writer in enumerate(sent.writers)}
+        sizes = {stats: stats.sizes for each in sent.written for stats in each.encoded.stats}
+        nbytes = {w: sum([sizes[stats][n] for *_, stats, n in w.placed]) for w in dict.fromkeys(sent.writers)}
+        self.sent_bytes = {r: nbytes[writer] for r, writer in enumerate(sent.writers)}
         self.received_bytes = {r: row[0] for r, row in enumerate(self.headers)}
-        self.truncated_from = {r for r, size in self.received_bytes.items() if size > slots.room_from(r)}
+        self.truncated_from = {r for r, size in self.received_bytes.items() if size > slots.room_from[r]}
         self.invalid_from = {r for r, row in enumerate(self.headers) if row[2]}

@@ -115,7 +115,7 @@ class Owners:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def spans(self, ranks: range) -> np.ndarray:
-        """Return the shards of these ranks as :meth:`.kernels.Backend.sum_slots` takes them."""
+        """Return the shards of these ranks as :meth:`.kernels.Backend.prepare_sum` takes them."""
         found = np.full((len(ranks), max(len(self.of(rank)) for rank in ranks), 3), -1)
         for row, rank in zip(found, ranks, strict=True):
             for place, (which, shard) in zip(row, self.of(rank), strict=False):
@@ -153,6 +153,8 @@ class ReductionPlan:
     """Names of tensors that add-ons compare between ranks after the reduction."""
     sums_everywhere: bool = True
     """True if every rank gets the whole sums; otherwise each owner gets its part."""
+    sums: list[Tensor] | None = None
+    """Memory for the sums of the shards of this rank, if it sends them on."""
     fingerprint: int = field(init=False)
     owners: Owners = field(init=False)
 

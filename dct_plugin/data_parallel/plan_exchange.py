@@ -9,7 +9,7 @@ their lengths. Where lengths stay on a device, messages travel in slots of agree
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -36,6 +36,7 @@ class SentPhase:
         messages: The messages by receiver, if the host knows their lengths.
         received: Bytes of the messages by sender, as soon as the host knows them.
         slots: Those of messages whose lengths are on a device; else None.
+        add_up: Adds up the messages in slots, see :meth:`.Phase.prepare_sum`.
         errors: int64 [ranks]: what kernels found wrong with the message of each sender in a slot.
     """
 
@@ -45,6 +46,7 @@ class SentPhase:
     messages: Sequence[Tensor] = ()
     received: dict[int, int] = field(default_factory=dict)
     slots: Slots | None = None
+    add_up: Callable[[], tuple[Tensor, Tensor]] | None = None
     errors: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -148,29 +150,37 @@ class PlanExchange:
     def _send(self, phase: Phase, chunk: ExchangedChunk, writers: Sequence[MessageWriter]) -> None:
         """Write and send the messages of a phase: one for each rank, or one for all."""
         group, plan = self._group, chunk.plan
-        with record_function("dct.select"):
+        # Payloads, slots and the coming sum are one batch, of which one table goes to the device: before the
+        # messages do, on their stream. What is to run behind messages that arrive runs behind that copy, too.
+        with record_function("dct.select"), group.backend.batched():
             sent = SentPhase(phase, writers, phase.write(plan, writers))
+            if self.in_slots:
+                self._fill_slots(sent, chunk)
         if phase.to_all:
             sent.writers = list(writers) * group.world_size
         if not group.backend.lengths_on_host:
             self._order.note(group.step, plan.fingerprint, self._phases.index(phase))
-        if not self.in_slots:
+        if sent.slots is None:
             messages = read_messages(writers)
             sent.messages = messages * (group.world_size if phase.to_all else 1)
             with self._exchange_record.timed("exchange"):
                 self._exchange.post(sent.messages, plan.fingerprint)
             group.account(sent.written, self._exchange_record)
         else:
-            capacities = self._unsent[0]
-            sent.slots = slots = capacities.slots(group.device)
-            receivers = [group.rank] if phase.to_all else range(group.world_size)
-            pairs = [(writer, slots.slot_to(r)) for writer, r in zip(writers, receivers, strict=True)]
-            incomplete = chunk.incomplete if phase.unreadable is None else phase.unreadable
-            group.backend.write_slots(pairs, plan.fingerprint, incomplete)
             self._unsent.popleft()
             with self._exchange_record.timed("exchange"):
-                slots.send(self._exchange)
+                sent.slots.send(self._exchange)
         chunk.sent.append(sent)
+
+    def _fill_slots(self, sent: SentPhase, chunk: ExchangedChunk) -> None:
+        """Put the messages of a phase into slots, and prepare the sum of those that arrive."""
+        group, phase, plan = self._group, sent.phase, chunk.plan
+        sent.slots = slots = self._unsent[0].slots(group.device)
+        receivers = [group.rank] if phase.to_all else range(group.world_size)
+        pairs = [(writer, slots.slot_to(r)) for writer, r in zip(sent.writers, receivers, strict=True)]
+        incomplete = chunk.incomplete if phase.unreadable is None else phase.unreadable
+        group.backend.write_slots(pairs, plan.fingerprint, incomplete)
+        sent.add_up = phase.prepare_sum(plan, slots)
 
     def _receive(self, chunk: ExchangedChunk) -> list[Tensor]:
         """Return the messages of the last phase from all ranks; none where they are in slots."""
@@ -187,11 +197,11 @@ class PlanExchange:
         """Add up the messages of the last phase."""
         sent = chunk.sent[-1]
         with self._exchange_record.timed("decode"):
-            if sent.slots is None:
+            if sent.add_up is None:
                 for destination in sent.phase.destinations(chunk.plan):
                     destination.add_messages([messages[sender] for sender in destination.senders])
                 return
-            errors, missing = sent.phase.add_slots(chunk.plan, sent.slots)
+            errors, missing = sent.add_up()
         sent.errors, chunk.incomplete = errors.to(torch.int64), missing.amax()
 
     @contextmanager

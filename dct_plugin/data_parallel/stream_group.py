@@ -231,7 +231,8 @@ class StreamGroup:
                 self.report_nonfinite(name)
             if stream is not None:
                 stream.observe(encoded, totals)
-            sent = sum([n * part.nbytes for n, part in zip(copies, encoded.stats, strict=True)])
+            sizes = [nbytes for stats in encoded.stats for nbytes in stats.sizes]
+            sent = sum([n * nbytes for n, nbytes in zip(copies, sizes, strict=True)])
             record = encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent, totals=totals)
             self.record(record, exchange_record)
             if self.metrics is None:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -33,8 +32,7 @@ class GradientPhase(Phase):
         return bytes_sent(collective, nbytes, group.world_size, gloo=group.device.type == "cpu")
 
     def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
-        with self.group.backend.batched():
-            return [self._write(tensor, writers) for tensor in plan.tensors]
+        return [self._write(tensor, writers) for tensor in plan.tensors]
 
     def _write(self, tensor: PlannedTensor, writers: Sequence[MessageWriter]) -> WrittenTensor:
         group, stream = self.group, None
@@ -146,11 +144,10 @@ class _Answers(Phase):
 
     def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
         owned = plan.owned_by(self.group.rank)
-        with self.group.backend.batched():
-            return [
-                self._write(tensor, shard, total, writers[0])
-                for (tensor, shard), total in zip(owned, _sums(self.group, plan), strict=True)
-            ]
+        return [
+            self._write(tensor, shard, total, writers[0])
+            for (tensor, shard), total in zip(owned, _sums(self.group, plan), strict=True)
+        ]
 
     def _write(
         self, tensor: PlannedTensor, shard: Shard, total: Tensor, writer: MessageWriter
@@ -183,11 +180,14 @@ def _stream_of(name: str, shard: Shard) -> str:
 
 
 def _sums(group: StreamGroup, plan: ReductionPlan) -> list[Tensor]:
-    """Return memory for the sums of this rank's shards, fp32; whoever uses it leaves zeros in it."""
-    owned = plan.owned_by(group.rank)
-    bounds = list(itertools.accumulate((shard.stop - shard.start for _, shard in owned), initial=0))
-    memory = group.scratch.zeros("sums", bounds[-1], group.device)
-    return [memory[start:stop] for start, stop in itertools.pairwise(bounds)]
+    """Return memory for the sums of this rank's shards, fp32; whoever uses it leaves zeros in it.
+
+    A plan keeps its memory, whose addresses kernels have before messages are there.
+    """
+    if plan.sums is None:
+        sizes = [shard.stop - shard.start for _, shard in plan.owned_by(group.rank)]
+        plan.sums = list(group.scratch.zeros("sums", sum(sizes), group.device).split(sizes))
+    return plan.sums
 
 
 #: Topologies of sums that all ranks get, by their names in the configuration.

@@ -37,7 +37,7 @@ class Destination(ABC):
         """
 
     def add_again(self, messages: Sequence[Tensor]) -> None:
-        """Replace what :meth:`Phase.add_slots` made of messages of which one did not fit."""
+        """Replace what :meth:`Phase.prepare_sum` made of messages of which one did not fit."""
         self.add_messages(messages)
 
 
@@ -84,15 +84,17 @@ class Phase(ABC):
 
     @abstractmethod
     def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
-        """Write this rank's messages: one, or one for each rank, into empty ``writers``."""
+        """Write this rank's messages: one, or one for each rank, into empty ``writers``. The caller opens a
+        batch for it (:meth:`.kernels.Backend.batched`).
+        """
 
     @abstractmethod
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
         """Return the tensors that messages are added to, by senders."""
 
-    def add_slots(self, plan: ReductionPlan, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Add the messages in slots; return what is wrong with each, and whether each did not fit, as
-        :meth:`.kernels.Backend.sum_slots` does.
+    def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Return a function that adds the messages in slots once they are there; it returns what is wrong
+        with each, and whether each did not fit, as that of :meth:`.kernels.Backend.prepare_sum` does.
         """
         group, scale, spans = self.group, plan.scale, None
         if self.from_owners:
@@ -101,7 +103,7 @@ class Phase(ABC):
         else:
             (total,) = self.destinations(plan)
             tensors, scale = total.tensors, total.scale
-        return group.backend.sum_slots(
+        return group.backend.prepare_sum(
             slots.received, slots.bounds, tensors, scale, spans, spare=self.spare, bits=group.value_bits
         )
 

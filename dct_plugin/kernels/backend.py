@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
@@ -43,7 +43,7 @@ class Backend(ABC):
         name: The name that :func:`~dct_plugin.kernels.register_backend` knows it by.
         batches: Whether kernels may run later than they are called, see :meth:`batched`.
         lengths_on_host: Whether the host knows the length of a payload when it is written. If not, messages
-            travel in slots: :meth:`write_slots` and :meth:`sum_slots`.
+            travel in slots: :meth:`write_slots` and :meth:`prepare_sum`.
         message_entries: Entries sent that are worth a message of their own. While it travels, the next one is
             made.
         codes_entropy: Whether error-bounded codes have an entropy stage (:mod:`.embedding`), on the host.
@@ -84,7 +84,9 @@ class Backend(ABC):
         """
 
     def compress_parts(self, job: PartedJob, writers: Sequence[MessageWriter]) -> list[Stats]:
-        """Do what :meth:`compress` does for each part of a tensor, into the message of its receiver."""
+        """Do what :meth:`compress` does for each part of a tensor, into the message of its receiver; return
+        the statistics of the parts, or one for all.
+        """
         found = []
         for which, (writer, nbytes) in enumerate(zip(writers, job.parts.nbytes, strict=True)):
             found.append(self.compress(job.part(which, writer.reserve(nbytes))))
@@ -259,7 +261,8 @@ class Backend(ABC):
         fingerprint: int,
         incomplete: Tensor | None = None,
     ) -> None:
-        """Put messages, of which no figure was read, into a slot each, as far as they fit.
+        """Put messages, of which no figure was read, into a slot each, as far as they fit; within
+        :meth:`batched` behind the payloads of the block.
 
         Args:
             slots: The writer of each message, and its slot: uint8, which begins at a multiple of 8 bytes.
@@ -268,7 +271,7 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"{self.name} kernels write no slots")
 
-    def sum_slots(
+    def prepare_sum(
         self,
         buffer: Tensor,
         bounds: Sequence[tuple[int, int]],
@@ -278,8 +281,12 @@ class Backend(ABC):
         *,
         spare: bool = False,
         bits: int = 2,
-    ) -> tuple[Tensor, Tensor]:
-        """Do what :meth:`sum_messages` does, for messages in slots.
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Return a function that does what :meth:`sum_messages` does, for messages that arrive in slots.
+
+        What the host knows of the sum goes to the device now, or with the block's payloads (:meth:`batched`).
+        The function is called on the same stream, or on one that waits for it. Until then ``outs`` stay where
+        they are.
 
         Args:
             buffer: uint8, with the slots.
@@ -294,8 +301,8 @@ class Backend(ABC):
             bits: The fewest bits of a value that has a position.
 
         Returns:
-            int32 [slots]: what is wrong with a message (:data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`; 0:
-            nothing), of which payloads are not added then; int64 [slots]: 1 where the message is missing, or
-            has no payloads to add.
+            The function, which returns int32 [slots]: what is wrong with a message
+            (:data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`; 0: nothing), of which payloads are not added
+            then; int64 [slots]: 1 where the message is missing, or has no payloads to add.
         """
         raise NotImplementedError(f"{self.name} kernels read no slots")

@@ -152,7 +152,7 @@ def _batches(backend: Backend, where: torch.device) -> Results:
     if not backend.lengths_on_host:
         slot = torch.zeros(PREFIX + 16_384, dtype=torch.uint8, device=where)
         backend.write_slots([(writer, slot)], 7)
-        wrong, missing = backend.sum_slots(slot, [(0, slot.numel())], outs, 1.0)
+        wrong, missing = backend.prepare_sum(slot, [(0, slot.numel())], outs, 1.0)()
         if int(wrong.amax()) or int(missing.amax()):
             raise _Difference(f"a message in a slot is refused: {wrong.tolist()}, {missing.tolist()}")
     (message,) = read_messages([writer])

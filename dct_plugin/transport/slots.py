@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,6 +40,7 @@ class Slots:
     Attributes:
         received: uint8: the slots from all ranks. The own one is the last, unless all capacities are equal.
         bounds: For each rank, the first byte of its slot in ``received``, and the byte behind it.
+        room_to, room_from: For each other rank, the bytes that the slots to and from it have for messages.
     """
 
     def __init__(
@@ -57,12 +58,15 @@ class Slots:
         if self._equal:
             arriving = [largest] * len(arriving)
         ranks = range(len(arriving))
-        order = ranks if self._equal else [*(r for r in ranks if r != rank), rank]
-        ends = itertools.accumulate((arriving[r] for r in order), initial=0)
+        order = ranks if self._equal else [*ranks[:rank], *ranks[rank + 1 :], rank]
+        ends = itertools.accumulate([arriving[r] for r in order], initial=0)
         places = dict(zip(order, itertools.pairwise(ends), strict=True))
         self.bounds = [places[r] for r in ranks]
         self.received = torch.empty(sum(arriving), dtype=torch.uint8, device=device)
+        self.room_from = [end - begin - PREFIX for begin, end in self.bounds]
+        self.room_to = [size - PREFIX for size in leaving]
         if shared:
+            self.room_to = [self.room_from[rank]] * len(arriving)
             leaving = [0 if self._equal else arriving[rank]] * len(arriving)
         self._sizes_to = [0 if r == rank else leaving[r] for r in ranks]
         self._sizes_from = [0 if r == rank else arriving[r] for r in ranks]
@@ -82,18 +86,10 @@ class Slots:
         """Return the first ``nbytes`` of the message that arrived from ``sender``."""
         return self.slot_from(sender)[PREFIX : PREFIX + nbytes]
 
-    def room_to(self, receiver: int) -> int:
-        """Return the bytes that the slot to ``receiver`` has for its message."""
-        return max(self.slot_to(receiver).numel() - PREFIX, 0)
-
-    def room_from(self, sender: int) -> int:
-        """Return the bytes that the slot from ``sender`` has for its message."""
-        return max(self.slot_from(sender).numel() - PREFIX, 0)
-
     def headers(self) -> Tensor:
         """Return the first words of all slots, int64 [ranks, WORDS]."""
         words = self.received.view(torch.int64)
-        firsts = [words[begin // 8 :][:WORDS] for begin, _ in self.bounds]
+        firsts = [words[begin // 8 : begin // 8 + WORDS] for begin, _ in self.bounds]
         return torch.cat([words[:0], *firsts]).view(-1, WORDS)
 
     def send(self, exchange: Exchange) -> None:
@@ -122,14 +118,13 @@ class AgreedCapacities:
     def __init__(self, exchange: Exchange, fingerprint: int, bounds: Sequence[int], *, shared: bool) -> None:
         self.exchange, self.fingerprint, self.shared = exchange, fingerprint, shared
         self._bounds = bounds
-        ranks = range(exchange.world_size)
-        self._sent, self._received = ([deque[int](maxlen=_REMEMBERED) for _ in ranks] for _ in range(2))
+        self._last = np.zeros((_REMEMBERED, 2, exchange.world_size), dtype=np.int64)
 
     def slots(self, device: torch.device) -> Slots:
         """Return empty slots for messages to and from all ranks."""
-        rank = self.exchange.rank
-        leaving = [0 if self.shared or r == rank else slot_bytes(each) for r, each in enumerate(self._sent)]
-        arriving = list(map(slot_bytes, self._received, self._bounds))
+        rank, (sent, received) = self.exchange.rank, self._last.max(axis=0)
+        leaving, arriving = slot_bytes(sent).tolist(), slot_bytes(received, self._bounds).tolist()
+        leaving[rank] = 0
         return Slots(rank, leaving, arriving, device, shared=self.shared)
 
     def fail(self, device: torch.device) -> None:
@@ -162,20 +157,18 @@ class AgreedCapacities:
             sent, received: Bytes of the messages by receiver, and by sender.
         """
         rank, ranks = self.exchange.rank, range(self.exchange.world_size)
-        truncated_to = {r for r, size in sent.items() if r != rank and size > slots.room_to(r)}
-        truncated_from = {s for s, size in received.items() if s != rank and size > slots.room_from(s)}
+        truncated_to = {r for r, size in sent.items() if r != rank and size > slots.room_to[r]}
+        truncated_from = {s for s, size in received.items() if s != rank and size > slots.room_from[s]}
         if not truncated_to and not truncated_from:
             return {}
         nothing = slots.received[:0]
         arrived = self.exchange.transfer(
-            [writers[r].message[slots.room_to(r) :] if r in truncated_to else nothing for r in ranks],
-            [received[s] - slots.room_from(s) if s in truncated_from else 0 for s in ranks],
+            [writers[r].message[slots.room_to[r] :] if r in truncated_to else nothing for r in ranks],
+            [received[s] - slots.room_from[s] if s in truncated_from else 0 for s in ranks],
         )
         return {s: torch.cat([slots.slot_from(s)[PREFIX:], arrived[s]]) for s in truncated_from}
 
     def remember(self, sent: Mapping[int, int], received: Mapping[int, int]) -> None:
         """Remember the bytes of messages by receiver, and by sender, for the next capacities."""
-        for receiver, nbytes in sent.items():
-            self._sent[receiver].append(nbytes)
-        for sender, nbytes in received.items():
-            self._received[sender].append(nbytes)
+        numbers = [[of[rank] for rank in range(len(of))] for of in (sent, received)]
+        self._last = np.concatenate([self._last[1:], [numbers]])

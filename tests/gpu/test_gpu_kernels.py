@@ -249,7 +249,7 @@ def test_slots_are_written_and_added_up_without_waiting(dtype: torch.dtype) -> N
                 writer.advance(TRITON.compress(Job(grad, None, threshold, out, value_dtype=ValueDtype.BF16)))
             TRITON.write_slots([(writer, buffer[begin:end])], 7)
         outs = [torch.zeros(size, dtype=dtype, device="cuda") for size in sizes]
-        return outs, *TRITON.sum_slots(buffer, bounds, outs, 1 / 3)
+        return outs, *TRITON.prepare_sum(buffer, bounds, outs, 1 / 3)()
 
     exchanged()  # compiles
     with no_waiting():

@@ -36,16 +36,18 @@ from dct_plugin.codecs.payload import Payload, payload_bound
 from dct_plugin.codecs.stats import read_stats
 from dct_plugin.codecs.values import ValueDtype
 from dct_plugin.compression.feedback import Residual, unpacked
+from dct_plugin.compression.stream import Encoded
 from dct_plugin.config import KernelConfig
 from dct_plugin.errors import DCTError, PayloadError
 from dct_plugin.kernels import Backend, Job
 from dct_plugin.kernels.job import SMALLEST_TAU
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton import backend as triton_backend
+from dct_plugin.kernels.triton import batch as triton_batch
 from dct_plugin.kernels.triton import message_kernels, selection_kernels
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 from dct_plugin.kernels.triton.batch import Batch, upload
-from dct_plugin.kernels.triton.messages import OpenedMessages
+from dct_plugin.kernels.triton.messages import UnopenedMessages
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off: tests/gpu has these kernels"
@@ -234,7 +236,7 @@ def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> No
         assert launched == ["begin_slots", "fill_slots"]
         buffer, bounds = torch.cat(frames), [(at, at + 16_384) for at in (0, 16_384, 32_768)]
         found = [torch.zeros(size, dtype=dtype) for size in sizes]
-        wrong, missing = TRITON.sum_slots(buffer, bounds, found, 1 / 3)
+        wrong, missing = TRITON.prepare_sum(buffer, bounds, found, 1 / 3)()
     assert reads.places == []
     assert (wrong.tolist(), missing.tolist()) == ([0, 0, 0], [0, 0, 0])
     expected = [torch.zeros(size, dtype=dtype) for size in sizes]
@@ -250,10 +252,10 @@ def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> No
         assert bool((frame[32 + content.numel() :] == 0xA5).all())
     expected, found = ([torch.linspace(-1, 1, size).to(dtype) for size in sizes] for _ in BOTH)
     untouched = [out.clone() for out in found]
-    wrong, missing = TRITON.sum_slots(buffer, [(0, 1024)], found, 1.0, spare=True)
+    wrong, missing = TRITON.prepare_sum(buffer, [(0, 1024)], found, 1.0, spare=True)()
     assert (wrong.tolist(), missing.tolist()) == ([0], [1])
     assert all(same_bits(one, other) for one, other in zip(found, untouched, strict=True))
-    wrong, missing = TRITON.sum_slots(buffer, bounds[:1], found, 1.0, spare=True)
+    wrong, missing = TRITON.prepare_sum(buffer, bounds[:1], found, 1.0, spare=True)()
     assert (wrong.tolist(), missing.tolist()) == ([0], [0])
     for payload, out in zip(Payload.split(contents[0]), expected, strict=True):
         total = out.to(torch.float32)
@@ -262,14 +264,45 @@ def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> No
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
     buffer[16_384 + 300] ^= 1
     found = [torch.zeros(size, dtype=dtype) for size in sizes]
-    wrong, missing = TRITON.sum_slots(buffer, [(0, 1024), bounds[1]], found, 1.0)
+    wrong, missing = TRITON.prepare_sum(buffer, [(0, 1024), bounds[1]], found, 1.0)()
     assert (wrong.tolist(), missing.tolist()) == ([0, 1], [1, 0])
     assert all(bool(out.isnan().all()) for out in found)
     buffer[16_384 + 32] ^= 1  # no header at all
     found = [torch.zeros(size, dtype=dtype) for size in sizes]
-    wrong, _ = TRITON.sum_slots(buffer, bounds[1:2], found, 1.0)
+    wrong, _ = TRITON.prepare_sum(buffer, bounds[1:2], found, 1.0)()
     assert wrong.tolist() == [7]
     assert not any(bool(out.any()) for out in found)
+
+
+@pytest.mark.parametrize(("room", "expected"), [(triton_backend.ROOM, 1), (2, 2)], ids=["one batch", "two"])
+def test_payloads_slots_and_the_coming_sum_are_one_upload(
+    monkeypatch: pytest.MonkeyPatch, room: int, expected: int
+) -> None:
+    """Two messages are added to bf16 tensors, in fp32 memory that is made when they are there."""
+    uploaded: list[int] = []
+
+    def counted(table: Any, where: torch.device) -> Tensor:
+        uploaded.append(len(table))
+        return upload(table, where)
+
+    monkeypatch.setattr(triton_batch, "upload", counted)
+    monkeypatch.setattr(triton_backend, "ROOM", room)
+    generator, writer = torch.Generator().manual_seed(8), MessageWriter(torch.device("cpu"))
+    slot, sizes = torch.zeros(2 * 8192, dtype=torch.uint8), [700, 5, 1301]
+    found, wanted = ([torch.zeros(size, dtype=torch.bfloat16) for size in sizes] for _ in BOTH)
+    with TRITON.batched():
+        for size in sizes:
+            out = writer.reserve(payload_bound(size, None, ValueDtype.BF16))
+            grad, tau = torch.randn(size, generator=generator), torch.tensor(1.5)
+            writer.advance(TRITON.compress(Job(grad, None, tau, out, value_dtype=ValueDtype.BF16)))
+        TRITON.write_slots([(writer, slot[:8192])], 7)
+        add_up = TRITON.prepare_sum(slot, [(0, 8192), (8192, 16_384)], found, 1 / 3)
+    slot[8192:] = slot[:8192]  # that of the other rank arrives
+    wrong, missing = add_up()
+    assert len(uploaded) == expected
+    assert (wrong.tolist(), missing.tolist()) == ([0, 0], [0, 0])
+    REFERENCE.sum_messages([writer.message] * 2, wanted, 1 / 3)
+    assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 def test_room_for_positions_is_that_of_the_values_and_a_message_with_more_is_damaged() -> None:
@@ -281,10 +314,10 @@ def test_room_for_positions_is_that_of_the_values_and_a_message_with_more_is_dam
     TRITON.write_slots([(writer, slot)], 7)
     for bits, expected, positions in ((2, 0, size), (16, 7, 8 * 1024 // 17)):
         out = [torch.zeros(size)]
-        opened = OpenedMessages.open(
-            slot, [(0, 1024)], np.array([[[size, 0, 0, 0, 0]]]), slots=True, bits=bits
-        )
-        wrong, _ = TRITON.sum_slots(slot, [(0, 1024)], out, 1.0, bits=bits)
+        targets = np.array([[[size, 0, 0, 0, 0]]])
+        messages = UnopenedMessages(slot, [(0, 1024)], targets, slots=True, bits=bits)
+        opened = messages.open(upload(messages.table(), slot.device))
+        wrong, _ = TRITON.prepare_sum(slot, [(0, 1024)], out, 1.0, bits=bits)()
         assert (wrong.tolist(), opened.positions.numel()) == ([expected], positions)
         assert bool(out[0].any()) == (not expected)
 
@@ -354,10 +387,10 @@ def test_slots_of_owners_are_added_at_once(dtype: torch.dtype, scale: float) -> 
         outs = [[together[start:stop] for at, start, stop in row if at >= 0] for row in spans.tolist()]
         with counted_launches() as launched:
             if at_once:
-                found = [TRITON.sum_slots(buffer, bounds, [together], scale, spans)]
+                found = [TRITON.prepare_sum(buffer, bounds, [together], scale, spans)()]
             else:
                 pairs = zip(bounds, outs, strict=True)
-                found = [TRITON.sum_slots(buffer, [place], own, scale) for place, own in pairs]
+                found = [TRITON.prepare_sum(buffer, [place], own, scale)() for place, own in pairs]
         wrong, missing = (torch.cat(parts) for parts in zip(*found, strict=True))
         results.append((wrong, missing, [out for each in outs for out in each]))
     assert launched == ["open_messages", "scan", "place", "add"]
@@ -682,9 +715,8 @@ def test_streams_of_a_bucket_take_as_many_launches_whatever_they_remember(
             for (plain, triton), one, other, grad, copy in zip(
                 pairs, expected, found, grads, copies, strict=True
             ):
-                assert [each.counts for each in read_stats(one.stats)] == [
-                    each.counts for each in read_stats(other.stats)
-                ]
+                assert one.totals().counts == other.totals().counts
+                assert sizes_of(one) == sizes_of(other)
                 assert same_bits(grad, copy)
                 plain.observe(one)
                 triton.observe(other)
@@ -692,6 +724,10 @@ def test_streams_of_a_bucket_take_as_many_launches_whatever_they_remember(
                     stream.end_step(skipped=transactional and step == 1)
                 assert_same_state(plain.state_dict(), triton.state_dict())
     assert launched[0] == launched[1] or "threshold" in remembered.get("expert", {})
+
+
+def sizes_of(encoded: Encoded) -> list[int]:
+    return [size for stats in encoded.stats for size in stats.sizes]
 
 
 def assert_same_state(one: Any, other: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -72,15 +72,15 @@ class DeferredBackend(ReferenceBackend):
         lacking = 0 if incomplete is None else int(incomplete.as_subclass(Tensor))
         for writer, out in slots:
             parts = [
-                buffer[at : at + int(stats.device_counts.as_subclass(Tensor)[0])]
-                for buffer, at, _, stats in writer.placed
+                buffer[address - buffer.data_ptr() :][: int(stats.device_counts.as_subclass(Tensor)[0])]
+                for buffer, address, _, stats, _ in writer.placed
             ]
             message = torch.cat([out[:0], *parts])
             out.view(torch.int64)[:WORDS] = torch.tensor([message.numel(), fingerprint, lacking, 0])
             room = out[PREFIX:]
             room[: message.numel()] = message[: room.numel()]
 
-    def sum_slots(
+    def prepare_sum(
         self,
         buffer: Tensor,
         bounds: Sequence[tuple[int, int]],
@@ -90,13 +90,16 @@ class DeferredBackend(ReferenceBackend):
         *,
         spare: bool = False,
         bits: int = 2,
-    ) -> tuple[Tensor, Tensor]:
-        if spans is None:
-            return self._sum_slots(buffer, bounds, outs, scale, spare)
-        parts = [[outs[w][start:stop] for w, start, stop in each if w >= 0] for each in spans.tolist()]
-        pairs = zip(bounds, parts, strict=True)
-        found = [self._sum_slots(buffer, [place], own, scale, spare) for place, own in pairs]
-        return torch.cat([errors for errors, _ in found]), torch.cat([missing for _, missing in found])
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        def add_up() -> tuple[Tensor, Tensor]:
+            if spans is None:
+                return self._sum_slots(buffer, bounds, outs, scale, spare)
+            parts = [[outs[w][start:stop] for w, start, stop in each if w >= 0] for each in spans.tolist()]
+            pairs = zip(bounds, parts, strict=True)
+            found = [self._sum_slots(buffer, [place], own, scale, spare) for place, own in pairs]
+            return torch.cat([errors for errors, _ in found]), torch.cat([missing for _, missing in found])
+
+        return add_up
 
     def _sum_slots(
         self,

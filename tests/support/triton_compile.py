@@ -13,7 +13,7 @@ from dct_plugin.kernels.triton import message_kernels, planes, selection_kernels
 from dct_plugin.kernels.triton.launch import OPTIONS
 
 _POINTERS = {
-    **dict.fromkeys(("source", "taus"), "*fp32"),
+    **dict.fromkeys(("source", "taus", "beside"), "*fp32"),
     **dict.fromkeys(("words", "positions", "kept_counts", "errors", "others", "magnitudes"), "*i32"),
     **dict.fromkeys(("table", "state", "sums", "counts", "bounds", "meta", "rows", "row"), "*i64"),
     **dict.fromkeys(("mask_rows", "missing", "places", "offsets", "incomplete"), "*i64"),

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -35,9 +35,9 @@ try:
 
     from . import message_kernels as reading
     from . import planes, step_ahead
-    from .batch import ROOM, Batch, launched_on, stream_number, upload
+    from .batch import ROOM, Batch, stream_number
     from .launch import launch
-    from .messages import OpenedMessages, add_up
+    from .messages import OpenedMessages, prepared_sum
     from .selection_kernels import VALUE_DTYPES
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
@@ -158,7 +158,9 @@ class TritonBackend(Backend):
             return
         self._catch_up()
         ends = itertools.accumulate((message.numel() for message in messages), initial=0)
-        wrongs, _ = add_up(torch.cat([*messages]), [*itertools.pairwise(ends)], outs, scale)
+        with self._batch(outs[0].device) as batch:
+            add_up = prepared_sum(batch, torch.cat([*messages]), [*itertools.pairwise(ends)], outs, scale)
+        wrongs, _ = add_up()
         for which, wrong in enumerate(wrongs.cpu().tolist()):
             if wrong:
                 with naming_message(which):
@@ -172,24 +174,34 @@ class TritonBackend(Backend):
         fingerprint: int,
         incomplete: Tensor | None = None,
     ) -> None:
-        where, units = slots[0][1].device, 0
-        heads, rows = list[list[int]](), list[list[int]]()
-        for writer, out in slots:
-            placed, first = writer.placed, 0
-            heads.append([len(rows), len(placed), out.data_ptr(), out.numel() - PREFIX])
-            for buffer, at, nbytes, stats in placed:
-                rows.append([buffer.data_ptr() + at, first, stats.address, 0])
-                first -= -nbytes // _COPIED
-            units = max(units, first)
-        places = upload([*heads, *rows], where)
-        offsets = torch.empty(len(rows), dtype=torch.int64, device=where)
-        count, more = len(slots), {"ANSWERS": incomplete is not None}
-        with launched_on(where):
-            launch(reading.begin_slots, count, places, offsets, incomplete, count, fingerprint, **more)
+        count, units = len(slots), 0
+
+        def rows() -> np.ndarray:
+            nonlocal units
+            placed = [writer.placed for writer, _ in slots]
+            figures = {stats: stats.address for stats in {part[3] for each in placed for part in each}}
+            heads, parts = list[tuple[int, ...]](), list[tuple[int, ...]]()
+            for (_, out), each in zip(slots, placed, strict=True):
+                heads.append((len(parts), len(each), out.data_ptr(), out.numel() - PREFIX))
+                first = 0
+                parts += [
+                    (address, first, figures[stats] + 32 * which, first := first - (-nbytes // _COPIED))
+                    for _, address, nbytes, stats, which in each
+                ]
+                units = max(units, first)
+            return np.array(heads + parts)
+
+        def fill(places: Tensor) -> None:
+            offsets = torch.empty(len(places) - count, dtype=torch.int64, device=places.device)
+            arguments = count, places, offsets, incomplete, count, fingerprint
+            launch(reading.begin_slots, *arguments, ANSWERS=incomplete is not None)
             if units:
                 launch(reading.fill_slots, (units, count), places, offsets, count)
 
-    def sum_slots(
+        with self._batch(slots[0][1].device) as batch:
+            batch.then(rows, fill)
+
+    def prepare_sum(
         self,
         buffer: Tensor,
         bounds: Sequence[tuple[int, int]],
@@ -199,12 +211,12 @@ class TritonBackend(Backend):
         *,
         spare: bool = False,
         bits: int = 2,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
         if not outs:
             nothing = torch.zeros(len(bounds), dtype=torch.int64, device=buffer.device)
-            return nothing, nothing
-        self._catch_up()
-        return add_up(buffer, bounds, outs, scale, spans, slots=True, spare=spare, bits=bits)
+            return lambda: (nothing, nothing)
+        with self._batch(buffer.device) as batch:
+            return prepared_sum(batch, buffer, bounds, outs, scale, spans, slots=True, spare=spare, bits=bits)
 
     # -- thresholds ---
 

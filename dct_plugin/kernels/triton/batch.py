@@ -140,6 +140,17 @@ class _Entrywise(NamedTuple):
         return row
 
 
+class _Noted(NamedTuple):
+    """Operations that were not launched yet, in their order."""
+
+    before: list[_Entrywise]
+    samples: list[_Entrywise]
+    writes: list[_Write]
+    after: list[_Entrywise]
+    behind: list[tuple[Callable[[], np.ndarray], Callable[[Tensor], None]]]
+    """See :meth:`Batch.then`."""
+
+
 class Batch:
     """Payloads and thresholds of tensors on one device, and the operations before and after them.
 
@@ -157,10 +168,7 @@ class Batch:
         self._taus = torch.empty(room, dtype=torch.float32, device=where)
         self._room = room
         self._tensors = self._thresholds = self._payloads = self._entries = 0
-        self._writes: list[_Write] = []
-        self._samples: list[_Entrywise] = []
-        self._before: list[_Entrywise] = []
-        self._after: list[_Entrywise] = []
+        self._noted = _Noted([], [], [], [], [])
 
     @property
     def full(self) -> bool:
@@ -170,14 +178,14 @@ class Batch:
     def compress(self, job: Job) -> Stats:
         """See :meth:`.backend.Backend.compress`."""
         numbers = np.array([[0, job.numel, job.capacity]])
-        return self._add(job, numbers, job.start, [job.out.data_ptr()], job.value_dtype, job.encoding)[0]
+        return self._add(job, numbers, job.start, [job.out.data_ptr()], job.value_dtype, job.encoding)
 
     def compress_parts(self, job: PartedJob, writers: Sequence[MessageWriter]) -> list[Stats]:
         """See :meth:`.backend.Backend.compress_parts`."""
         parts, places = job.parts, list[int]()
-        found = self._add(job, parts.numbers, job.turn, places, parts.value_dtype)
-        places += map(MessageWriter.place, writers, parts.nbytes, found)
-        return found
+        stats = self._add(job, parts.numbers, job.turn, places, parts.value_dtype)
+        places += map(MessageWriter.place, writers, parts.nbytes, itertools.repeat(stats), itertools.count())
+        return [stats]
 
     def _add(
         self,
@@ -187,16 +195,16 @@ class Batch:
         places: Sequence[int],
         value: int,
         encoding: IndexEncoding | None = None,
-    ) -> list[Stats]:
+    ) -> Stats:
         variant = _Variant.of(job, int(value), encoding)
         tau = (-1, 0) if variant.entries == _DENSE else self._tau(job.tau)
         applied = self._taus[tau[0]] if tau[0] >= 0 else job.tau
-        self._writes.append(_Write(variant, job, places, numbers, turn, tau))
-        payloads = range(self._payloads, self._payloads + len(numbers))
+        self._noted.writes.append(_Write(variant, job, places, numbers, turn, tau))
+        stats = Stats.on_device(self._figures, self._payloads, len(numbers), tau=applied)
         self._tensors += 1
-        self._payloads = payloads.stop
+        self._payloads += len(numbers)
         self._entries += job.grad.numel()
-        return [Stats.on_device(self._figures, payload, tau=applied) for payload in payloads]
+        return stats
 
     def threshold(
         self,
@@ -218,54 +226,56 @@ class Batch:
         numbers = zip(places, (samples, signed(seed), everything, bits, rank, slot), strict=True)
         key = (GRAD_CODES[grad.dtype], residual is not None)
         table = {place.value: number for place, number in numbers}
-        self._samples.append(_Entrywise(key, (grad, residual), samples, table))
+        self._noted.samples.append(_Entrywise(key, (grad, residual), samples, table))
         return self._taus[slot]
 
     def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
         """See :meth:`.backend.Backend.difference`; before thresholds are found."""
         self._entries += held.numel()
         key = ("difference", "GRAD", GRAD_CODES[held.dtype])
-        self._before.append(_Entrywise(key, (readable(held), wanted, out), held.numel()))
+        self._noted.before.append(_Entrywise(key, (readable(held), wanted, out), held.numel()))
 
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
         """See :meth:`.backend.Backend.unpack`; before thresholds are found."""
         packed = readable(packed)
-        if any(_address(each.tensors[1]) == packed.data_ptr() for each in self._after):
+        if any(_address(each.tensors[1]) == packed.data_ptr() for each in self._noted.after):
             self.launch()  # these are the values that are packed there now
         self._entries += out.numel()
         key = ("unpack", "GROUPED", exponents is not None)
-        self._before.append(_Entrywise(key, (out, packed, exponents), out.numel()))
+        self._noted.before.append(_Entrywise(key, (out, packed, exponents), out.numel()))
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
         """See :meth:`.backend.Backend.pack`; when payloads are written."""
         key, numbers = ("pack", "GROUPED", exponents is not None), {device.SEED.value: signed(seed, 32)}
-        self._after.append(_Entrywise(key, (values, readable(out), exponents), values.numel(), numbers))
+        self._noted.after.append(_Entrywise(key, (values, readable(out), exponents), values.numel(), numbers))
+
+    def then(self, rows: Callable[[], np.ndarray], run: Callable[[Tensor], None]) -> None:
+        """Upload a table with that of the batch, and call ``run`` with it behind all other operations.
+
+        Args:
+            rows: Returns the table, int64. It is called when figures have addresses.
+            run: Launches kernels, or keeps the table for later ones: of this stream, or of one that waits for
+                what this one does next.
+        """
+        self._noted.behind.append((rows, run))
 
     def launch(self) -> None:
         """Do what was noted since the last launch."""
-        writes, self._writes = self._writes, []
-        several = self._before, self._samples, self._after
-        self._before, self._samples, self._after = [], [], []
-        self._entries = self._payloads = 0
-        if not (writes or any(several)):
+        noted, self._noted = self._noted, _Noted([], [], [], [], [])
+        payloads, self._entries, self._payloads = self._payloads, 0, 0
+        if not any(noted):
             return
         figures, self._figures = self._figures, Figures(_NOTHING, self.launch)
-        figures.started(self._empty(4 * sum(len(each.places) for each in writes), torch.int64).view(-1, 4))
+        figures.started(self._empty(4 * payloads, torch.int64).view(-1, 4))
         try:
-            self._launch(figures.counts, writes, *several)
+            self._launch(figures.counts, noted)
         except BaseException:
-            for write in writes:
+            for write in noted.writes:
                 write.undo()
             raise
 
-    def _launch(
-        self,
-        counts: Tensor,
-        writes: Sequence[_Write],
-        before: Sequence[_Entrywise],
-        samples: Sequence[_Entrywise],
-        after: Sequence[_Entrywise],
-    ) -> None:
+    def _launch(self, counts: Tensor, noted: _Noted) -> None:
+        before, samples, writes, after, behind = noted
         begins = itertools.accumulate((len(write.places) for write in writes), initial=0)
         variants = grouped(zip(writes, begins, strict=False), lambda pair: pair[0].variant)
         laid = [_laid_out(group, dense=variant.entries == _DENSE) for variant, group in variants.items()]
@@ -274,9 +284,10 @@ class Batch:
             for each in (before, samples, after)
         )
         every = [rows for _, rows, _ in first + drawn] + [rows for rows, _ in laid]
-        every += [rows for _, rows, _ in last]
-        table = upload(np.concatenate(every), self.where)
-        parts = iter(table.split([len(rows) for rows in every]))
+        every += [rows for _, rows, _ in last] + [rows() for rows, _ in behind]
+        table = upload(np.concatenate([rows.ravel() for rows in every]), self.where)
+        split = table.split([rows.size for rows in every])
+        parts = (part.view(rows.shape) for part, rows in zip(split, every, strict=True))
         with launched_on(self.where):
             for key, _, chunks in first:
                 self._pass(next(parts), key, chunks)
@@ -285,10 +296,12 @@ class Batch:
             sizes = [len(rows) * STATE + counts_and_sums(int(units[1]), len(rows)) for rows, units in laid]
             sizes = [-(-size // 2) * 2 for size in sizes]
             states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where).split(sizes)
-            for variant, (rows, units), state in zip(variants, laid, states, strict=True):
-                self._write(next(parts), variant, len(rows) - 1, units.tolist(), state, counts)
+            for variant, (_, units), state in zip(variants, laid, states, strict=True):
+                self._write(next(parts), variant, units.tolist(), state, counts)
             for key, _, chunks in last:
                 self._pass(next(parts), key, chunks)
+            for _, run in behind:
+                run(next(parts))
 
     # -- inside ---
 
@@ -310,25 +323,13 @@ class Batch:
         magnitudes, count = self._empty(chunks * CHUNK, torch.int32), len(table) - 1
         launch(device.sample, chunks, table, magnitudes, count, GRAD=key[0], HAS_RESIDUAL=key[1])
         lanes = min(_LANES, 1 << max(10, (most - 1).bit_length()))
-        launch(
-            device.kth_largest,
-            count,
-            table,
-            magnitudes,
-            self._taus,
-            LANES=lanes,
-            num_warps=min(32, lanes // 256),
-        )
+        warps = min(32, lanes // 256)
+        launch(device.kth_largest, count, table, magnitudes, self._taus, LANES=lanes, num_warps=warps)
 
     def _write(
-        self,
-        table: Tensor,
-        variant: _Variant,
-        count: int,
-        units: Sequence[int],
-        state: Tensor,
-        counts: Tensor,
+        self, table: Tensor, variant: _Variant, units: Sequence[int], state: Tensor, counts: Tensor
     ) -> None:
+        count = len(table) - 1
         tiles, blocks, chunks, entry_chunks, room = units
         types = {"GRAD": variant.grad, "HAS_RESIDUAL": variant.residual}
         aligned = {**types, "ALIGNED": variant.aligned}
@@ -341,14 +342,8 @@ class Batch:
             positions = self._empty(room, torch.int32)
             kept_counts = self._empty(blocks, torch.int32)
             sums = self._empty(entry_chunks, torch.int64)
-            launch(
-                device.select,
-                tiles,
-                *(table, words, state, self._taus, count),
-                HAS_LEFT=variant.left,
-                IN_PLACE=variant.in_place,
-                **aligned,
-            )
+            options = {"HAS_LEFT": variant.left, "IN_PLACE": variant.in_place, **aligned}
+            launch(device.select, tiles, table, words, state, self._taus, count, **options)
             launch(device.compact, blocks, table, words, state, positions, kept_counts, count)
             skips = variant.forced in (_SELECTED, IndexEncoding.GAPS8)
             if skips:
@@ -358,12 +353,9 @@ class Batch:
         accumulated = selected and variant.left
         if accumulated:  # one form of the kernel serves all types of gradients
             types = {"GRAD": 0, "HAS_RESIDUAL": False}
-        launch(
-            device.write,
-            chunks,
-            *(table, words, positions, kept_counts, state, sums, count),
-            **{"ACCUMULATED": accumulated, "HAS_LEFT": variant.left, **types, **constants},
-        )
+        written = table, words, positions, kept_counts, state, sums, count
+        options = {"ACCUMULATED": accumulated, "HAS_LEFT": variant.left, **types, **constants}
+        launch(device.write, chunks, *written, **options)
         put_back = variant.left and not variant.in_place
         constants |= {"PUT_BACK": put_back, "CLEAR": variant.clear, **aligned}
         blocks = blocks if put_back or variant.clear else 0
@@ -394,16 +386,11 @@ def _laid_out(writes: Sequence[tuple[_Write, int]], *, dense: bool) -> tuple[np.
         body = np.maximum(most, -(-numel // 32))
         units = [_programs(body, CHUNK), _programs(most, CHUNK), most]
     rows = np.zeros((len(numel) + 1, ROW), dtype=np.int64)
-    rows[:-1, : device.TILES.value] = np.stack(
-        [
-            grad + size * start,
-            *(where + 4 * start * (where != 0) for where in (residual, left)),
-            [place for write, _ in writes for place in write.places],
-            *(numel, most, turn % np.maximum(numel, 1)),
-        ],
-        axis=1,
-    )
     first, beyond = device.TILES.value, device.SLOT.value
+    residuals = [where + 4 * start * (where != 0) for where in (residual, left)]
+    places = [place for write, _ in writes for place in write.places]
+    columns = [grad + size * start, *residuals, places, numel, most, turn % np.maximum(numel, 1)]
+    rows[:-1, :first] = np.stack(columns, axis=1)
     work = np.stack([_programs(numel, TILE), _programs(numel, BLOCK), *units], axis=1)
     rows[1:, first:beyond] = np.cumsum(work, axis=0)
     rows[:-1, beyond : beyond + 3] = np.stack([figures + np.arange(len(numel)), slot, bits], axis=1)
@@ -441,6 +428,9 @@ def _counted(group: Sequence[_Entrywise]) -> tuple[np.ndarray, int]:
 
 def upload(table: Any, where: torch.device) -> Tensor:
     """Return an int64 tensor of numbers that the host has; nobody waits for the copy.
+
+    The pinned memory is fresh, of one call. torch gives it to the next one only after the copy, which it
+    queues on the current stream, has run. So no thread or stream writes what another still copies.
 
     Raises:
         DCTError: A CUDA graph is recorded, which would replay the numbers of the recording.

@@ -67,7 +67,8 @@ FOUND, WRONG, CHECKS, SCANS, PLACE = map(tl.constexpr, (8, 10, 11, 12, 13))
 ADDED, POISONED = map(tl.constexpr, range(2))
 
 #: Numbers of a tensor that payloads are for: entries; where they are, and their type, if they are added to;
-#: if several messages are, the first program that does so, and where it adds up in fp32.
+#: if several messages are, the first program that does so, and the first of its entries in the fp32 memory
+#: beside, or -1 where it adds up in place.
 META = tl.constexpr(5)
 #: Entries that such a program owns, and messages that it searches at once.
 RANGE, SEARCHED = map(tl.constexpr, (16384, 32))
@@ -417,14 +418,14 @@ def _count_below(positions, count, limit):
 
 @triton.jit(do_not_specialize=["messages", "count", "stride", "room"])
 def add(
-    buffer, rows, meta, positions, errors, scale, messages, count, stride, room, SCALED: tl.constexpr,
-    SCALED_SUM: tl.constexpr,
+    buffer, rows, meta, positions, beside, errors, scale, messages, count, stride, room,
+    SCALED: tl.constexpr, SCALED_SUM: tl.constexpr,
 ):  # fmt: skip
     """Add the payloads with which nothing is wrong of so many ``messages``, one after the other, to the same
     tensors; those of the next so many, whose numbers in ``meta`` begin ``stride`` further, to others.
 
     A program owns RANGE entries of a tensor, so each sum has the order of the messages. Where several are
-    added to a tensor that is not fp32, the sum is made beside it and rounded once.
+    added to a tensor that is not fp32, the sum is made ``beside`` it (fp32, zeros) and rounded once.
     """
     unit = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1).to(tl.int64) * messages
@@ -436,7 +437,8 @@ def add(
     end = tl.minimum(first + RANGE, tl.load(meta))
     address = tl.load(meta + 1)
     form = tl.load(meta + 2)
-    sums = tl.load(meta + 4)
+    apart = tl.load(meta + 4)
+    sums = tl.where(apart < 0, address, beside.to(tl.int64) + 4 * apart)
     sum_form = tl.where(sums == address, form, FP32)
     rows += row * ROW
     width = (count + 1) * ROW
@@ -509,7 +511,8 @@ def begin_slots(places, offsets, incomplete, slots, fingerprint, ANSWERS: tl.con
     """Write the place of each payload, and the first words of the slots. One program begins one slot.
 
     ``places``, int64 [slots + payloads, PART]. Of a slot: its first payload, number of payloads, address, and
-    bytes for its message. Of a payload: address, first unit of work in its slot, address of its figures.
+    bytes for its message. Of a payload: address, first unit of work in its slot, address of its figures, and
+    the unit behind its last.
     """
     head = places + tl.program_id(0).to(tl.int64) * PART
     begin = tl.load(head)

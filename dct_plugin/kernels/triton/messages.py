@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +17,63 @@ from ...codecs.payload import Payload
 from ..checks import scales_first
 from ..job import GRAD_CODES
 from . import message_kernels as device
-from .batch import BLOCK, CHUNK, _programs, counts_and_sums, launched_on, upload
+from .batch import BLOCK, CHUNK, Batch, _programs, counts_and_sums, launched_on, upload
 from .launch import launch
 
 _ROW, _FOUND, _WANTED, _WRONG = (
     each.value for each in (device.ROW, device.FOUND, device.WANTED, device.WRONG)
 )
 _RANGE = device.RANGE.value
+
+
+class UnopenedMessages(NamedTuple):
+    """Messages of one payload per tensor, as far as the host knows them."""
+
+    buffer: Tensor
+    """uint8, with the messages."""
+    bounds: Sequence[tuple[int, int]]
+    """First byte of each, and the one behind it."""
+    targets: np.ndarray
+    """See :func:`_targets`."""
+    spans: np.ndarray | None = None
+    """See :meth:`.backend.Backend.prepare_sum`."""
+    slots: bool = False
+    """The messages are in slots (:mod:`dct_plugin.codecs.slots`)."""
+    spare: bool = False
+    """Tensors stay as they are where a message is missing; else they become NaN."""
+    bits: int = 2
+    """See :meth:`.backend.Backend.prepare_sum`."""
+
+    def table(self) -> np.ndarray:
+        """Return what :meth:`open` needs on the device, int64."""
+        spans, several = self.spans, len(self.bounds)
+        payloads = [self.targets.shape[1]] * several if spans is None else (spans[:, :, 0] >= 0).sum(axis=1)
+        return np.concatenate([np.column_stack([self.bounds, payloads]).ravel(), self.targets.ravel()])
+
+    def open(self, table: Tensor) -> OpenedMessages:
+        """Check the messages, and find their positions; ``table`` is :meth:`table` on the device."""
+        buffer, bounds, targets, _, slots, spare, bits = self
+        where, count, several = buffer.device, targets.shape[1], len(bounds)
+        numels = targets[:, :, 0]
+        longest, entries = max([end - begin for begin, end in bounds]), int(numels.sum(axis=1).max())
+        room = min(8 * longest // (bits + 1), entries)  # with a bit or more for the position
+        places, meta = table[: 3 * several], table[3 * several :].view(targets.shape)
+        stride = _stride(meta)
+        rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
+        missing = torch.empty(several, dtype=torch.int64, device=where)
+        words = buffer.view(torch.int64) if slots else None
+        absent = device.ADDED if spare else device.POISONED
+        sums = int(_programs(numels, _RANGE).sum(axis=1).max())
+        units = int((-(-numels // BLOCK)).sum(axis=1).max()) + longest // CHUNK + count
+        with launched_on(where):
+            arguments = buffer, words, places, meta, rows, missing, count, stride, room
+            launch(device.open_messages, several, *arguments, SLOTS=slots, ABSENT=absent.value)
+            counts = torch.zeros(several, 2, counts_and_sums(units, count), dtype=torch.int64, device=where)
+            positions = torch.empty(several, room, dtype=torch.int32, device=where)
+            sizes, checks = (count, stride, units, counts.shape[-1]), -(-longest // (4 * CHUNK)) + count
+            launch(device.scan, (checks + units, several), buffer, rows, meta, counts, *sizes, checks)
+            launch(device.place, (units, several), buffer, rows, meta, counts, positions, *sizes, room)
+        return OpenedMessages(buffer, rows, positions, missing, sums, meta)
 
 
 class OpenedMessages(NamedTuple):
@@ -40,62 +91,11 @@ class OpenedMessages(NamedTuple):
     """int64 [1 or messages, payloads, META]: see :func:`_targets`."""
 
     @classmethod
-    def open(
-        cls,
-        buffer: Tensor,
-        bounds: Sequence[tuple[int, int]],
-        targets: np.ndarray,
-        spans: np.ndarray | None = None,
-        *,
-        slots: bool = False,
-        spare: bool = False,
-        bits: int = 2,
-    ) -> OpenedMessages:
-        """Check messages of one payload per tensor, and find their positions.
-
-        Args:
-            buffer: uint8, with the messages.
-            bounds: First byte of each, and the one behind it.
-            targets: See :func:`_targets`.
-            spans: See :meth:`.backend.Backend.sum_slots`.
-            slots: The messages are in slots (:mod:`dct_plugin.codecs.slots`).
-            spare: Tensors stay as they are where a message is missing; else they become NaN.
-            bits: See :meth:`.backend.Backend.sum_slots`.
-        """
-        where, count, several = buffer.device, targets.shape[1], len(bounds)
-        numels = targets[:, :, 0]
-        longest, entries = max(end - begin for begin, end in bounds), int(numels.sum(axis=1).max())
-        room = min(8 * longest // (bits + 1), entries)  # with a bit or more for the position
-        payloads = np.full(several, count) if spans is None else (spans[:, :, 0] >= 0).sum(axis=1)
-        firsts = np.column_stack([bounds, payloads])
-        table = upload(np.concatenate([firsts.ravel(), targets.ravel()]), where)
-        places, meta = table[: firsts.size], table[firsts.size :].view(targets.shape)
-        stride = _stride(meta)
-        rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
-        missing = torch.empty(several, dtype=torch.int64, device=where)
-        sums = int(_programs(numels, _RANGE).sum(axis=1).max())
-        units = int((-(-numels // BLOCK)).sum(axis=1).max()) + longest // CHUNK + count
-        with launched_on(where):
-            launch(
-                device.open_messages,
-                several,
-                *(buffer, buffer.view(torch.int64) if slots else None),
-                *(places, meta, rows, missing, count, stride, room),
-                SLOTS=slots,
-                ABSENT=device.ADDED.value if spare else device.POISONED.value,
-            )
-            counts = torch.zeros(several, 2, counts_and_sums(units, count), dtype=torch.int64, device=where)
-            positions = torch.empty(several, room, dtype=torch.int32, device=where)
-            sizes, checks = (count, stride, units, counts.shape[-1]), -(-longest // (4 * CHUNK)) + count
-            launch(device.scan, (checks + units, several), buffer, rows, meta, counts, *sizes, checks)
-            launch(device.place, (units, several), buffer, rows, meta, counts, positions, *sizes, room)
-        return cls(buffer, rows, positions, missing, sums, meta)
-
-    @classmethod
     def of(cls, payload: Payload, out: Tensor | None = None) -> OpenedMessages:
         """Open a single payload, whose header the host has."""
-        targets = np.array([[[payload.numel, 0, 0, 0, 0]]]) if out is None else _targets([out], [out])
-        return cls.open(payload.data, [(0, payload.header.nbytes)], targets)
+        targets = np.array([[[payload.numel, 0, 0, 0, 0]]]) if out is None else _targets([out], [-1])
+        messages = UnopenedMessages(payload.data, [(0, payload.header.nbytes)], targets)
+        return messages.open(upload(messages.table(), payload.data.device))
 
     def entries(self, payload: Payload) -> tuple[Tensor, Tensor]:
         """Return the positions of a single payload, int64 [nnz], and what is wrong with it, int32 [1].
@@ -111,13 +111,14 @@ class OpenedMessages(NamedTuple):
             positions = self.positions[0, : payload.nnz].to(torch.int64) & 0xFFFFFFFF
         return positions.clamp_(max=max(payload.numel - 1, 0)), wrong.to(torch.int32).view(1)
 
-    def add(self, wrong: Tensor, scale: float, together: int = 1) -> None:
+    def add(self, wrong: Tensor, scale: float, together: int = 1, apart: int = 0) -> None:
         """Add messages to their tensors, so many ``together`` to the same ones; ``wrong``, int32 [messages],
-        becomes what is wrong with each.
+        becomes what is wrong with each. ``apart``: entries whose sums are made in other memory, in fp32.
         """
         several, room = self.positions.shape
         grid = self.sums, several // together
-        read = self.buffer, self.rows, self.targets, self.positions
+        beside = torch.zeros(apart, dtype=torch.float32, device=self.buffer.device)
+        read = self.buffer, self.rows, self.targets, self.positions, beside
         numbers = scale, together, self.targets.shape[1], _stride(self.targets), room
         early = scales_first(together, scale)
         scaled = {"SCALED": scale != 1.0 and early, "SCALED_SUM": scale != 1.0 and not early}
@@ -125,24 +126,35 @@ class OpenedMessages(NamedTuple):
             launch(device.add, grid, *read, wrong, *numbers, **scaled)
 
 
-def add_up(
+def prepared_sum(
+    batch: Batch,
     buffer: Tensor,
     bounds: Sequence[tuple[int, int]],
     outs: Sequence[Tensor],
     scale: float,
     spans: np.ndarray | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Do what :meth:`.backend.Backend.sum_slots` does; ``options``: see :meth:`OpenedMessages.open`."""
-    where, count = buffer.device, len(bounds)
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Do what :meth:`.backend.Backend.prepare_sum` does, with what a batch uploads; ``options``: see
+    :class:`UnopenedMessages`.
+    """
+    count = len(bounds)
     once = count == 1 or spans is not None  # one message to each tensor; its sum is rounded there
-    apart = [out.numel() for out in outs if not once and out.dtype != torch.float32]
-    beside = iter(torch.zeros(sum(apart), dtype=torch.float32, device=where).split(apart))
-    totals = [out if once or out.dtype == torch.float32 else next(beside) for out in outs]
-    opened = OpenedMessages.open(buffer, bounds, _targets(outs, totals, spans), spans, **options)
-    wrong = torch.zeros(count, dtype=torch.int32, device=where)
-    opened.add(wrong, scale, 1 if once else count)
-    return wrong, opened.missing
+    sizes = [0 if once or out.dtype == torch.float32 else out.numel() for out in outs]
+    *begins, apart = itertools.accumulate(sizes, initial=0)
+    places = [begin if size else -1 for begin, size in zip(begins, sizes, strict=True)]
+    messages = UnopenedMessages(buffer, bounds, _targets(outs, places, spans), spans, **options)
+    table = list[Tensor]()
+    batch.then(messages.table, table.append)
+
+    def add_up() -> tuple[Tensor, Tensor]:
+        batch.launch()  # unless that is done
+        opened = messages.open(*table)
+        wrong = torch.zeros(count, dtype=torch.int32, device=buffer.device)
+        opened.add(wrong, scale, 1 if once else count, apart)
+        return wrong, opened.missing
+
+    return add_up
 
 
 def _stride(targets: Tensor) -> int:
@@ -150,14 +162,16 @@ def _stride(targets: Tensor) -> int:
     return targets.stride(0) if len(targets) > 1 else 0
 
 
-def _targets(outs: Sequence[Tensor], totals: Sequence[Tensor], spans: np.ndarray | None = None) -> np.ndarray:
-    """Return where payloads are added, int64 [1 or messages, payloads, META]."""
-    pairs = zip(outs, totals, strict=True)
-    each = [[o.data_ptr(), o.element_size(), GRAD_CODES[o.dtype], total.data_ptr()] for o, total in pairs]
+def _targets(outs: Sequence[Tensor], apart: Sequence[int], spans: np.ndarray | None = None) -> np.ndarray:
+    """Return where payloads are added, int64 [1 or messages, payloads, META]; ``apart``: the place of each
+    sum that is made in other memory, or -1.
+    """
+    pairs = zip(outs, apart, strict=True)
+    each = [[out.data_ptr(), out.element_size(), GRAD_CODES[out.dtype], place] for out, place in pairs]
     if spans is None:
         spans = np.array([[[which, 0, out.numel()] for which, out in enumerate(outs)]])
     which, start, stop = np.moveaxis(spans, -1, 0)
-    address, size, code, sums = np.moveaxis(np.array(each)[which], -1, 0)
+    address, size, code, place = np.moveaxis(np.array(each)[which], -1, 0)
     programs = _programs(stop - start, _RANGE)
-    firsts, offset = programs.cumsum(axis=1) - programs, start * size
-    return np.stack([stop - start, address + offset, code, firsts, sums + offset], axis=-1)
+    firsts = programs.cumsum(axis=1) - programs
+    return np.stack([stop - start, address + start * size, code, firsts, place], axis=-1)
