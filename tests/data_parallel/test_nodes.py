@@ -176,8 +176,8 @@ def _displaces(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
         found.append({name: weight.data.clone().float() for name, weight in weights.items()})
         ahead.restore()
         ahead.forget()
-    # Updates of weights that this rank alone knows, of entries of both ranks' parts. Nothing else is displaced
-    # before gradients are observed.
+    # Updates of weights that this rank alone knows, of entries of both ranks' parts. Before gradients are
+    # observed nothing else is displaced.
     update = (Shard(rank % 2, 1000, 9000), torch.full((8000,), 1.0 + rank))
     ahead = reduction.add_ons.step_ahead.prepare(
         weights.items(), units_of(optimizer), pending_of=lambda name: update if name == "a" else None
