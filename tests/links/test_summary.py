@@ -32,7 +32,7 @@ def _benchmark() -> Any:
     ("host", "ranks", "options"),
     [
         ("ddp", 4, {"parameters": 4}),
-        ("deepspeed", 2, {"parameters": 4}),
+        ("deepspeed", 2, {"parameters": 2}),
         ("dlrm", 2, {}),
         ("megatron", 2, {"batch": 2, "layers": 2}),
     ],
