@@ -184,7 +184,9 @@ def _with_mode(mode: Any) -> Training:
     return training
 
 
-for _mode in (False, "ddp_optimizer", "python_reducer", "python_reducer_without_compiled_forward"):
+for _mode in (
+    False, "no_optimization", "ddp_optimizer", "python_reducer", "python_reducer_without_compiled_forward"
+):  # fmt: skip
     order("torch DDP", f"`torch.compile(DDP(model))`, `attach`, with `optimize_ddp = {_mode!r}`")(
         _with_mode(_mode)
     )
