@@ -19,6 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
 
+if importlib.util.find_spec("peft") is not None:
+    import peft  # noqa: F401  here, so that no process of the tests imports it alone
+
 pytestmark = pytest.mark.slow
 
 STEPS, UNFREEZES = 6, 3
