@@ -257,12 +257,9 @@ def _listeners(addresses: Sequence[str]) -> list[socket.socket]:
     found = []
     for address in addresses:
         with contextlib.suppress(OSError):
-            found.append(socket.create_server((address, 0), family=_family(address), backlog=_MOST_CALLERS))
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            found.append(socket.create_server((address, 0), family=family, backlog=_MOST_CALLERS))
     return found
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def addresses_here(*, elsewhere: bool = False) -> list[str]:

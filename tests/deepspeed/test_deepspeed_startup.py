@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,11 @@ def test_the_whole_job_stops(tmp_path: Path) -> None:
     assert "DesyncError: rank 1" in done.stderr
 
 
-def test_the_deepspeed_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_the_deepspeed_launcher(tmp_path: Path, forks: bool) -> None:
     launcher = Path(sys.executable).with_name("deepspeed")
     options = ["--num_gpus", "2", "--master_port", str(free_port())]
-    with forked_interpreters():
+    with forked_interpreters() if forks else nullcontext():
         command = [sys.executable, str(launcher), *options, str(WORKER), *job(tmp_path, dct=section())]
         done = execute(command, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
