@@ -16,6 +16,8 @@ from torch import Tensor
 Scratch: TypeAlias = Callable[[str, Tensor], Tensor]
 """Returns fp32 memory of a tensor's size to overwrite, the same for one use (a name)."""
 TINY = torch.finfo(torch.float32).tiny
+#: Entries that need scratch memory at a time.
+_PART = 1 << 20
 
 
 def fresh(_: str, like: Tensor) -> Tensor:
@@ -78,13 +80,15 @@ class Displacement(NamedTuple):
 
 def add_squares(job: Squares, scratch: Scratch = fresh) -> None:
     """See :meth:`.backend.Backend.add_squares`."""
-    squares = scratch("step", job.gradient).copy_(job.gradient).square_()
-    if job.columns.numel() == 1:
-        job.rows.add_(squares.mean())
+    if (columns := job.columns.numel()) == 1:
+        for part in job.gradient.split(_PART):
+            job.rows.add_(scratch("step", part).copy_(part).square_().sum() / job.gradient.numel())
         return
-    squares = squares.view(job.rows.numel(), job.columns.numel())
-    job.rows.add_(squares.mean(1))
-    job.columns.add_(squares.mean(0))
+    height = max(1, _PART // columns)
+    for part, rows in zip(job.gradient.split(height * columns), job.rows.split(height), strict=True):
+        squares = scratch("step", part).copy_(part).square_().view(-1, columns)
+        rows.add_(squares.mean(1))
+        job.columns.add_(squares.sum(0).div_(job.rows.numel()))
 
 
 def denominator(moment: SecondMoment, out: Tensor) -> Tensor:
@@ -93,13 +97,12 @@ def denominator(moment: SecondMoment, out: Tensor) -> Tensor:
     eps = max(eps, TINY)  # 0 / 0 is to be 0
     if columns.numel() == 1:
         return out.copy_((rows[0] / observed).sqrt().mul(ratio).add(eps))
-    factors = (rows / rows.mean().clamp_min(TINY) / observed).sqrt().mul(ratio)
-    if out.numel() == rows.numel() * columns.numel():
-        matrix = out.view(rows.numel(), columns.numel())
-        torch.mul(factors[:, None], columns.sqrt()[None, :], out=matrix)
+    held, inside = rows_of(first, out.numel(), columns.numel())
+    factors = (rows[held] / rows.mean().clamp_min(TINY) / observed).sqrt().mul(ratio)
+    if out.numel() == factors.numel() * columns.numel():
+        torch.mul(factors[:, None], columns.sqrt()[None, :], out=out.view(-1, columns.numel()))
     else:
-        held, inside = rows_of(first, out.numel(), columns.numel())
-        out.copy_((factors[held, None] * columns.sqrt()[None, :]).view(-1)[inside])
+        out.copy_((factors[:, None] * columns.sqrt()[None, :]).view(-1)[inside])
     return out.add_(eps)
 
 
@@ -112,6 +115,26 @@ def rows_of(first: int, numel: int, columns: int) -> tuple[slice, slice]:
 
 def displace(job: Displacement, scratch: Scratch = fresh) -> None:
     """See :meth:`.backend.Backend.displace`."""
+    for start in range(0, job.out.numel(), _PART):
+        _displace(_part(job, start, min(start + _PART, job.out.numel())), scratch)
+
+
+def _part(job: Displacement, start: int, stop: int) -> Displacement:
+    """Return the displacement of the entries from ``start`` to ``stop``."""
+    weight, out, residual, _, moment, _, pending = job
+    if moment is not None:
+        moment = moment._replace(first=moment.first + start)
+    if pending is not None:
+        update, begin, factor = pending
+        first, last = (min(max(at - begin, 0), update.numel()) for at in (start, stop))
+        pending = update[first:last], begin + first - start, factor
+    residual = None if residual is None else residual[start:stop]
+    return job._replace(
+        weight=weight[start:stop], out=out[start:stop], residual=residual, moment=moment, pending=pending
+    )
+
+
+def _displace(job: Displacement, scratch: Scratch) -> None:
     # In fp32: scaled residuals can be too large for fp16.
     exact = job.out.dtype == torch.float32
     step = job.out if exact else scratch("step", job.weight)

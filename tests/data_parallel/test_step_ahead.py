@@ -23,7 +23,8 @@ from dct_plugin.data_parallel.step_ahead.residual_coefficients import INTERVAL
 from dct_plugin.data_parallel.step_ahead.second_moments import LIMIT, Moments, _add_steps
 from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.errors import ConfigError, DCTError
-from dct_plugin.kernels.displacement import denominator
+from dct_plugin.kernels import displacement as kernels
+from dct_plugin.kernels.displacement import Displacement, SecondMoment, Squares, denominator
 from dct_plugin.kernels.reference import ReferenceBackend
 
 
@@ -270,6 +271,36 @@ def test_a_smaller_mean_gradient_makes_longer_steps() -> None:
     for ratio in (1.0, 0.25):
         displaced(torch.zeros(4, 4), (torch.ones(16), 1.0), moments, unit, ratio=ratio, out=out)
         torch.testing.assert_close(out, torch.full((4, 4), -0.1 / ratio))
+
+
+@pytest.mark.parametrize("columns", [1, 30, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_tensors_take_little_scratch_memory(
+    dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of a tensor are displaced as the whole is, bit for bit; squares add up in another order."""
+    rows, first, numel, most = torch.rand(1 if columns == 1 else 100), 11, 500, 90
+    moment = SecondMoment(rows, torch.rand(columns), observed=0.5, first=first, ratio=1.5, eps=1e-8)
+    weight, residual, update = torch.randn(numel).to(dtype), torch.randn(numel), torch.randn(200)
+    pending, found, asked = (update, 130, 0.5), [], []
+
+    def scratch(_: str, like: Tensor) -> Tensor:
+        asked.append(like.numel())
+        return torch.empty(like.numel())
+
+    for part in (1 << 20, most):
+        monkeypatch.setattr(kernels, "_PART", part)
+        asked.clear()
+        squares = Squares(residual[:490].to(dtype), torch.zeros(490 // columns), torch.zeros(columns))
+        if 490 % columns == 0:
+            kernels.add_squares(squares, scratch)
+        out = torch.empty_like(weight)
+        kernels.displace(Displacement(weight, out, residual, 0.1, moment, 2.0, pending), scratch)
+        found.append((out, squares))
+    (whole, squares), (parts, others) = found
+    assert torch.equal(whole, parts)
+    torch.testing.assert_close(squares[1:], others[1:])
+    assert max(asked, default=0) <= most
 
 
 def test_a_sum_of_squares_grows_with_the_residual() -> None:

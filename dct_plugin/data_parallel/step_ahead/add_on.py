@@ -509,7 +509,7 @@ class StepAheadAddOn(AddOn):
         if self._ahead is not None:
             self._ahead.load_state_dict(state, step=step)
 
-    def _residual_of(self, name: str, use: str = "own") -> Tensor | None:
+    def _residual_of(self, name: str, use: str = "pass") -> Tensor | None:
         """Return the residual of a stream. It may share memory with the next one of the same ``use``."""
         group = self._group
         stream = group.streams.get(name)

@@ -128,7 +128,6 @@ class NodeCopies(WeightUpdates):
         self._parameters = [parameter for _, parameter in parameters]
         self._slice_of = {rank: rank // len(layout) for rank in self._own}
         """Gives, for each rank of this node, the position whose slice has its partitions."""
-        self._masters: dict[str, Tensor] = {}
         self.ahead: StepAhead | None = None
         self._stepping = self._shown = self._stale = False
         self._found: list[bool] = []
@@ -193,7 +192,6 @@ class NodeCopies(WeightUpdates):
         if self.ahead is not None:
             self.ahead.forget()
         self.updates.forget()
-        self._masters.clear()
         for each in self.slices:
             each.copy = None
             each.show(None)
@@ -280,12 +278,14 @@ class NodeCopies(WeightUpdates):
     def _update(self) -> None:
         if self.ahead is not None:
             self.ahead.forget()
-        self._collect_masters()
+        masters = self._collect_masters()
         entries = [(each.name, each.weights, each.shards) for each in self.slices if each.shards]
-        self.updates.update(entries, self._masters.__getitem__)
+        self.updates.update(entries, masters.__getitem__)
 
-    def _collect_masters(self) -> None:
-        """Get the partitions of this rank's slices that ranks of this node own; a collective of these."""
+    def _collect_masters(self) -> dict[str, Tensor]:
+        """Return the partitions of this rank's slices that ranks of this node own; a collective of these.
+        With exact updates the slices take these weights, and what was there before is returned.
+        """
         node, own = self._node, self._node.position
         parts = [each.parameter.ds_tensor.detach() for each in self.slices]
         mine = self._slice_of[self._own[own]]
@@ -296,13 +296,15 @@ class NodeCopies(WeightUpdates):
         received = node.all_to_all_in_node("masters", outgoing, like, list(zip(names, parts, strict=True)))
         if own in senders:
             received[own] = parts
+        masters = {}
         for index, each in enumerate(self.slices):
             shard = next((s for s in each.shards if s.owner == self.updates.rank), None)
             if shard is not None:
                 whole = torch.cat([received[position][index] for position in senders])
-                self._masters[each.name] = whole[: shard.stop - shard.start]
+                masters[each.name] = whole[: shard.stop - shard.start]
                 if self.updates.exact:  # weights become new here, and are compared with those before
-                    swap(each.weights[shard.start : shard.stop], self._masters[each.name])
+                    swap(each.weights[shard.start : shard.stop], masters[each.name])
+        return masters
 
 
 class DisplacedCopies(EnginePart):
