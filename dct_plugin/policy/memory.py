@@ -80,6 +80,7 @@ def memory(job: Job, parameters: float, *, width: int = 1024, bucket: int = 6_55
     feedback, entries, weights = settings.feedback, parameters / job.inside, job.weight_bytes * parameters
     kept = (1.0 + job.transactional) * _RESIDUAL[settings.residual_dtype] * feedback.keeps_residual * entries
     answers = not job.shards and exchange_by_rule(settings, job.ranks) != "direct"
+    updates = weights / job.shards if job.shards and settings.parameters else 0.0
     sent = min(entries, bucket + (MOST_PENDING / settings.density if job.in_slots else 0.0))
     copies = 2.0 if job.shards else 3.0 if answers else job.ranks  # of a message, the own one with them
     arrive = _SLOT * copies if job.in_slots else copies - 1.0
@@ -89,7 +90,8 @@ def memory(job: Job, parameters: float, *, width: int = 1024, bucket: int = 6_55
         "displaced weights": weights / job.weights_inside * feedback.looks_ahead,
         "second moments": 16.0 * parameters / width * feedback.looks_ahead,
         "weights": weights / job.weights_inside * job.copies,
-        "updates": weights / job.shards if job.shards and settings.parameters else 0.0,
+        "updates": updates,
+        "messages of updates": _GROWN * updates,
         "messages": _GROWN * _message(settings, sent, 2.0) + arrive * _message(settings, sent, 1.0),
     }
 
