@@ -97,10 +97,9 @@ class Figures(NamedTuple):
         given, facts = content["model"], content["facts"]
         codings = {Setting(*row[:2]): Coding(*row[2:]) for row in given["codings"]}
         model = CostModel(**given | {"codings": codings, "link": Link(*given["link"])})
-        whole = codings.get(Setting(0.0, "bf16"))
-        local_steps = bool(whole) and not (facts["stage"] or model.weight_gathers or is_megatron)
-        if whole and local_steps:  # once in so many steps: that int8 takes another time to code is nothing
+        if whole := codings.get(Setting(0.0, "bf16")):  # once in many steps: another time to code is nothing
             codings[_LOCAL.setting] = whole._replace(nbytes=1.0)
+        local_steps = bool(whole) and not (facts["stage"] or model.weight_gathers or is_megatron)
         figures = cls(model, Training(**facts, ranks=model.ranks), content["left_out"], local_steps)
         # The steps were measured with other feedback than such a training takes.
         taken = figures._resolved_settings(Candidate(Setting(0.99, "bf16")))
@@ -120,12 +119,10 @@ class Figures(NamedTuple):
 
     def is_safe(self, candidate: Candidate) -> bool:
         """Return whether nothing measurable was lost with a setting in such a training."""
-        if candidate.every > 1:
-            return False
         safe = safe_sparsity(self._resolved_settings(candidate), self.training)
         if candidate.updates is not None:
             safe = min(safe, self._updates()[1])
-        return candidate.setting.sparsity <= safe
+        return candidate.every == 1 and candidate.setting.sparsity <= safe
 
     def quality(self, candidate: Candidate) -> str:
         """Return the expected loss of a setting, with the section of the results that says so."""

@@ -8,7 +8,7 @@ what the option does, the second one when to change it. ``options`` and the refe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import (
     BaseModel,
@@ -19,11 +19,9 @@ from pydantic import (
     model_serializer,
 )
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 from .validation_errors import validated
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 #: Upper limits for options that have none of their own: larger values overflow somewhere.
 _LARGEST = {int: 2**48, float: 1e30}

@@ -16,10 +16,11 @@ rounding would swallow, and an entry that is sent arrives exactly where the host
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
@@ -34,9 +35,6 @@ from .pending_exchanges import PendingExchanges
 from .plan import PlannedTensor, ReductionPlan, Shard
 from .stream_group import GroupOptions, Ranks, StreamGroup, WrittenTensor
 from .topology import Destination, OwnersToAll
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class ParameterUpdates(StreamGroup):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import checkpoint
 from ..compression.stream import Compressor
@@ -30,8 +31,6 @@ from .topologies import Topologies
 from .topology import Topology
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from .nodes.sums import NodeSums
 
 _Shards = Sequence[Sequence[Shard]]

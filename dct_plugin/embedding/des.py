@@ -19,19 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ..autograd import with_gradient
 from ..host_traffic import own_traffic
 from ..metrics import Metrics, Record
 from .placement import Table, check_placement, draw_table, seed_of_tables
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 #: Tensor classes of the metrics.
 _FORWARD, _BACKWARD, _IDS = "des_forward", "des_backward", "embedding_ids"

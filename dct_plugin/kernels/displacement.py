@@ -116,39 +116,28 @@ def rows_of(first: int, numel: int, columns: int) -> tuple[slice, slice]:
 def displace(job: Displacement, scratch: Scratch = fresh) -> None:
     """See :meth:`.backend.Backend.displace`."""
     for start in range(0, job.out.numel(), _PART):
-        _displace(_part(job, start, min(start + _PART, job.out.numel())), scratch)
+        _displace(job, start, job.out[start : start + _PART], scratch)
 
 
-def _part(job: Displacement, start: int, stop: int) -> Displacement:
-    """Return the displacement of the entries from ``start`` to ``stop``."""
-    weight, out, residual, _, moment, _, pending = job
-    if moment is not None:
-        moment = moment._replace(first=moment.first + start)
-    if pending is not None:
-        update, begin, factor = pending
-        first, last = (min(max(at - begin, 0), update.numel()) for at in (start, stop))
-        pending = update[first:last], begin + first - start, factor
-    residual = None if residual is None else residual[start:stop]
-    return job._replace(
-        weight=weight[start:stop], out=out[start:stop], residual=residual, moment=moment, pending=pending
-    )
-
-
-def _displace(job: Displacement, scratch: Scratch) -> None:
+def _displace(job: Displacement, start: int, out: Tensor, scratch: Scratch) -> None:
+    """Set ``out``, the part of the displaced weights from ``start`` on."""
+    stop = start + out.numel()
+    weight = job.weight[start:stop]
     # In fp32: scaled residuals can be too large for fp16.
-    exact = job.out.dtype == torch.float32
-    step = job.out if exact else scratch("step", job.weight)
+    step = out if out.dtype == torch.float32 else scratch("step", weight)
     if job.residual is None:
         step.zero_()
     elif job.moment is None:
-        torch.mul(job.residual, job.scale, out=step)
+        torch.mul(job.residual[start:stop], job.scale, out=step)
     else:
-        torch.div(job.residual, denominator(job.moment, step), out=step)
+        moment = job.moment._replace(first=job.moment.first + start)
+        torch.div(job.residual[start:stop], denominator(moment, step), out=step)
         step.clamp_(-job.limit, job.limit).mul_(job.scale)
     if job.pending is not None:
-        update, start, factor = job.pending
-        step[start : start + update.numel()].add_(update, alpha=factor)
-    if job.out.element_size() < 4:
-        job.out.copy_(step.add_(scratch("weight", job.weight).copy_(job.weight)))
+        update, begin, factor = job.pending
+        first, last = (min(max(at, begin), begin + update.numel()) for at in (start, stop))
+        step[first - start : last - start].add_(update[first - begin : last - begin], alpha=factor)
+    if out.element_size() < 4:
+        out.copy_(step.add_(scratch("weight", weight).copy_(weight)))
     else:
-        torch.add(step, job.weight, out=job.out)
+        torch.add(step, weight, out=out)

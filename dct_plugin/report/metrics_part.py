@@ -129,7 +129,7 @@ def _bytes(run: Run) -> Section:
     columns: list[_Column] = [
         ("without the plugin", lambda window: window.total("dense_bytes"), ",.1f"),
         ("sent", lambda window: window.total("sent_bytes"), ",.1f"),
-        *((cls, partial(_sent, cls=cls), ",.1f") for cls in sending),
+        *((cls, lambda window, cls=cls: window.mean("sent_bytes", cls) or 0.0, ",.1f") for cls in sending),
     ]
 
     def draw(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]]) -> None:
@@ -138,10 +138,6 @@ def _bytes(run: Run) -> Section:
         charts.lines(axis, steps, chosen, "bytes", reference=reference, logarithmic=True)
 
     return _over_steps(run, "Bytes per step by class", columns, draw, 3.4)
-
-
-def _sent(window: Window, cls: str) -> float | None:
-    return window.mean("sent_bytes", cls) or 0.0
 
 
 def _densities(run: Run) -> list[Section]:

@@ -7,8 +7,9 @@ training forward pass to the end of its backward pass. A backward pass that keep
 
 from __future__ import annotations
 
+import copyreg
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -145,10 +146,6 @@ def _tensors_of(output: Any) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor):
             yield leaf
         elif not callable(leaf):
-            slots = [name for kind in type(leaf).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
+            slots = copyreg._slotnames(type(leaf))  # type: ignore[attr-defined]
             values = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, n, None) for n in slots)]
             yield from (tensor for tensor in tree_leaves(values) if isinstance(tensor, Tensor))
-
-
-def _names(slots: str | Iterable[str]) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots

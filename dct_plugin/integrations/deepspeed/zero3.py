@@ -84,7 +84,8 @@ class Zero3Path(GradientPath):
             flat = parameter.grad.reshape(-1).to(dtype)
             if predivides:
                 flat = flat.div(predivide)
-            entries.append((self.name_of(0, parameter), flat, self._shards_of(parameter)))
+            numel, size = parameter.ds_numel, parameter.partition_numel()
+            entries.append((self.name_of(0, parameter), flat, shards_in(0, numel, size) if numel else []))
         self.reducer.reduce_scatter(entries, scale=self.scale)
         averages = []
         rank = self.reducer.group_rank
@@ -99,9 +100,6 @@ class Zero3Path(GradientPath):
     @property
     def scale(self) -> float:
         return 1.0 / self.reducer.group_size
-
-    def _shards_of(self, parameter: Any) -> list[Shard]:
-        return shards_in(0, parameter.ds_numel, parameter.partition_numel()) if parameter.ds_numel else []
 
     def name_of(self, group: int, parameter: Any) -> str:
         return str(self.optimizer.param_names[parameter])
