@@ -60,7 +60,7 @@ ROWS = (
     Row("DeepSpeed", "ZeRO-2, updated weights", "AdamW", State.GPU,
         (_GPU + "test_deepspeed_with_updates_of_weights",)),
     Row("DeepSpeed", "ZeRO-0 to 3, LoRA by hand and `peft`", "AdamW", State.CPU, _LORA),
-    Row("DeepSpeed", "ZeRO-1, `torch.compile`", "AdamW", State.CPU, (_COMPILED,)),
+    Row("DeepSpeed", "ZeRO-0 to 3, `torch.compile`", "AdamW", State.CPU, (_COMPILED,)),
     Row("DeepSpeed", "pipeline", "Adam", State.CPU,
         ("deepspeed/test_deepspeed_pipeline::test_the_loss_falls_and_evaluation_is_as_trained",)),
     Row("DeepSpeed", "experts", "Adam", State.CPU,

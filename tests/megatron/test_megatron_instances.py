@@ -28,6 +28,23 @@ def section(**settings: Any) -> dict[str, Any]:
     return {"data_parallel": SPARSE | settings}
 
 
+def test_activations_between_stages_are_compressed_beside_instances() -> None:
+    job = Job(distributed_optimizer=True, instances=2, pp=2, steps=6, micro_batches=2, lr=2e-3)
+    stages = {"pipeline": {"forward": {"method": "transform"}, "warmup_steps": 1}}
+    plain, same, found = run(
+        job,
+        job.with_dct(section(sparsity=0, value_dtype="fp32")),
+        job.with_dct(section() | {"model_parallel": stages}),
+    )
+    assert [each.losses for each in same] == [each.losses for each in plain]
+    for name in ("gradient", "pipeline"):
+        sent, dense = (
+            sum(each.classes[name][key] for each in found) for key in ("sent_bytes", "dense_bytes")
+        )
+        assert 0 < sent < 0.5 * dense, name
+    assert found[-1].losses[-1] < found[-1].losses[0]
+
+
 def reducer(outcome: Outcome, step: int) -> dict[str, Any]:
     return outcome.history[step][2]["reducers"]["dense"]["state"]
 
