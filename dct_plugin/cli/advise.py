@@ -194,7 +194,7 @@ def advise(
         raise ConfigError("dct advise: the launch line of a job is missing, after --; or --memory")
     rates = check_rates(link or [], option="--link")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the job is ended, too
-    figures = _measured(command, limit)
+    figures = _measured(line := launch_line(command), limit)
     if figures.left_out:
         print_warning(
             f"the script registers a communication hook of its own ({', '.join(figures.left_out)}), and DDP "
@@ -206,7 +206,7 @@ def advise(
     if as_json:
         typer.echo(json.dumps(list(_rows(figures, models)), indent=1))
         return
-    _print(figures, models, launch_line(command))
+    _print(figures, models, line)
 
 
 def _memory(sizes: Sequence[float]) -> Table:
@@ -251,7 +251,7 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
         with log.open("wb") as output:
             try:
                 job = subprocess.Popen(
-                    launch_line(command),
+                    command,
                     env={**os.environ, VARIABLE: str(path), CONFIG_VARIABLE: str(section)},
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -267,7 +267,7 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
         finally:
             processes.end(job)
         if path.exists():
-            return Figures.read(path, is_megatron="dct_plugin.megatron" in launch_line(command))
+            return Figures.read(path, is_megatron="dct_plugin.megatron" in command)
         own = _LAUNCHER.split(log.read_text(encoding="utf-8", errors="replace"), maxsplit=1)[0]
         what = (
             f"was not measured within {limit:g} s (--limit)"

@@ -124,7 +124,7 @@ class ParameterUpdates(StreamGroup):
         self._phase.masters = master_of
         with self.choice.timed(sum(tensor.numel() for _, tensor, _ in entries), whole=False):
             self._update(entries)
-        self._phase.masters = lambda name: torch.empty(0)  # frees what exact updates were compared with
+        del self._phase.masters  # frees what exact updates were compared with
 
     def _update(self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]]) -> None:
         between = self._between_nodes

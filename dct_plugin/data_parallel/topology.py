@@ -123,10 +123,8 @@ class OwnersToAll(Phase):
     to_all = True
     from_owners = True
 
-    def __init__(self, group: StreamGroup) -> None:
-        super().__init__(group)
-        self.masters: Callable[[str], Tensor] = lambda name: torch.empty(0)
-        """Returns the masters of this rank's shard of a name."""
+    masters: Callable[[str], Tensor] = staticmethod(lambda name: torch.empty(0))
+    """Returns the masters of this rank's shard of a name, while an update runs."""
 
     def forget(self) -> None:
         """Note that the host gathered all weights."""

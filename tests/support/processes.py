@@ -149,9 +149,10 @@ def launch(
             for process in processes:
                 process.kill()
                 process.join()
-        if killed is not None and not Path(f"{path}.rank{killed}").exists():
-            torch.save(("killed", ""), f"{path}.rank{killed}")
-        return [torch.load(f"{path}.rank{rank}", weights_only=False) for rank in range(world_size)]
+        outcomes = [Path(f"{path}.rank{rank}") for rank in range(world_size)]
+        return [
+            torch.load(each, weights_only=False) if each.exists() else ("killed", "") for each in outcomes
+        ]
 
 
 def _wait(processes: list[Any], path: str, patience: float, killed: int | None) -> None:
