@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing.process
 import os
 import subprocess
@@ -11,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support import interpreter
+
+# Until all tests are collected. What is imported stays: passes over it find nothing.
+gc.disable()
+
+import torch  # noqa: E402
+from support import interpreter  # noqa: E402
 
 with contextlib.suppress(ImportError):  # a machine that only tests its GPU may lack it
     import hypothesis
@@ -96,6 +101,8 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     collected = yield
+    gc.freeze()
+    gc.enable()
     interpreter.spare()
     if not session.config.option.collectonly and any(i.get_closest_marker("slow") for i in session.items):
         from support import processes  # it needs more than a machine that only tests its GPU may have
