@@ -187,19 +187,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def two(folder: Path) -> Results:
-    plan = compared(COMPARED, EXACT, 3)
-    plan += [run(name, SPARSE, 30, "sparse/") for name in LEARNING]
-    plan += [run(name, SPARSE, 4, "sparse/") for name in IN_STEP]
-    plan += [run(f"{name}-overlap", SPARSE, 4, "sparse/") for name in OVERLAPPED]
+    plan = compared(COMPARED, EXACT, 2)
+    plan += [run(name, SPARSE, 16, "sparse/") for name in LEARNING]
+    plan += [run(name, SPARSE, 3, "sparse/") for name in IN_STEP]
+    plan += [run(f"{name}-overlap", SPARSE, 3, "sparse/") for name in OVERLAPPED]
     plan += [run(name, AUTOMATIC, 30, "automatic/") for name in CHOOSING]
     plan += [r for name in CHECKPOINTED for r in checkpointed(name, folder)]
     plain = str(folder / "plain")
     plan += [
         run("zero0-fp32", None, 2, "without-residuals/", save=plain),
         run("zero0-fp32", SPARSE, 4, "with-residuals/", load=plain),
-        run("zero0-fp32", {"data_parallel": {**SPARSE["data_parallel"], "warmup_steps": 9}}, 3, "warmup/"),
-        run("zero0-fp32", {"enabled": False}, 3, "disabled/"),
-        run("zero0-fp32", {"data_parallel": {"enabled": False}}, 3, "no-gradients/"),
+        run("zero0-fp32", {"data_parallel": {**SPARSE["data_parallel"], "warmup_steps": 9}}, 2, "warmup/"),
+        run("zero0-fp32", {"enabled": False}, 2, "disabled/"),
+        run("zero0-fp32", {"data_parallel": {"enabled": False}}, 2, "no-gradients/"),
         run("zero0-fp32", SPARSE, 3, "before-the-end/", save=str(folder / "owed")),
         run("zero0-fp32", {"enabled": False}, 3, "off-in-mid-run/", load=str(folder / "owed")),
         run("zero2-fp32-scatter-contiguous", SPARSE, 6, "poison/", poison=[2]),
@@ -234,7 +234,7 @@ def two(folder: Path) -> Results:
 
 @pytest.fixture(scope="session")
 def four(folder: Path, two: Results) -> Results:
-    plan = compared(FOUR, EXACT, 3) + [run(name, SPARSE, 8, "sparse/") for name in FOUR]
+    plan = compared(FOUR, EXACT, 2) + [run(name, SPARSE, 5, "sparse/") for name in FOUR]
     direct = {"data_parallel": {**SPARSE["data_parallel"], "exchange": "direct"}}
     plan.append(run("zero0-fp32", direct, 4, "direct/"))
     plan.append(
@@ -308,7 +308,7 @@ def in_step(results: Results, key: str) -> Run:
 @pytest.mark.parametrize("name", LEARNING)
 def test_ranks_in_step_and_loss_falling_at_99(two: Results, name: str) -> None:
     found = in_step(two, f"sparse/{name}")
-    assert found["after"] < 0.85 * found["before"]
+    assert found["after"] < 0.92 * found["before"]
     assert found["sent"] < found["dense"] / 8
 
 

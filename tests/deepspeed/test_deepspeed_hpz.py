@@ -31,15 +31,16 @@ def settings(precision: str = "fp32", zero: dict[str, Any] | None = None, **more
 CASES: dict[str, Any] = {
     "fp32": settings(),
     "bf16": settings("bf16", gradient_accumulation_steps=2, gradient_clipping=0.1),
-    # Every module gathers its parameters anew in the backward pass.
-    "bf16-twice": settings("bf16", {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}),
-    # The sums of four gradients in bf16 are exact, in whatever order.
-    "bf16-communicate-fp32": settings("bf16", communication_data_type="fp32"),
+    # Every module gathers its parameters anew in the backward pass; sums of four gradients in bf16 are exact.
+    "bf16-twice-communicate-fp32": settings(
+        "bf16",
+        {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0},
+        communication_data_type="fp32",
+    ),
     "fp16": settings(fp16=FP16),
 }
-#: Cases without thresholded updates: those of "bf16", with other gathers or sums of gradients around them.
-EXACT_ONLY = ("bf16-twice", "bf16-communicate-fp32")
-UPDATED = [name for name in CASES if name not in EXACT_ONLY]
+#: Cases with thresholded updates. The other is "bf16" with other gathers and sums of gradients around them.
+UPDATED = ["fp32", "bf16", "fp16"]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -98,7 +99,7 @@ def test_sparsity_0_is_deepspeed(four: Results, name: str) -> None:
         plain, gathered, full = (rank[f"{kind}/{name}"] for kind in ("plain", "gathered", "full"))
         for what in ("losses", "norms", "scales", "skipped", "hash"):
             assert full[what] == gathered[what], what
-        if name == "bf16-communicate-fp32":
+        if "communicate-fp32" in name:
             assert full["hash"] == plain["hash"]
         assert full["losses"] == pytest.approx(plain["losses"], rel=tolerance(name))
 

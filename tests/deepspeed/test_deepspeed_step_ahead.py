@@ -75,13 +75,13 @@ def two(folder: Path) -> Results:
     resumed = {**AHEAD, "sparsity": 0.95, "warmup_steps": 1}
     plan: list[Run] = []
     for name in CASES:
-        plan += [run("plain", name, 4, None), run("exact", name, 4, exact), run("sparse", name, 24, sparse)]
+        plan += [run("plain", name, 3, None), run("exact", name, 3, exact), run("sparse", name, 12, sparse)]
     for name in RESUMED:
         save = str(folder / name)
         plan += [
-            run("whole", name, 16, resumed),
+            run("whole", name, 15, resumed),
             run("half", name, 12, resumed, save=save),
-            run("rest", name, 16, resumed, load=save, seed=2),
+            run("rest", name, 15, resumed, load=save, seed=2),
         ]
     older = str(folder / "older")
     plan += [
@@ -90,14 +90,14 @@ def two(folder: Path) -> Results:
         run("poison", "zero0-fp32", 6, sparse, poison=[2]),
         run("added", "zero0-fp32", 6, sparse, add_group=2),
     ]
-    plan.append(run("between", "zero1-fp32-accumulate", 24, sparse, between=True))
+    plan.append(run("between", "zero1-fp32-accumulate", 12, sparse, between=True))
     fixed = {**AHEAD, "sparsity": 0.9, "expert": {"step_ahead_coefficient": 0.5}}
     plan += [
         {"id": f"sums/{name}", "config": {**settings, "dct": {"data_parallel": fixed}}, "steps": 3}
         for name, settings in SUMS.items()
     ]
     plan += [
-        {"id": f"auto/{name}", "config": {**settings, "dct": {"data_parallel": dct}}, "steps": 10}
+        {"id": f"auto/{name}", "config": {**settings, "dct": {"data_parallel": dct}}, "steps": 6}
         for name, settings, dct in AUTO
     ]
     client = {key: value for key, value in config(0).items() if key != "optimizer"}
@@ -105,7 +105,7 @@ def two(folder: Path) -> Results:
         {
             "id": f"auto/{name}",
             "config": {**client, "dct": {"data_parallel": FOLLOWS}},
-            "steps": 10,
+            "steps": 6,
             "client_optimizer": name,
         }
         for name in ("Adagrad", "Rprop")
@@ -174,7 +174,7 @@ def test_older_checkpoints_and_other_world_sizes(two: Results, folder: Path) -> 
     assert len({rank["newer/zero0-fp32"]["hash"] for rank in two}) == 1
     name = "zero0-fp32"
     dct = {**AHEAD, "sparsity": 0.95}
-    four = launch(4, [run("load", name, 24, dct, load=str(folder / name))], folder / "four")
+    four = launch(4, [run("load", name, 16, dct, load=str(folder / name))], folder / "four")
     assert len({rank[f"load/{name}"]["hash"] for rank in four}) == 1
     assert all(rank[f"load/{name}"]["displaced"] > 0 for rank in four)
 

@@ -56,7 +56,7 @@ def run(name: str, dct: dict[str, Any] | None, steps: int, prefix: str, **more: 
 def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("zero3")
     plan = [r for name in CASES for r in (run(name, None, 3, "plain/"), run(name, EXACT, 3, "exact/"))]
-    plan.append(run("fp32", sparse(0.9), 60, "sparse/"))
+    plan.append(run("fp32", sparse(0.9), 30, "sparse/"))
     plan += [run(name, sparse(), 6, "sparse/") for name in IN_STEP]
     plan.append(
         run(

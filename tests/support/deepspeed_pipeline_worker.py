@@ -158,7 +158,7 @@ def room_of(run: dict[str, Any]) -> Iterator[None]:
 
 
 def execute(run: dict[str, Any]) -> dict[str, Any]:
-    torch.manual_seed(run.get("seed", 1))
+    torch.default_generator.manual_seed(run.get("seed", 1))
     model = make_model(run)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=run["config"]
