@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.forked import forked_interpreters
 from typer.testing import CliRunner
 
 from dct_plugin import cli
@@ -176,9 +177,9 @@ def test_a_launch_line_needs_no_option_before_it() -> None:
 
 @pytest.mark.slow
 def test_a_job_that_fails_shows_its_own_error() -> None:
-    failing = [sys.executable, "-c", "raise SystemExit('no data at /data')"]
+    code = "raise SystemExit('no data at /data')"
     with pytest.raises(DCTError, match=r"ended with status 1 before it was measured(?s:.*)no data at /data"):
-        _measured(failing, 60)
+        _measured([sys.executable, "-c", code], 60)
     with pytest.raises(ConfigError, match="no-such-program: cannot be started"):
         _measured(["no-such-program"], 60)
     alone = [
@@ -187,7 +188,10 @@ def test_a_job_that_fails_shows_its_own_error() -> None:
         "optimizer = torch.optim.SGD([weight])",
         "while True: weight.sum().backward(); optimizer.step()",
     ]
-    with pytest.raises(DCTError, match="the job trains on one rank, which sends nothing"):
+    with (
+        forked_interpreters(),
+        pytest.raises(DCTError, match="the job trains on one rank, which sends nothing"),
+    ):
         _measured([sys.executable, "-c", "\n".join(alone)], 60)
     with pytest.raises(DCTError, match="was not measured within 1 s"):
         _measured([sys.executable, "-c", "import time; time.sleep(60)"], 1)
@@ -218,7 +222,18 @@ while True:
     optimizer.step()
     optimizer.zero_grad()
 """
-_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def _torchrun(*arguments: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *arguments,
+    ]
 
 
 @pytest.fixture
@@ -229,11 +244,14 @@ def script(tmp_path: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["hooked", "hsdp"])
-def test_an_unmodified_script_is_measured_and_stopped(script: str, how: str) -> None:
-    from dct_plugin.cli import app
-
-    line = ["advise", "--json", "--link", "100mbit", "--", *_TORCHRUN, script, how]
-    result = CliRunner().invoke(app, line, catch_exceptions=False)
+def test_an_unmodified_script_is_measured_and_stopped(
+    script: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "hooked":  # these ranks load the plugin when they import torch; the others are forks
+        monkeypatch.setenv("PYTHON_EXEC", sys.executable)
+    with forked_interpreters():
+        line = ["advise", "--json", "--link", "100mbit", "--", *_torchrun(script, how)]
+        result = CliRunner().invoke(cli.app, line, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert ("hook of its own (bf16_compress_hook)" in result.stderr) == (how == "hooked")
     dense, *others = json.loads(result.stdout)
@@ -251,6 +269,7 @@ def test_an_unmodified_script_is_measured_and_stopped(script: str, how: str) -> 
 
 @pytest.mark.slow
 def test_a_model_without_replicas_is_refused_by_name(script: str) -> None:
-    with pytest.raises(DCTError, match="Pass fully_shard a mesh of two dimensions") as caught:
-        _measured([*_TORCHRUN, script, "sharded"], 60)
+    message = "Pass fully_shard a mesh of two dimensions"
+    with forked_interpreters(), pytest.raises(DCTError, match=message) as caught:
+        _measured(_torchrun(script, "sharded"), 60)
     assert "ChildFailedError" not in str(caught.value)  # torchrun's own report

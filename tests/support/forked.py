@@ -33,6 +33,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dct_plugin.integrations.autoload import autoload
 from support import processes
 
 #: Names the stand-in to programs, which start others.
@@ -155,6 +156,7 @@ def _serve_one(client: socket.socket) -> int:
     os.environ.update(variables)
     os.chdir(folder)
     sys.executable = variables.get(_VARIABLE, sys.executable)
+    autoload()  # as at the end of `import torch`, with the program's environment
     try:
         _run(arguments[1:])
         code: object = 0
