@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 from support.compiler import copier
+from support.forked import forked_interpreters
 
 from dct_plugin.kernels import build, get_backend
 
 # What a training process does.
 USE = """
-    import logging
+    import logging, sys
+    for name in [name for name in sys.modules if name.startswith("dct_plugin")]:
+        del sys.modules[name]  # of the process that forks
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     from dct_plugin.kernels import build, get_backend
     build.PREBUILT = PREBUILT
@@ -58,9 +61,11 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that several processes, started at once, have filled."""
+    """A cache that several processes, started at once, have filled. One of them compiles, the others copy."""
     cache = tmp_path_factory.mktemp("cache")
-    processes = [python(LOAD, XDG_CACHE_HOME=str(cache)) for _ in range(6)]
+    copying = copier(tmp_path_factory.mktemp("copier"), build.load()[1])
+    real = os.environ.get("CC")
+    processes = [python(LOAD, XDG_CACHE_HOME=str(cache), CC=cc) for cc in (real, *[copying] * 5)]
     for process in processes:
         out, err = finish(process)
         assert out == f"cpu {cache / 'dct_plugin' / LIBRARY}"
@@ -78,14 +83,16 @@ def test_many_processes_fill_one_cache(warm_cache: Path) -> None:
 def test_cache_is_used_without_a_compiler(warm_cache: Path) -> None:
     library = warm_cache / "dct_plugin" / LIBRARY
     before = library.stat().st_mtime_ns
-    out, _ = finish(python(USE, XDG_CACHE_HOME=str(warm_cache), PATH="", CC=None))
+    with forked_interpreters():
+        out, _ = finish(python(USE, XDG_CACHE_HOME=str(warm_cache), PATH="", CC=None))
     assert out.startswith("cpu ")
     assert library.stat().st_mtime_ns == before
 
 
 @pytest.mark.slow
 def test_no_compiler_falls_back_and_says_so_once(tmp_path: Path) -> None:
-    out, err = finish(python(USE, XDG_CACHE_HOME=str(tmp_path), TMPDIR=str(tmp_path), PATH="", CC=None))
+    with forked_interpreters():
+        out, err = finish(python(USE, XDG_CACHE_HOME=str(tmp_path), TMPDIR=str(tmp_path), PATH="", CC=None))
     assert out == "reference"
     assert err.count("\n") == 0
     assert err.startswith("WARNING")
@@ -98,7 +105,8 @@ def test_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     compiler = tmp_path / "broken-cc"
     compiler.write_text("#!/bin/sh\necho 'cannot find as' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    out, err = finish(python(USE, XDG_CACHE_HOME=str(tmp_path), TMPDIR=str(tmp_path), CC=str(compiler)))
+    with forked_interpreters():
+        out, err = finish(python(USE, XDG_CACHE_HOME=str(tmp_path), TMPDIR=str(tmp_path), CC=str(compiler)))
     assert out == "reference"
     assert "broken-cc failed: cannot find as" in err
     assert not list((tmp_path / "dct_plugin").glob("*.tmp"))
@@ -114,6 +122,9 @@ def test_environment_chooses_the_backend(monkeypatch: pytest.MonkeyPatch, name: 
 @pytest.mark.slow
 def test_backend_asked_for_by_name_does_not_fall_back(tmp_path: Path) -> None:
     code = """
+        import sys
+        for name in [name for name in sys.modules if name.startswith("dct_plugin")]:
+            del sys.modules[name]
         from dct_plugin.kernels import build, get_backend
         build.PREBUILT = PREBUILT
         for name, error in [("auto", OSError), ("cpu", OSError), ("fpga", ValueError)]:
@@ -126,10 +137,11 @@ def test_backend_asked_for_by_name_does_not_fall_back(tmp_path: Path) -> None:
         os.environ["DCT_KERNELS"] = "gpu"
         get_backend("cpu")
     """
-    process = python(
-        code, XDG_CACHE_HOME=str(tmp_path), TMPDIR=str(tmp_path), PATH="", CC=None, DCT_KERNELS="cpu"
-    )
-    out, err = process.communicate()
+    with forked_interpreters():
+        process = python(
+            code, XDG_CACHE_HOME=str(tmp_path), TMPDIR=str(tmp_path), PATH="", CC=None, DCT_KERNELS="cpu"
+        )
+        out, err = process.communicate()
     lines = out.splitlines()
     assert lines[0].startswith("BuildError no C compiler")
     assert lines[1].startswith("BuildError no C compiler")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support import ROOT
+from support.forked import forked_interpreters
 from support.processes import run
 
 from dct_plugin.config import DataParallelConfig
@@ -138,7 +139,11 @@ DELETABLE: dict[str, tuple[list[str], str]] = {
 WITHOUT_IT = """
 import importlib, sys
 import torch, torch.distributed as dist
+for name in [name for name in sys.modules if name.startswith("dct_plugin")]:
+    del sys.modules[name]  # of the process that forks
 store, rank, *modules = sys.argv[1:]
+import dct_plugin
+assert dct_plugin.__file__ == store.replace("store", "dct_plugin/__init__.py")
 for each in modules:
     importlib.import_module(each)
 from dct_plugin.config import DataParallelConfig
@@ -172,16 +177,21 @@ def test_a_package_can_be_deleted(package: str, tmp_path: Path) -> None:
         if path.name not in ("__init__.py", "__main__.py")
     ]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    command = [sys.executable, "-c", WITHOUT_IT, str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), *modules], env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    for each in ranks:
-        _, errors = each.communicate()
-        assert each.returncode == 0, errors
+    with forked_interpreters():
+        command = [sys.executable, "-c", WITHOUT_IT, str(tmp_path / "store")]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), *modules],
+                env=environment,
+                cwd=tmp_path,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for each in ranks:
+            _, errors = each.communicate()
+            assert each.returncode == 0, errors
 
 
 def test_the_page_is_short() -> None:

@@ -17,9 +17,11 @@ pytestmark = pytest.mark.slow  # compilers are processes
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("compiled") / "library.so"
-    build.compile_library(path)
-    return path
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", copier(folder, build.load()[1]))
+        build.compile_library(folder / "library.so")
+    return folder / "library.so"
 
 
 @pytest.fixture
