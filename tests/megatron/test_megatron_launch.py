@@ -350,6 +350,15 @@ def copy_of_core(place: Path) -> Path:
     return core
 
 
+#: ``python -m dct_plugin.megatron`` in a fork of a process that has imported megatron-core.
+AFRESH = """
+import runpy
+from support.engine_jobs import forget_megatron
+forget_megatron()
+runpy.run_module("dct_plugin.megatron", run_name="__main__", alter_sys=True)
+"""
+
+
 @needs_megatron
 @pytest.mark.slow
 def test_a_changed_signature_stops_the_run_only_if_it_is_needed(tmp_path: Path) -> None:
@@ -359,13 +368,15 @@ def test_a_changed_signature_stops_the_run_only_if_it_is_needed(tmp_path: Path) 
     file.unlink()
     file.write_text(text.replace("tensor_send_next", "send_next"))
     write(tmp_path / "x.py", "import megatron.core; print('went on from', megatron.core.__file__)")
-    result = run(PIPELINE, "x.py", cwd=tmp_path)
+    with forked_interpreters():
+        result = start("-c", AFRESH, PIPELINE, "x.py", cwd=tmp_path)
     assert result.returncode == 1
     assert "went on" not in result.stdout
     assert "P2PCommunicator._communicate (hook pipeline)" in result.stderr
     assert "expected: (self, tensor_send_next, " in result.stderr
     assert "found:    (self, send_next, " in result.stderr
-    result = run("--dct-data-parallel-sparsity=0.9", "x.py", cwd=tmp_path)
+    with forked_interpreters():
+        result = start("-c", AFRESH, "--dct-data-parallel-sparsity=0.9", "x.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert f"went on from {core}" in result.stdout
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
+from support.forked import forked_interpreters
 
 from dct_plugin.integrations.deepspeed import build_lock
 
@@ -32,7 +33,8 @@ with build_lock.builder_watched():
 assert OpBuilder.jit_load is own
 """
     variables = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
+    with forked_interpreters():
+        done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("dct: ")]
     assert line.startswith("dct: still compiling a part of DeepSpeed, or waiting for a process that does")
