@@ -54,12 +54,13 @@ def stand_in(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]
 
     @wraps(function)
     def outside(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> None:
-        profile = sys.getprofile()
-        sys.setprofile(None)
         began = time.thread_time()
+        if profile := sys.getprofile():
+            sys.setprofile(None)
         function(*arguments, **options)
+        if profile:
+            sys.setprofile(profile)
         _stand_ins.append(time.thread_time() - began)
-        sys.setprofile(profile)
 
     return outside
 

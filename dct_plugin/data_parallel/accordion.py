@@ -25,8 +25,8 @@ from torch import Tensor
 from ..config import AccordionConfig
 from ..console import listed, logger
 from .add_on import AddOn, ReducerContext
-from .plan import ReductionPlan
-from .stream_group import Sparsity, StreamGroup
+from .plan import ReductionPlan, Sparsity
+from .stream_group import StreamGroup
 
 #: Most tensors that a line of the log names.
 _NAMED = 8

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from ..config import DataParallelConfig
-from .plan import ReductionPlan
-from .stream_group import Sparsity, StreamGroup
+from .plan import ReductionPlan, Sparsity
+from .stream_group import StreamGroup
 from .topologies import Topologies
 
 

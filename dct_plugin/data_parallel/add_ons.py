@@ -12,9 +12,8 @@ from .accordion import Accordion
 from .add_on import AddOn, ReducerContext
 from .autotune.add_on import AutomaticSparsity
 from .local_steps.add_on import LocalSteps
-from .plan import ReductionPlan
+from .plan import ReductionPlan, Sparsity
 from .step_ahead.add_on import StepAheadAddOn
-from .stream_group import Sparsity
 
 #: In the order in which they see a reduction.
 ADD_ONS: tuple[type[AddOn], ...] = (Accordion, StepAheadAddOn, AutomaticSparsity, LocalSteps)

@@ -24,7 +24,7 @@ from ..transport import lost_ranks
 from ..transport.bounded_table import BoundedTable
 from ..transport.slots import AgreedCapacities, Slots
 from ..transport.tcp_connect import time_limit
-from .plan import PlannedTensor, ReductionPlan
+from .plan import ReductionPlan
 from .plan_exchange import ExchangedChunk, PlanExchange, SendOrder, SentPhase
 from .stream_group import StreamGroup
 from .topology import Phase
@@ -53,11 +53,10 @@ class PendingExchanges:
     def begin(self, phases: Sequence[Phase], plan: ReductionPlan, exchange_record: Record) -> PlanExchange:
         """Return an exchange of a plan, to be posted and given to :meth:`complete`."""
         group = self._group
-
-        def density(tensor: PlannedTensor) -> float:
-            return group.sparsity(tensor.name).density
-
-        chunks = plan.chunks(density, group.backend.message_entries)
+        for each in plan.tensors:
+            if not each.small:
+                each.sparsity = group.sparsity(each.name)
+        chunks = plan.chunks(group.backend.message_entries)
         known = [self._known(phases, chunk) for chunk in chunks]
         in_slots = bool(chunks) and all(known)
         names = {tensor.name for tensor in plan.tensors}
@@ -67,7 +66,7 @@ class PendingExchanges:
         again = any(t.name in names for each in self._pending for t in each.plan.tensors)
         if not in_slots or again or self._kept > MOST_PENDING:
             self.finish()
-        self._kept += sum(t.tensor.numel() * (1.0 if t.small else density(t)) for t in plan.tensors)
+        self._kept += sum([each.kept for each in plan.tensors])
         capacities = known if in_slots else None
         return PlanExchange(group, self._order, phases, plan, chunks, exchange_record, capacities)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
 from torch import Tensor
 
+from ..kernels.job import Spans
 from ..transport.exchange import most_bytes
 
 #: Fewest entries of a shard when a tensor is split over owners: below, headers outweigh the balance.
@@ -27,6 +27,15 @@ MESSAGES_OF_CHUNK = 8
 Entries = Sequence[tuple[str, Tensor]]
 #: Bounds of a part of a tensor.
 Part = tuple[int, int]
+
+
+class Sparsity(NamedTuple):
+    """The sparsity of one tensor in one step."""
+
+    density: float
+    """Share of the entries that is sent."""
+    label: str = ""
+    """Share of its class under which the tensor is recorded besides."""
 
 
 class Shard(NamedTuple):
@@ -114,13 +123,9 @@ class Owners:
         return [sum(most_bytes(shard.stop - shard.start) for _, shard in self.of(rank)) for rank in ranks]
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
-    def spans(self, ranks: range) -> np.ndarray:
+    def spans(self, ranks: range) -> Spans:
         """Return the shards of these ranks as :meth:`.kernels.Backend.prepare_sum` takes them."""
-        found = np.full((len(ranks), max(len(self.of(rank)) for rank in ranks), 3), -1)
-        for row, rank in zip(found, ranks, strict=True):
-            for place, (which, shard) in zip(row, self.of(rank), strict=False):
-                place[:] = which, shard.start, shard.stop
-        return found
+        return Spans([[(which, *shard[1:]) for which, shard in self.of(rank)] for rank in ranks])
 
 
 _owners_of = functools.lru_cache(maxsize=1024)(Owners)
@@ -135,6 +140,12 @@ class PlannedTensor:
     shards: Sequence[Shard]
     small: bool
     """True if the tensor is sent dense."""
+    sparsity: Sparsity = Sparsity(1.0)  # noqa: RUF009 (it does not change)
+
+    @property
+    def kept(self) -> float:
+        """Number of entries that are sent."""
+        return self.tensor.numel() * self.sparsity.density
 
     def view(self, shard: Shard) -> Tensor:
         return self.tensor[shard.start : shard.stop]
@@ -163,11 +174,10 @@ class ReductionPlan:
         self.fingerprint = fingerprint_of(self.operation, tensors, tuple(self.compared))
         self.owners = _owners_of(tensors)
 
-    def chunks(self, density: Callable[[PlannedTensor], float], entries: float) -> list[ReductionPlan]:
+    def chunks(self, entries: float) -> list[ReductionPlan]:
         """Cut the plan, in order, between tensors: while the message of a chunk travels, the next is made.
 
         Args:
-            density: Share of a tensor's entries that is sent; the same on every rank.
             entries: Entries sent that are worth a message of their own; more in tensors of many parts, since
                 each part has a message.
         """
@@ -180,7 +190,7 @@ class ReductionPlan:
                 groups.append([])
                 kept = 0.0
             groups[-1].append(tensor)
-            kept += tensor.tensor.numel() * (1.0 if tensor.small else density(tensor))
+            kept += tensor.kept
         if kept < SMALLEST_CHUNK * entries and len(groups) > 1:
             last = groups.pop()
             groups[-1] += last

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..codecs.message import MessageWriter, read_messages
-from ..metrics import Record
+from ..metrics import Record, profiled
 from ..transport.exchange import Exchange
 from ..transport.slots import AgreedCapacities, Slots
 from .plan import ReductionPlan
@@ -152,7 +151,7 @@ class PlanExchange:
         group, plan = self._group, chunk.plan
         # Payloads, slots and the coming sum are one batch, of which one table goes to the device: before the
         # messages do, on their stream. What is to run behind messages that arrive runs behind that copy, too.
-        with record_function("dct.select"), group.backend.batched():
+        with profiled("dct.select"), group.backend.batched():
             sent = SentPhase(phase, writers, phase.write(plan, writers))
             if self.in_slots:
                 self._fill_slots(sent, chunk)

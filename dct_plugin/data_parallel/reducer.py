@@ -24,9 +24,9 @@ from .add_on import AddOn, ReducerContext
 from .add_ons import AddOns
 from .dense_sums import DenseSums
 from .pending_exchanges import PendingExchanges
-from .plan import Entries, PlannedTensor, ReductionPlan, Shard
+from .plan import Entries, PlannedTensor, ReductionPlan, Shard, Sparsity
 from .plan_exchange import PlanExchange
-from .stream_group import GroupOptions, Ranks, Sparsity, StreamGroup
+from .stream_group import GroupOptions, Ranks, StreamGroup
 from .topologies import Topologies
 from .topology import Topology
 

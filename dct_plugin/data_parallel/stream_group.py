@@ -28,7 +28,7 @@ from ..transport import Exchange
 from ..transport.agreement import ranks_in_words
 from ..transport.nodes import Nodes, layout_of
 from ..transport.transports import GroupPeers, Peers
-from .plan import Entries
+from .plan import Entries, Sparsity
 
 if TYPE_CHECKING:
     from .nodes.ranks import NodeRanks
@@ -54,15 +54,6 @@ class WrittenTensor(NamedTuple):
     """Number of ranks that each payload is sent to."""
     label: str = ""
     """Share of the class under which it is recorded besides."""
-
-
-class Sparsity(NamedTuple):
-    """The sparsity of one tensor in one step."""
-
-    density: float
-    """Share of the entries that is sent."""
-    label: str = ""
-    """Share of its class under which the tensor is recorded besides."""
 
 
 class GroupOptions(TypedDict, total=False):

@@ -36,7 +36,7 @@ class GradientPhase(Phase):
 
     def _write(self, tensor: PlannedTensor, writers: Sequence[MessageWriter]) -> WrittenTensor:
         group, stream = self.group, None
-        grad, sparsity = as_flat(tensor.tensor), group.sparsity(tensor.name)
+        grad, sparsity = as_flat(tensor.tensor), tensor.sparsity
         owners = [writers[shard.owner] for shard in tensor.shards]
         if tensor.small:
             stats = [
@@ -153,7 +153,7 @@ class _Answers(Phase):
         self, tensor: PlannedTensor, shard: Shard, total: Tensor, writer: MessageWriter
     ) -> WrittenTensor:
         """Write a sum, and leave zeros in ``total``."""
-        density = min(1.0, self.group.sparsity(tensor.name).density * self.group.settings.server_density)
+        density = min(1.0, tensor.sparsity.density * self.group.settings.server_density)
         stream = None
         if tensor.small:
             # A sum of bf16 is rounded to bf16 on arrival. One of fp16 may not be an fp16 before it is scaled.

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from ..codecs.values import ValueDtype
 from . import displacement
 from .checks import open_payload
 from .displacement import Displacement, Scratch, Squares
-from .job import Job, PartedJob, Tau
+from .job import Job, PartedJob, Spans, Tau
 
 
 class Backend(ABC):
@@ -277,7 +276,7 @@ class Backend(ABC):
         bounds: Sequence[tuple[int, int]],
         outs: Sequence[Tensor],
         scale: float,
-        spans: np.ndarray | None = None,
+        spans: Spans | None = None,
         *,
         spare: bool = False,
         bits: int = 2,
@@ -294,9 +293,8 @@ class Backend(ABC):
             outs: See :meth:`sum_messages`. If there is one slot, or parts are given, they may hold anything,
                 which is added to.
             scale: See :meth:`sum_messages`.
-            spans: int64 [slots, most payloads of one, 3]: number of the tensor, first entry, and the one
-                behind the last, of the parts of ``outs`` that each slot is for; no two are for one part. -1
-                behind the payloads of a slot. None: each slot is for all of ``outs``.
+            spans: The parts of ``outs`` that each slot is for, no two for one part. None: each is for all of
+                ``outs``.
             spare: A slot that does not hold its message leaves ``outs`` alone; else it makes them NaN.
             bits: The fewest bits of a value that has a position.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -142,6 +142,34 @@ class Parts:
         """int64 [parts, 3]: first entry, entries, and the most in the payload."""
         bounds = np.array(self.bounds, dtype=np.int64).reshape(-1, 2)
         return np.stack([bounds[:, 0], bounds[:, 1] - bounds[:, 0], np.array(self.capacities)], axis=1)
+
+
+@lru_cache(maxsize=4096)
+def whole(numel: int, capacity: int, value_dtype: ValueDtype) -> Parts:
+    """Return one part, which is all of a tensor."""
+    return Parts([(0, numel)], [capacity], value_dtype)
+
+
+class Spans:
+    """The parts of tensors that messages have payloads for.
+
+    Args:
+        of: By message, the tensor's number, the first entry, and the one behind the last, of each payload.
+
+    Attributes:
+        numbers: int64 [messages, most payloads of one, 3]: ``of``, with -1 behind the payloads of a message.
+    """
+
+    def __init__(self, of: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+        self.of, self.numbers = of, np.full((len(of), max(map(len, of)), 3), -1)
+        for row, payloads in zip(self.numbers, of, strict=True):
+            row[: len(payloads)] = np.array(payloads).reshape(-1, 3)
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def whole(numels: tuple[int, ...]) -> Spans:
+        """Return those of one message, or of several alike, with all of each tensor."""
+        return Spans([[(which, 0, numel) for which, numel in enumerate(numels)]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,7 +261,9 @@ def test_a_plan_is_cut_between_tensors_and_leaves_no_scraps() -> None:
     ]
 
     def cut(kept: int, density: float) -> list[list[int]]:
-        pieces = plan.ReductionPlan("direct", items, compared=["0"]).chunks(lambda _: density, kept)
+        for each in items:
+            each.sparsity = plan.Sparsity(1.0 if each.small else density)
+        pieces = plan.ReductionPlan("direct", items, compared=["0"]).chunks(kept)
         assert len({piece.fingerprint for piece in pieces}) == len(pieces)
         return [[each.tensor.numel() for each in piece.tensors] for piece in pieces]
 
@@ -269,12 +271,13 @@ def test_a_plan_is_cut_between_tensors_and_leaves_no_scraps() -> None:
     assert cut(600, 0.01) == [[60_000], [2_000, 70_000, 64, 64]]
     assert cut(600, 0.1) == [[60_000], [2_000, 70_000, 64, 64]]
     assert cut(100, 0.1) == [[60_000], [2_000], [70_000], [64, 64]]
-    assert plan.ReductionPlan("direct", []).chunks(lambda _: 1.0, 100)[0].tensors == []
+    assert plan.ReductionPlan("direct", []).chunks(100)[0].tensors == []
     for parts, chunks in ((8, 4), (32, 2)):  # a message for each part
         each = 60_000 // parts
         shards = [Shard(n, n * each, (n + 1) * each) for n in range(parts)]
-        four = [plan.PlannedTensor(f"{n}", torch.zeros(60_000), shards, False) for n in range(4)]
-        assert len(plan.ReductionPlan("two phases", four).chunks(lambda _: 0.01, 400)) == chunks, parts
+        kept, zeros = plan.Sparsity(0.01), torch.zeros(60_000)
+        four = [plan.PlannedTensor(f"{n}", zeros, shards, False, kept) for n in range(4)]
+        assert len(plan.ReductionPlan("two phases", four).chunks(400)) == chunks, parts
 
 
 def test_owners_of_plans_that_are_gone_are_not_kept() -> None:

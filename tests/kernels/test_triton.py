@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -40,7 +41,7 @@ from dct_plugin.compression.stream import Encoded
 from dct_plugin.config import KernelConfig
 from dct_plugin.errors import DCTError, PayloadError
 from dct_plugin.kernels import Backend, Job
-from dct_plugin.kernels.job import SMALLEST_TAU
+from dct_plugin.kernels.job import SMALLEST_TAU, Spans
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton import backend as triton_backend
 from dct_plugin.kernels.triton import batch as triton_batch
@@ -315,7 +316,7 @@ def test_room_for_positions_is_that_of_the_values_and_a_message_with_more_is_dam
     for bits, expected, positions in ((2, 0, size), (16, 7, 8 * 1024 // 17)):
         out = [torch.zeros(size)]
         targets = np.array([[[size, 0, 0, 0, 0]]])
-        messages = UnopenedMessages(slot, [(0, 1024)], targets, slots=True, bits=bits)
+        messages = UnopenedMessages(slot, [(0, 1024)], Spans.whole((size,)), targets, slots=True, bits=bits)
         opened = messages.open(upload(messages.table(), slot.device))
         wrong, _ = TRITON.prepare_sum(slot, [(0, 1024)], out, 1.0, bits=bits)()
         assert (wrong.tolist(), opened.positions.numel()) == ([expected], positions)
@@ -377,17 +378,15 @@ def test_slots_of_owners_are_added_at_once(dtype: torch.dtype, scale: float) -> 
     slots[6][:8] = torch.tensor([32_800 - 32]).view(torch.uint8)  # more than its payload
     buffer, ends = torch.cat(slots), [*torch.tensor([slot.numel() for slot in slots]).cumsum(0).tolist()]
     bounds = [(end - slot.numel(), end) for slot, end in zip(slots, ends, strict=True)]
-    results, first, spans = [], 0, np.full((len(sizes), 3, 3), -1)
-    for row, each in zip(spans, sizes, strict=True):
-        for place, size in zip(row, each, strict=False):
-            place[:] = 0, first, first + size
-            first += size
+    results, begins = [], itertools.accumulate([0, *itertools.chain.from_iterable(sizes)])
+    of = [[(0, begin, begin + size) for size, begin in zip(each, begins, strict=False)] for each in sizes]
+    first = sum(map(sum, sizes))
     for at_once in (False, True):
         together = torch.zeros(first, dtype=dtype)
-        outs = [[together[start:stop] for at, start, stop in row if at >= 0] for row in spans.tolist()]
+        outs = [[together[start:stop] for _, start, stop in each] for each in of]
         with counted_launches() as launched:
             if at_once:
-                found = [TRITON.prepare_sum(buffer, bounds, [together], scale, spans)()]
+                found = [TRITON.prepare_sum(buffer, bounds, [together], scale, Spans(of))()]
             else:
                 pairs = zip(bounds, outs, strict=True)
                 found = [TRITON.prepare_sum(buffer, [place], own, scale)() for place, own in pairs]

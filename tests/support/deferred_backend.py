@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from dct_plugin.compression.stream import add_payload
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Job
 from dct_plugin.kernels.checks import split_message
+from dct_plugin.kernels.job import Spans
 from dct_plugin.kernels.reference import ReferenceBackend
 
 _READS = {
@@ -86,7 +86,7 @@ class DeferredBackend(ReferenceBackend):
         bounds: Sequence[tuple[int, int]],
         outs: Sequence[Tensor],
         scale: float,
-        spans: np.ndarray | None = None,
+        spans: Spans | None = None,
         *,
         spare: bool = False,
         bits: int = 2,
@@ -94,7 +94,7 @@ class DeferredBackend(ReferenceBackend):
         def add_up() -> tuple[Tensor, Tensor]:
             if spans is None:
                 return self._sum_slots(buffer, bounds, outs, scale, spare)
-            parts = [[outs[w][start:stop] for w, start, stop in each if w >= 0] for each in spans.tolist()]
+            parts = [[outs[w][start:stop] for w, start, stop in each] for each in spans.of]
             pairs = zip(bounds, parts, strict=True)
             found = [self._sum_slots(buffer, [place], own, scale, spare) for place, own in pairs]
             return torch.cat([errors for errors, _ in found]), torch.cat([missing for _, missing in found])

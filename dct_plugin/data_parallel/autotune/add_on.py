@@ -29,7 +29,8 @@ from ...host_traffic import own_traffic
 from ...metrics import format_bytes
 from ...policy.settings import Setting, settings_within
 from ..add_on import AddOn, ReducerContext
-from ..stream_group import Sparsity, StreamGroup
+from ..plan import Sparsity
+from ..stream_group import StreamGroup
 from ..topologies import Topologies
 from .cost_model import CostModel, Link
 from .decision_rules import DecisionRules, gentlest_of_fastest, settings_to_try

@@ -27,7 +27,7 @@ from ...errors import PayloadError
 from ..backend import Backend
 from ..checks import naming_message, open_payload
 from ..displacement import Displacement, Scratch, Squares, fresh
-from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, check_vector
+from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, Spans, check_vector
 from ..reference import ReferenceBackend, sample_positions
 
 try:
@@ -207,7 +207,7 @@ class TritonBackend(Backend):
         bounds: Sequence[tuple[int, int]],
         outs: Sequence[Tensor],
         scale: float,
-        spans: np.ndarray | None = None,
+        spans: Spans | None = None,
         *,
         spare: bool = False,
         bits: int = 2,

@@ -8,6 +8,7 @@ two or three, and goes through the kernels of :mod:`.selection_kernels` once for
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from ...codecs.index import IndexEncoding
 from ...codecs.message import MessageWriter
 from ...codecs.splitmix import signed
 from ...codecs.stats import Figures, Stats
-from ..job import GRAD_CODES, SMALLEST_TAU, Job, PartedJob
+from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, Parts, whole
 from . import selection_kernels as device
 from .launch import launch
 
@@ -55,7 +56,9 @@ def readable(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
-ROW = device.ROW.value
+ROW, NUMEL, START, TILES, SLOT = (
+    each.value for each in (device.ROW, device.NUMEL, device.START, device.TILES, device.SLOT)
+)
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
 
@@ -101,16 +104,15 @@ class _Write(NamedTuple):
     job: Job | PartedJob
     places: Sequence[int]
     """Addresses of the payloads."""
-    numbers: np.ndarray
-    """int64 [payloads, 3]: first entry, entries, and the most in a payload."""
+    parts: Parts
     turn: int
     tau: tuple[int, int]
 
-    def columns(self) -> list[int]:
-        """Return what all payloads of the tensor have in common."""
+    def columns(self, figures: int) -> list[int]:
+        """Return what all payloads of the tensor have in common, the first of which has these ``figures``."""
         job = self.job
         addresses = map(_address, (job.grad, job.residual, job.residual_out))
-        return [*addresses, job.grad.element_size(), self.turn, *self.tau, len(self.places)]
+        return [*addresses, self.turn, figures, *self.tau]
 
     def undo(self) -> None:
         """Put the old residual into memory that the launch, which failed, should have written."""
@@ -134,7 +136,7 @@ class _Entrywise(NamedTuple):
         row = [0] * ROW
         row[: len(self.tensors)] = map(_address, self.tensors)
         assert self.tensors[0] is not None
-        numbers = {device.NUMEL.value: self.tensors[0].numel(), device.CHUNKS.value: first, **self.numbers}
+        numbers = {NUMEL: self.tensors[0].numel(), device.CHUNKS.value: first, **self.numbers}
         for place, number in numbers.items():
             row[place] = number
         return row
@@ -177,32 +179,31 @@ class Batch:
 
     def compress(self, job: Job) -> Stats:
         """See :meth:`.backend.Backend.compress`."""
-        numbers = np.array([[0, job.numel, job.capacity]])
-        return self._add(job, numbers, job.start, [job.out.data_ptr()], job.value_dtype, job.encoding)
+        parts = whole(job.numel, job.capacity, job.value_dtype)
+        return self._add(job, parts, job.start, [job.out.data_ptr()], job.encoding)
 
     def compress_parts(self, job: PartedJob, writers: Sequence[MessageWriter]) -> list[Stats]:
         """See :meth:`.backend.Backend.compress_parts`."""
         parts, places = job.parts, list[int]()
-        stats = self._add(job, parts.numbers, job.turn, places, parts.value_dtype)
+        stats = self._add(job, parts, job.turn, places)
         places += map(MessageWriter.place, writers, parts.nbytes, itertools.repeat(stats), itertools.count())
         return [stats]
 
     def _add(
         self,
         job: Job | PartedJob,
-        numbers: np.ndarray,
+        parts: Parts,
         turn: int,
         places: Sequence[int],
-        value: int,
         encoding: IndexEncoding | None = None,
     ) -> Stats:
-        variant = _Variant.of(job, int(value), encoding)
+        variant, count = _Variant.of(job, int(parts.value_dtype), encoding), len(parts.bounds)
         tau = (-1, 0) if variant.entries == _DENSE else self._tau(job.tau)
         applied = self._taus[tau[0]] if tau[0] >= 0 else job.tau
-        self._noted.writes.append(_Write(variant, job, places, numbers, turn, tau))
-        stats = Stats.on_device(self._figures, self._payloads, len(numbers), tau=applied)
+        self._noted.writes.append(_Write(variant, job, places, parts, turn, tau))
+        stats = Stats.on_device(self._figures, self._payloads, count, tau=applied)
         self._tensors += 1
-        self._payloads += len(numbers)
+        self._payloads += count
         self._entries += job.grad.numel()
         return stats
 
@@ -278,7 +279,7 @@ class Batch:
         before, samples, writes, after, behind = noted
         begins = itertools.accumulate((len(write.places) for write in writes), initial=0)
         variants = grouped(zip(writes, begins, strict=False), lambda pair: pair[0].variant)
-        laid = [_laid_out(group, dense=variant.entries == _DENSE) for variant, group in variants.items()]
+        laid = [_rows(variant, group) for variant, group in variants.items()]
         first, drawn, last = (
             [(key, *_counted(group)) for key, group in grouped(each, lambda one: one.key).items()]
             for each in (before, samples, after)
@@ -293,11 +294,11 @@ class Batch:
                 self._pass(next(parts), key, chunks)
             for key, _, chunks in drawn:
                 self._find(next(parts), key, chunks, max(each.entries for each in samples))
-            sizes = [len(rows) * STATE + counts_and_sums(int(units[1]), len(rows)) for rows, units in laid]
+            sizes = [len(rows) * STATE + counts_and_sums(units[1], len(rows)) for rows, units in laid]
             sizes = [-(-size // 2) * 2 for size in sizes]
             states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where).split(sizes)
             for variant, (_, units), state in zip(variants, laid, states, strict=True):
-                self._write(next(parts), variant, units.tolist(), state, counts)
+                self._write(next(parts), variant, units, state, counts)
             for key, _, chunks in last:
                 self._pass(next(parts), key, chunks)
             for _, run in behind:
@@ -366,35 +367,55 @@ class Batch:
         return torch.empty(size, dtype=dtype, device=self.where)
 
 
-def _laid_out(writes: Sequence[tuple[_Write, int]], *, dense: bool) -> tuple[np.ndarray, np.ndarray]:
+def _rows(variant: _Variant, writes: Sequence[tuple[_Write, int]]) -> tuple[np.ndarray, list[int]]:
     """Return the rows of payloads of one variant, and the totals of their units of work: tiles, blocks,
     chunks of the body and of entries, positions.
 
     Args:
+        variant: The variant.
         writes: Each with the row of its first payload's figures.
-        dense: Whether they hold every entry.
     """
-    begins = itertools.accumulate((len(write.places) for write, _ in writes), initial=0)
-    common = [[*write.columns(), row - begin] for (write, row), begin in zip(writes, begins, strict=False)]
-    grad, residual, left, size, turn, slot, bits, _, figures = np.repeat(
-        np.array(common), [each[-2] for each in common], axis=0
-    ).T
-    start, numel, most = np.concatenate([write.numbers for write, _ in writes]).T
+    of, size = tuple([write.parts for write, _ in writes]), GRAD_DTYPES[variant.grad].itemsize
+    layout, units, which, offsets, moduli = _layout(of, size, dense=variant.entries == _DENSE)
+    columns = np.array([write.columns(figures) for write, figures in writes])[which]
+    rows = layout.copy()
+    payloads = rows[:-1]
+    payloads[:, :3] = columns[:, :3] + offsets
+    payloads[:, 3] = list(itertools.chain.from_iterable([write.places for write, _ in writes]))
+    payloads[:, START] = columns[:, 3] % moduli
+    payloads[:, SLOT : SLOT + 3] += columns[:, 4:]
+    return rows, units
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(
+    of: tuple[Parts, ...], size: int, *, dense: bool
+) -> tuple[np.ndarray, list[int], np.ndarray, np.ndarray, np.ndarray]:
+    """Return what the rows of payloads have in every step.
+
+    Args:
+        of: Parts of each tensor.
+        size: Bytes of an entry.
+        dense: Whether the payloads hold every entry.
+
+    Returns:
+        The rows without addresses; the totals of units of work; for each payload, the number of its tensor,
+        the bytes before it in gradient and residuals, and what its first position is taken modulo.
+    """
+    counts = [len(each.numbers) for each in of]
+    start, numel, most = np.concatenate([each.numbers for each in of]).T
     if dense:
         units = [_programs(numel, CHUNK), 0 * numel, 0 * numel]
     else:
         body = np.maximum(most, -(-numel // 32))
         units = [_programs(body, CHUNK), _programs(most, CHUNK), most]
     rows = np.zeros((len(numel) + 1, ROW), dtype=np.int64)
-    first, beyond = device.TILES.value, device.SLOT.value
-    residuals = [where + 4 * start * (where != 0) for where in (residual, left)]
-    places = [place for write, _ in writes for place in write.places]
-    columns = [grad + size * start, *residuals, places, numel, most, turn % np.maximum(numel, 1)]
-    rows[:-1, :first] = np.stack(columns, axis=1)
+    rows[:-1, NUMEL:START] = np.stack([numel, most], axis=1)
     work = np.stack([_programs(numel, TILE), _programs(numel, BLOCK), *units], axis=1)
-    rows[1:, first:beyond] = np.cumsum(work, axis=0)
-    rows[:-1, beyond : beyond + 3] = np.stack([figures + np.arange(len(numel)), slot, bits], axis=1)
-    return rows, rows[-1, first:beyond]
+    rows[1:, TILES:SLOT] = np.cumsum(work, axis=0)
+    rows[:-1, SLOT] = np.concatenate([*map(np.arange, counts)])
+    which, offsets = np.repeat(np.arange(len(of)), counts), np.outer(start, [size, 4, 4])
+    return rows, rows[-1, TILES:SLOT].tolist(), which, offsets, np.maximum(numel, 1)
 
 
 def _programs(count: np.ndarray, each: int) -> np.ndarray:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 from ...codecs.index import IndexEncoding
 from ...codecs.payload import Payload
 from ..checks import scales_first
-from ..job import GRAD_CODES
+from ..job import GRAD_CODES, Spans
 from . import message_kernels as device
 from .batch import BLOCK, CHUNK, Batch, _programs, counts_and_sums, launched_on, upload
 from .launch import launch
@@ -33,10 +34,10 @@ class UnopenedMessages(NamedTuple):
     """uint8, with the messages."""
     bounds: Sequence[tuple[int, int]]
     """First byte of each, and the one behind it."""
+    spans: Spans
+    """What their payloads are for: one row for all messages, or one for each."""
     targets: np.ndarray
     """See :func:`_targets`."""
-    spans: np.ndarray | None = None
-    """See :meth:`.backend.Backend.prepare_sum`."""
     slots: bool = False
     """The messages are in slots (:mod:`dct_plugin.codecs.slots`)."""
     spare: bool = False
@@ -46,25 +47,25 @@ class UnopenedMessages(NamedTuple):
 
     def table(self) -> np.ndarray:
         """Return what :meth:`open` needs on the device, int64."""
-        spans, several = self.spans, len(self.bounds)
-        payloads = [self.targets.shape[1]] * several if spans is None else (spans[:, :, 0] >= 0).sum(axis=1)
-        return np.concatenate([np.column_stack([self.bounds, payloads]).ravel(), self.targets.ravel()])
+        places, targets = 3 * len(self.bounds), self.targets.ravel()
+        table = np.empty(places + len(targets), dtype=np.int64)
+        messages, table[places:] = table[:places].reshape(-1, 3), targets
+        messages[:, :2], messages[:, 2] = self.bounds, _layout(self.spans).payloads
+        return table
 
     def open(self, table: Tensor) -> OpenedMessages:
         """Check the messages, and find their positions; ``table`` is :meth:`table` on the device."""
-        buffer, bounds, targets, _, slots, spare, bits = self
-        where, count, several = buffer.device, targets.shape[1], len(bounds)
-        numels = targets[:, :, 0]
-        longest, entries = max([end - begin for begin, end in bounds]), int(numels.sum(axis=1).max())
-        room = min(8 * longest // (bits + 1), entries)  # with a bit or more for the position
+        buffer, bounds, spans, targets, slots, spare, bits = self
+        where, count, several, layout = buffer.device, targets.shape[1], len(bounds), _layout(spans)
+        longest = max([end - begin for begin, end in bounds])
+        room = min(8 * longest // (bits + 1), layout.entries)  # with a bit or more for the position
         places, meta = table[: 3 * several], table[3 * several :].view(targets.shape)
         stride = _stride(meta)
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
         missing = torch.empty(several, dtype=torch.int64, device=where)
         words = buffer.view(torch.int64) if slots else None
         absent = device.ADDED if spare else device.POISONED
-        sums = int(_programs(numels, _RANGE).sum(axis=1).max())
-        units = int((-(-numels // BLOCK)).sum(axis=1).max()) + longest // CHUNK + count
+        units = layout.blocks + longest // CHUNK + count
         with launched_on(where):
             arguments = buffer, words, places, meta, rows, missing, count, stride, room
             launch(device.open_messages, several, *arguments, SLOTS=slots, ABSENT=absent.value)
@@ -73,7 +74,7 @@ class UnopenedMessages(NamedTuple):
             sizes, checks = (count, stride, units, counts.shape[-1]), -(-longest // (4 * CHUNK)) + count
             launch(device.scan, (checks + units, several), buffer, rows, meta, counts, *sizes, checks)
             launch(device.place, (units, several), buffer, rows, meta, counts, positions, *sizes, room)
-        return OpenedMessages(buffer, rows, positions, missing, sums, meta)
+        return OpenedMessages(buffer, rows, positions, missing, layout.programs, meta)
 
 
 class OpenedMessages(NamedTuple):
@@ -93,8 +94,9 @@ class OpenedMessages(NamedTuple):
     @classmethod
     def of(cls, payload: Payload, out: Tensor | None = None) -> OpenedMessages:
         """Open a single payload, whose header the host has."""
-        targets = np.array([[[payload.numel, 0, 0, 0, 0]]]) if out is None else _targets([out], [-1])
-        messages = UnopenedMessages(payload.data, [(0, payload.header.nbytes)], targets)
+        spans, bounds = Spans.whole((payload.numel,)), [(0, payload.header.nbytes)]
+        targets = _targets(spans, [payload.data if out is None else out], [-1])
+        messages = UnopenedMessages(payload.data, bounds, spans, targets)
         return messages.open(upload(messages.table(), payload.data.device))
 
     def entries(self, payload: Payload) -> tuple[Tensor, Tensor]:
@@ -132,7 +134,7 @@ def prepared_sum(
     bounds: Sequence[tuple[int, int]],
     outs: Sequence[Tensor],
     scale: float,
-    spans: np.ndarray | None = None,
+    spans: Spans | None = None,
     **options: Any,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """Do what :meth:`.backend.Backend.prepare_sum` does, with what a batch uploads; ``options``: see
@@ -143,7 +145,8 @@ def prepared_sum(
     sizes = [0 if once or out.dtype == torch.float32 else out.numel() for out in outs]
     *begins, apart = itertools.accumulate(sizes, initial=0)
     places = [begin if size else -1 for begin, size in zip(begins, sizes, strict=True)]
-    messages = UnopenedMessages(buffer, bounds, _targets(outs, places, spans), spans, **options)
+    spans = spans or Spans.whole(tuple([out.numel() for out in outs]))
+    messages = UnopenedMessages(buffer, bounds, spans, _targets(spans, outs, places), **options)
     table = list[Tensor]()
     batch.then(messages.table, table.append)
 
@@ -162,16 +165,42 @@ def _stride(targets: Tensor) -> int:
     return targets.stride(0) if len(targets) > 1 else 0
 
 
-def _targets(outs: Sequence[Tensor], apart: Sequence[int], spans: np.ndarray | None = None) -> np.ndarray:
+def _targets(spans: Spans, outs: Sequence[Tensor], apart: Sequence[int]) -> np.ndarray:
     """Return where payloads are added, int64 [1 or messages, payloads, META]; ``apart``: the place of each
     sum that is made in other memory, or -1.
     """
-    pairs = zip(outs, apart, strict=True)
-    each = [[out.data_ptr(), out.element_size(), GRAD_CODES[out.dtype], place] for out, place in pairs]
-    if spans is None:
-        spans = np.array([[[which, 0, out.numel()] for which, out in enumerate(outs)]])
-    which, start, stop = np.moveaxis(spans, -1, 0)
-    address, size, code, place = np.moveaxis(np.array(each)[which], -1, 0)
-    programs = _programs(stop - start, _RANGE)
-    firsts = programs.cumsum(axis=1) - programs
-    return np.stack([stop - start, address + start * size, code, firsts, place], axis=-1)
+    pairs, layout = zip(outs, apart, strict=True), _layout(spans)
+    each = [[out.data_ptr(), GRAD_CODES.get(out.dtype, 0), place, out.element_size()] for out, place in pairs]
+    found = np.array(each)[layout.which]
+    targets = layout.targets.copy()
+    targets[:, :, 1] = found[:, :, 0] + layout.start * found[:, :, 3]
+    targets[:, :, 2::2] = found[:, :, 1:3]
+    return targets
+
+
+class _Layout(NamedTuple):
+    """What tables of messages have in every step."""
+
+    which: np.ndarray
+    """int64 [1 or messages, payloads]: the number of each payload's tensor."""
+    start: np.ndarray
+    """The entries before it."""
+    targets: np.ndarray
+    """:func:`_targets` without addresses and types."""
+    payloads: np.ndarray
+    """Payloads of each message."""
+    entries: int
+    blocks: int
+    programs: int
+    """Entries of the tensors of one message, blocks of positions, programs that add it up, at most."""
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(spans: Spans) -> _Layout:
+    which, start, stop = np.moveaxis(spans.numbers, -1, 0)
+    numel = stop - start
+    blocks, programs = -(-numel // BLOCK), _programs(numel, _RANGE)
+    targets = np.zeros((*numel.shape, device.META.value), dtype=np.int64)
+    targets[:, :, 0], targets[:, :, 3] = numel, programs.cumsum(axis=1) - programs
+    most = [int(each.sum(axis=1).max()) for each in (numel, blocks, programs)]
+    return _Layout(which, start, targets, (which >= 0).sum(axis=1), *most)
