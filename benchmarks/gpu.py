@@ -45,7 +45,7 @@ from no_gpu import DEVICE, DRY, device_ids, stand_in
 
 import dct_plugin
 from dct_plugin import Compressor
-from dct_plugin.codecs.message import MessageWriter, read_messages
+from dct_plugin.codecs.message import MessageWriter
 from dct_plugin.codecs.payload import Payload, payload_bound
 from dct_plugin.codecs.slots import slot_bytes
 from dct_plugin.codecs.stats import Figures, Stats, read_figures
@@ -157,9 +157,9 @@ def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row
         writer.advance(Stats.on_device(Figures(counts.view(1, 4))))
         room = int(slot_bytes(np.array(payload_nbytes)))
         slots = torch.empty(2 * room, dtype=torch.uint8, device=DEVICE)
-        halves, bounds = slots.split(room), [(0, room), (room, 2 * room)]
-        add("write a slot", lambda: kernels.write_slots([(writer, halves[0])], 0), 2 * payload_nbytes)
-        kernels.write_slots([(writer, halves[1])], 0)
+        bounds = [(0, room), (room, 2 * room)]
+        add("write a slot", lambda: kernels.write_slots(writer, slots, bounds[:1], 0), 2 * payload_nbytes)
+        kernels.write_slots(writer, slots, bounds[1:], 0)
         add("sum of 2 slots", lambda: kernels.prepare_sum(slots, bounds, [target], 0.5)(), 2 * once)
     return bandwidth, rows
 
@@ -223,19 +223,19 @@ class BackToSender:
         grads = [parameter.grad.view(-1) for parameter in self.parameters if parameter.grad is not None]
         pairs = list(zip(self.streams, grads, strict=True))
         with self.kernels.batched():
-            encoded = [s.encode(g, [(0, g.numel())], [self.writer], clear=True) for s, g in pairs]
+            encoded = [s.encode(g, self.writer, clear=True) for s, g in pairs]
         stats = [part for each in encoded for part in each.stats]
         late = 1
         if self.size and not self.kernels.lengths_on_host:
             slot = torch.empty(int(slot_bytes(np.array(self.size))), dtype=torch.uint8, device=DEVICE)
-            self.kernels.write_slots([(self.writer, slot)], 0)
+            self.kernels.write_slots(self.writer, slot, [(0, slot.numel())], 0)
             wrong, missing = self.kernels.prepare_sum(slot, [(0, slot.numel())], grads, 1.0)()
             _, (late,) = read_figures(stats, [wrong.to(torch.int64), missing])
             if late:
                 for grad in grads:
                     grad.zero_()
         if late:
-            (message,) = read_messages([self.writer])
+            message = self.writer.message
             self.kernels.sum_messages([message], grads, 1.0)
         self.size = sum(part.nbytes for part in stats)
         for stream, each in zip(self.streams, encoded, strict=True):

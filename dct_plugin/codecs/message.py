@@ -1,15 +1,19 @@
-"""A message: the payloads for one peer, one after the other in one buffer that is kept between steps.
+"""Messages: the payloads for a peer, one after the other, in buffers that are kept between steps.
 
 The host knows how large a payload may become, not how large it is: it reserves the bound, a kernel writes,
 and :meth:`MessageWriter.advance` is given what the kernel returned. After a size that is on the host already,
 the next payload begins right behind. After one that is still on the device it begins behind the bound;
-:func:`read_messages` reads the sizes of all payloads of all messages in one copy, and closes the gaps.
+:meth:`MessageWriter.read` reads the sizes of all payloads in one copy, and closes the gaps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,100 +23,180 @@ from .stats import Stats, read_stats
 _KEPT_BYTES, _KEPT_TIMES = 1 << 22, 8
 
 
+class Key(tuple[Any, ...]):
+    """A tuple that is hashed once: it is looked up in every step."""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+ONE = Key((0,))
+"""The only receiver."""
+
+
+class Placed(NamedTuple):
+    """Payloads, one behind the other's bound."""
+
+    buffer: Tensor
+    address: int
+    """That of the first one."""
+    receivers: Key
+    sizes: Key
+    """The bounds in bytes."""
+    stats: Stats
+    """Those of all of them."""
+
+
+class Order(NamedTuple):
+    """The payloads of all messages by receivers, and those of a receiver as they were written."""
+
+    receivers: np.ndarray
+    """int64 [payloads], as all others."""
+    placed: np.ndarray
+    """Number of the :class:`Placed`."""
+    which: np.ndarray
+    """Number of the payload in it."""
+    offsets: np.ndarray
+    """Bytes before the payload in it."""
+    sizes: np.ndarray
+
+
+@functools.lru_cache(maxsize=256)
+def order_of(placed: tuple[tuple[Key, Key], ...]) -> Order:
+    """Return the order of payloads by receivers and sizes of each :class:`Placed`."""
+    rows = [
+        (receiver, number, which, end - size, size)
+        for number, (receivers, sizes) in enumerate(placed)
+        for which, (receiver, size, end) in enumerate(
+            zip(receivers, sizes, itertools.accumulate(sizes), strict=True)
+        )
+    ]
+    return Order(*np.array(sorted(rows), dtype=np.int64).reshape(-1, 5).T)
+
+
 class MessageWriter:
-    """Growing uint8 buffer that payloads are encoded into in place.
+    """Growing uint8 buffers that the payloads of messages are encoded into in place.
 
     Args:
         device: Where the payloads are encoded.
+        receivers: Number of messages.
 
     Attributes:
-        placed: What was written since the first payload whose figures are on the device: its place (buffer,
-            address, bytes), the statistics that have its size, and its number among their payloads.
+        placed: What was written since the first payloads whose figures are on the device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._use(torch.empty(0, dtype=torch.uint8, device=device))
-        self._spare = self._buffer  # where the next message with gaps is packed
-        self._length = 0
+    def __init__(self, device: torch.device, receivers: int = 1) -> None:
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        self._buffers = [nothing] * receivers
+        self._spare = [nothing] * receivers  # where the next messages with gaps are packed
+        self._lengths = [0] * receivers
         self._reserved = 0
-        self.placed: list[tuple[Tensor, int, int, Stats, int]] = []
+        self.placed: list[Placed] = []
 
     def clear(self) -> None:
-        """Start a new message. The memory is kept, unless it is large and the last message took a small part
+        """Start new messages. The memory is kept, unless it is large and the last message took a small part
         of it: the first messages after a dense start are much larger than later ones.
         """
-        if self._room > max(_KEPT_BYTES, _KEPT_TIMES * self._length) and self._length:
-            self._use(self._buffer.new_empty(0))
-            self._spare = self._buffer
-        self._length = 0
+        for receiver, length in enumerate(self._lengths):
+            buffer = self._buffers[receiver]
+            if length and buffer.numel() > max(_KEPT_BYTES, _KEPT_TIMES * length):
+                self._buffers[receiver] = self._spare[receiver] = buffer.new_empty(0)
+        self._lengths = [0] * len(self._lengths)
         self.placed.clear()
 
-    def reserve(self, size: int) -> Tensor:
+    def reserve(self, size: int, receiver: int = 0) -> Tensor:
         """Return memory for ``size`` more bytes, uninitialised; valid until the next call."""
-        self._reserved, needed = size, self._length + size
-        if needed > self._room:
-            grown = self._buffer.new_empty(needed + needed // 4)
+        buffer, length = self._buffers[receiver], self._lengths[receiver]
+        self._reserved, needed = size, length + size
+        if needed > buffer.numel():
+            grown = buffer.new_empty(needed + needed // 4)
             if not self.placed:  # else payloads stay where kernels write them, perhaps only later
-                grown[: self._length] = self._buffer[: self._length]
-            self._use(grown)
-        return self._buffer[self._length : needed]
+                grown[:length] = buffer[:length]
+            self._buffers[receiver] = buffer = grown
+        return buffer[length:needed]
 
-    def advance(self, written: int | Stats) -> None:
+    def advance(self, written: int | Stats, receiver: int = 0) -> None:
         """Note that the reserved memory holds a payload of ``written`` bytes, or of as many as the statistics
         say.
         """
         stats = written if isinstance(written, Stats) else Stats(written, 0, 0, False)
+        receivers = ONE if receiver == 0 else Key((receiver,))
         if stats.pending:
-            self.place(self._reserved, stats)
-            return
-        if self.placed:
-            self.placed.append((self._buffer, self._address + self._length, self._reserved, stats, 0))
-        self._length += stats.nbytes
+            self._place(receiver, receivers, Key((self._reserved,)), self._reserved, stats)
+        else:
+            if self.placed:
+                address = self._buffers[receiver].data_ptr() + self._lengths[receiver]
+                sizes = Key((stats.nbytes,))
+                self.placed.append(Placed(self._buffers[receiver], address, receivers, sizes, stats))
+            self._lengths[receiver] += stats.nbytes
 
-    def place(self, size: int, stats: Stats, which: int = 0) -> int:
-        """Return the address of memory for a payload of at most ``size`` bytes, whose figures are on the
-        device: ``which`` of those that ``stats`` has.
+    def place(self, receivers: Key, sizes: Key, total: int, stats: Stats) -> int:
+        """Return the address of memory for payloads whose figures are on the device.
+
+        Args:
+            receivers: That of each payload.
+            sizes: Bytes that each has at most; ``total`` is their sum.
+            stats: Their figures.
         """
-        at, needed = self._length, self._length + size
-        if needed > self._room:
-            self.reserve(size)
-        if at and not self.placed:
-            self.placed.append((self._buffer, self._address, at, Stats(at, 0, 0, False), 0))
-        address = self._address + at
-        self.placed.append((self._buffer, address, size, stats, which))
-        self._length = needed
+        self.reserve(total)
+        return self._place(0, receivers, sizes, total, stats)
+
+    def _place(self, where: int, receivers: Key, sizes: Key, total: int, stats: Stats) -> int:
+        """Note payloads in the memory that was reserved last, in the buffer of the receiver ``where``."""
+        for receiver, length in enumerate([] if self.placed else self._lengths):
+            if length:
+                buffer, known = self._buffers[receiver], Stats(length, 0, 0, False)
+                self.placed.append(Placed(buffer, buffer.data_ptr(), Key((receiver,)), Key((length,)), known))
+        address = self._buffers[where].data_ptr() + self._lengths[where]
+        self.placed.append(Placed(self._buffers[where], address, receivers, sizes, stats))
+        self._lengths[where] += total
         return address
 
     @property
+    def layout(self) -> tuple[tuple[Key, Key], ...]:
+        """Receivers and sizes of what was placed, for :func:`order_of`."""
+        return tuple([(each.receivers, each.sizes) for each in self.placed])
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of each message, all of which was placed."""
+        order, sizes = order_of(self.layout), [each.stats.sizes for each in self.placed]
+        firsts = np.cumsum([0, *map(len, sizes)])
+        every = np.concatenate([np.empty(0), *sizes])[firsts[order.placed] + order.which]
+        found: list[int] = np.bincount(order.receivers, every, len(self._lengths)).astype(int).tolist()
+        return found
+
+    @property
     def message(self) -> Tensor:
-        """All that was written since :meth:`clear`; a view, valid until the next :meth:`clear`."""
-        return read_messages([self])[0]
+        """All that was written for the first receiver since :meth:`clear`; see :meth:`read`."""
+        return self.read()[0]
 
-    def _pack(self) -> Tensor:
+    def read(self) -> list[Tensor]:
+        """Return all that was written for each receiver since :meth:`clear`: views, valid until the next
+        :meth:`clear`. There is one device-to-host copy for the sizes of all payloads.
+        """
         if self.placed:
-            parts = [
-                buffer[address - buffer.data_ptr() :][: stats.sizes[which]]
-                for buffer, address, _, stats, which in self.placed
-            ]
-            total = sum(part.numel() for part in parts)
-            if total > self._spare.numel():
-                self._spare = self._buffer.new_empty(total + total // 4)
-            torch.cat(parts, out=self._spare[:total])
-            packed, self._spare = self._spare, self._buffer
-            self._use(packed)
-            self._length = total
+            read_stats([each.stats for each in self.placed])
+            parts: list[list[Tensor]] = [[] for _ in self._lengths]
+            order = order_of(self.layout)
+            for receiver, number, which, offset, _ in zip(*map(np.ndarray.tolist, order), strict=True):
+                buffer, address, _, _, stats = self.placed[number]
+                begin = address - buffer.data_ptr() + offset
+                parts[receiver].append(buffer[begin : begin + stats.sizes[which]])
+            self._buffers, self._spare = [*map(self._packed, parts, self._spare)], self._buffers
+            self._lengths = [sum([part.numel() for part in each]) for each in parts]
             self.placed.clear()
-        return self._buffer[: self._length]
+        return [buffer[:length] for buffer, length in zip(self._buffers, self._lengths, strict=True)]
 
-    def _use(self, buffer: Tensor) -> None:
-        self._buffer, self._address, self._room = buffer, buffer.data_ptr(), buffer.numel()
-
-
-def read_messages(writers: Iterable[MessageWriter]) -> list[Tensor]:
-    """Return the message of each writer, with one device-to-host copy for all their payloads' sizes.
-
-    The :class:`~dct_plugin.codecs.stats.Stats` they were advanced by are read with it.
-    """
-    writers = list(writers)
-    read_stats(stats for writer in writers for *_, stats, _ in writer.placed)
-    return [writer._pack() for writer in writers]
+    @staticmethod
+    def _packed(parts: Sequence[Tensor], out: Tensor) -> Tensor:
+        """Return memory that begins with these parts, one behind the other."""
+        total = sum([part.numel() for part in parts])
+        if total > out.numel():
+            out = out.new_empty(total + total // 4)
+        if parts:
+            torch.cat([*parts], out=out[:total])
+        return out

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..codecs.copies import refuse_capture
 from ..codecs.index import IndexEncoding
-from ..codecs.message import MessageWriter
+from ..codecs.message import ONE, Key, MessageWriter
 from ..codecs.payload import Header, Payload, header_bytes, parse_payload, payload_bound
 from ..codecs.stats import Stats, read_stats
 from ..codecs.values import ValueDtype
@@ -200,7 +200,7 @@ class Compressor(Stream):
             raise TypeError(f"{self.name}: expected a floating-point tensor, got {tensor.dtype}")
         flat = as_flat(tensor)
         writer = MessageWriter(flat.device)
-        self.observe(self.encode(flat, [(0, flat.numel())], [writer]))
+        self.observe(self.encode(flat, writer))
         self._shape = tensor.shape
         return Payload.from_tensor(writer.message.clone(), verify=False)
 
@@ -226,9 +226,10 @@ class Compressor(Stream):
     def encode(
         self,
         grad: Tensor,
-        bounds: Sequence[tuple[int, int]],
-        writers: Sequence[MessageWriter],
+        writer: MessageWriter,
         density: float | None = None,
+        bounds: Key | None = None,
+        receivers: Key = ONE,
         *,
         clear: bool = False,
     ) -> Encoded:
@@ -241,9 +242,11 @@ class Compressor(Stream):
 
         Args:
             grad: 1-D contiguous, fp32/bf16/fp16.
-            bounds: First entry of each part, and the one behind it; together they cover the tensor once.
-            writers: The message that the payload of each part is written into.
+            writer: The messages that the payloads are written into.
             density: Share of entries to keep in this step; None follows the stream's own schedule.
+            bounds: First entry of each part, and the one behind it; together they cover the tensor once. It
+                is one part when None.
+            receivers: That of each part.
             clear: Leave zeros in ``grad``.
 
         Raises:
@@ -257,9 +260,9 @@ class Compressor(Stream):
         buffers = self._residual_buffers(numel, grad.device)
         dense = encoded.density >= 1.0 or not numel
         tau = 0.0 if dense else self.propose(encoded, grad, buffers[0])
-        parts = _parts_of(tuple(bounds), 1.0 if dense else encoded.density, self._value_dtype)
+        parts = _parts_of(bounds or Key([(0, numel)]), 1.0 if dense else encoded.density, self._value_dtype)
         job = PartedJob(grad, buffers[0], tau, buffers[1], parts, step * _START_STRIDE, clear)
-        encoded.stats = self.backend(grad.device).compress_parts(job, writers)
+        encoded.stats = self.backend(grad.device).compress_parts(job, writer, receivers)
         if self.residual is not None:
             self.residual.end(step)
         return encoded
@@ -368,7 +371,7 @@ class Compressor(Stream):
 
 
 @functools.lru_cache(maxsize=512)
-def _parts_of(bounds: tuple[tuple[int, int], ...], density: float, value_dtype: ValueDtype) -> Parts:
+def _parts_of(bounds: Key, density: float, value_dtype: ValueDtype) -> Parts:
     """Return the parts of a tensor, of which a share is kept, with room for more."""
     capacities = []
     for start, stop in bounds:
@@ -428,19 +431,21 @@ def encode_all(
     writer: MessageWriter,
     value_dtype: ValueDtype | None = None,
     *,
+    receiver: int = 0,
     zeros: bool = True,
     clear: bool = False,
 ) -> Encoded:
-    """Append a payload that holds every entry of ``flat`` (:func:`as_flat`), or every one but zeros.
+    """Append a payload that holds every entry of ``flat`` (:func:`as_flat`), or every one but zeros, to the
+    message of a receiver.
 
     ``value_dtype`` None is lossless; ``clear`` leaves zeros in ``flat``.
     """
     numel = flat.numel()
     code = wire_dtype(flat.dtype, dense=True) if value_dtype is None else value_dtype
-    room = writer.reserve(payload_bound(numel, numel, code))
+    room = writer.reserve(payload_bound(numel, numel, code), receiver)
     tau = 0.0 if zeros else SMALLEST_TAU
     stats = kernels.compress(Job(flat, None, tau, room, capacity=numel, value_dtype=code, clear=clear))
-    writer.advance(stats)
+    writer.advance(stats, receiver)
     return Encoded([stats], numel)
 
 

@@ -37,8 +37,8 @@ _RECORD, _PART = 1 << 20, 1 << 24
 class ChangesToAll(OwnersToAll):
     """Every owner compares its working weights with those before the step, and sends what differs."""
 
-    def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
-        group, writer, written = self.group, writers[0], []
+    def write(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
+        group, written = self.group, []
         copies, self.unreadable = group.world_size - 1, None
         self._cut: list[Tensor] = []
         for each, shard in plan.owned_by(group.rank):

@@ -196,8 +196,8 @@ class MasterBroadcast(OwnersToAll):
         shard, working, master = self._own[name]
         return shard, self._difference(working, master)
 
-    def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
-        group, writer, written = self.group, writers[0], []
+    def write(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
+        group, written = self.group, []
         density, copies = group.schedule.density(group.step), group.world_size - 1
         owned = [
             (each, shard, each.view(shard), self.masters(each.name))
@@ -212,7 +212,7 @@ class MasterBroadcast(OwnersToAll):
                 stream = group.stream(each.name)
                 self._own[each.name] = shard, working, master
                 difference = self._difference(working, master)
-                encoded = stream.encode(difference, [(0, working.numel())], [writer], density)
+                encoded = stream.encode(difference, writer, density)
             name = "parameter_small" if each.small else "parameter"
             dense = copies * encoded.numel * each.tensor.element_size()
             written.append(WrittenTensor(None, name, encoded, stream, dense, [copies]))

@@ -191,11 +191,11 @@ class PendingExchanges:
 
     def _resend(self, capacities: AgreedCapacities, result: _Result) -> list[Tensor]:
         """Send what did not fit; return all messages, if one to this rank did not."""
-        writers, rank = result.sent.writers, self._group.rank
-        arrived = capacities.resend(result.slots, writers, result.sent_bytes, result.received_bytes)
+        writer, rank = result.sent.writer, self._group.rank
+        arrived = capacities.resend(result.slots, writer, result.sent_bytes, result.received_bytes)
         if not result.truncated_from | result.invalid_from:
             return []
-        arrived[rank] = writers[rank].message
+        arrived[rank] = writer.read()[0 if capacities.shared else rank]
         return [
             arrived[sender] if sender in arrived else result.slots.message_from(sender, size)
             for sender, size in result.received_bytes.items()
@@ -213,13 +213,13 @@ class PendingExchanges:
         """
         first, second, rank = results[0].sent.phase, results[1].sent.phase, self._group.rank
         sent, answer = results[1].sent, results[1].slots.received[:0]
-        writer = sent.writers[rank]
+        writer = sent.writer
         if rank in results[1].invalid_from:
             for destination in first.destinations(plan):
                 destination.add_again([messages[sender] for sender in destination.senders])
             writer.clear()
             with self._group.backend.batched():
-                sent.written = second.write(plan, [writer])
+                sent.written = second.write(plan, writer)
         if rank in affected:
             answer = writer.message
             results[1].sent_bytes = dict.fromkeys(results[1].sent_bytes, answer.numel())
@@ -244,9 +244,9 @@ class _Result:
     def __init__(self, sent: SentPhase, slots: Slots, words: Sequence[int], errors: Sequence[int]) -> None:
         self.sent, self.slots, self.errors = sent, slots, errors
         self.headers = [list(words[WORDS * r : WORDS * (r + 1)]) for r in range(len(errors))]
-        sizes = {stats: stats.sizes for each in sent.written for stats in each.encoded.stats}
-        nbytes = {w: sum([sizes[stats][n] for *_, stats, n in w.placed]) for w in dict.fromkeys(sent.writers)}
-        self.sent_bytes = {r: nbytes[writer] for r, writer in enumerate(sent.writers)}
+        sizes = sent.writer.sizes()
+        sizes *= len(errors) if sent.phase.to_all else 1
+        self.sent_bytes = dict(enumerate(sizes))
         self.received_bytes = {r: row[0] for r, row in enumerate(self.headers)}
         self.truncated_from = {r for r, size in self.received_bytes.items() if size > slots.room_from[r]}
         self.invalid_from = {r for r, row in enumerate(self.headers) if row[2]}

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from ..codecs.message import Key
 from ..kernels.job import Spans
 from ..transport.exchange import most_bytes
 
@@ -46,15 +47,29 @@ class Shard(NamedTuple):
     stop: int
 
 
+class Shards(Key):
+    """The parts of a tensor, as :class:`Shard`."""
+
+    @functools.cached_property
+    def bounds(self) -> Key:
+        """First entry of each part, and the one behind it."""
+        return Key([shard[1:] for shard in self])
+
+    @functools.cached_property
+    def owners(self) -> Key:
+        """The owner of each part."""
+        return Key([shard.owner for shard in self])
+
+
 @functools.lru_cache(maxsize=4096)
-def shards_of(name: str, numel: int, count: int, *, undivided: bool = False) -> tuple[Shard, ...]:
+def shards_of(name: str, numel: int, count: int, *, undivided: bool = False) -> Shards:
     """Return the parts of a tensor and their owners among ``count`` ranks; one part of all if ``undivided``.
 
     They depend on name and size only, so residuals do not depend on the host's bucket layout.
     """
     parts = 1 if undivided else max(1, min(count, numel // MIN_SHARD))
     first = zlib.crc32(name.encode())
-    return tuple([Shard((first + i) % count, *bounds) for i, bounds in enumerate(divided(numel, parts))])
+    return Shards([Shard((first + i) % count, *bounds) for i, bounds in enumerate(divided(numel, parts))])
 
 
 def common(one: Part, other: Part) -> Part:
@@ -69,18 +84,18 @@ def divided(numel: int, parts: int) -> list[Part]:
     return list(itertools.pairwise([*bounds, numel]))
 
 
-def shards_in(start: int, numel: int, each: int) -> list[Shard]:
+@functools.lru_cache(maxsize=4096)
+def shards_in(start: int, numel: int, each: int) -> Shards:
     """Return the parts of a tensor that lies at ``start`` of a buffer.
 
     Rank ``r`` owns the entries ``[r * each, (r + 1) * each)`` of the buffer.
     """
-    return [
-        Shard(owner, max(start, owner * each) - start, min(start + numel, (owner + 1) * each) - start)
-        for owner in range(start // each, (start + numel - 1) // each + 1)
-    ]
+    owners = range(start // each, (start + numel - 1) // each + 1)
+    ends = [(max(start, r * each) - start, min(start + numel, (r + 1) * each) - start) for r in owners]
+    return Shards([Shard(r, *bounds) for r, bounds in zip(owners, ends, strict=True)])
 
 
-_Tensors: TypeAlias = tuple[tuple[str, int, tuple[Shard, ...]], ...]
+_Tensors: TypeAlias = tuple[tuple[str, int, Shards], ...]
 """Name, entries and shards of each tensor."""
 
 
@@ -142,6 +157,9 @@ class PlannedTensor:
     """True if the tensor is sent dense."""
     sparsity: Sparsity = Sparsity(1.0)  # noqa: RUF009 (it does not change)
 
+    def __post_init__(self) -> None:
+        self.parts = self.shards if isinstance(self.shards, Shards) else Shards(self.shards)
+
     @property
     def kept(self) -> float:
         """Number of entries that are sent."""
@@ -170,7 +188,7 @@ class ReductionPlan:
     owners: Owners = field(init=False)
 
     def __post_init__(self) -> None:
-        tensors = tuple([(each.name, each.tensor.numel(), tuple(each.shards)) for each in self.tensors])
+        tensors = tuple([(each.name, each.tensor.numel(), each.parts) for each in self.tensors])
         self.fingerprint = fingerprint_of(self.operation, tensors, tuple(self.compared))
         self.owners = _owners_of(tensors)
 

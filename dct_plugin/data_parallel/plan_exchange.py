@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..codecs.message import MessageWriter, read_messages
+from ..codecs.message import MessageWriter
 from ..metrics import Record, profiled
 from ..transport.exchange import Exchange
 from ..transport.slots import AgreedCapacities, Slots
@@ -30,7 +30,7 @@ class SentPhase:
     """The messages of one phase of a chunk.
 
     Attributes:
-        writers: One for each receiver; the same one where all ranks get the same message.
+        writer: That of the messages: one for each receiver, or one for all.
         written: The tensors in the messages of this rank.
         messages: The messages by receiver, if the host knows their lengths.
         received: Bytes of the messages by sender, as soon as the host knows them.
@@ -40,7 +40,7 @@ class SentPhase:
     """
 
     phase: Phase
-    writers: Sequence[MessageWriter]
+    writer: MessageWriter
     written: list[WrittenTensor]
     messages: Sequence[Tensor] = ()
     received: dict[int, int] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class ExchangedChunk:
     """A chunk of a plan, its memory, and the phases that were sent so far."""
 
     plan: ReductionPlan
-    writers: list[MessageWriter]
-    """One for each rank, and one for the answer to all of them."""
+    writers: tuple[MessageWriter, MessageWriter]
+    """That of messages to each rank, and that of a message to all of them."""
     sent: list[SentPhase] = field(default_factory=list)
     incomplete: Tensor | None = None
     """int64 []: whether a message of the last phase did not fit its slot; None if all lengths are known."""
@@ -130,7 +130,7 @@ class PlanExchange:
         with self._preparing(len(self._to_post)):
             for plan in self._to_post:
                 chunk = ExchangedChunk(plan, self._group.take_writers())
-                self._send(phase, chunk, chunk.writers[: 1 if phase.to_all else self._group.world_size])
+                self._send(phase, chunk)
                 self.chunks.append(chunk)
 
     def finish(self) -> None:
@@ -141,27 +141,24 @@ class PlanExchange:
             with self._preparing(len(received)):
                 for chunk, messages in zip(self.chunks, received, strict=True):
                     self._add(chunk, messages)
-                    self._send(self._phases[1], chunk, chunk.writers[-1:])
+                    self._send(self._phases[1], chunk)
         with self._exchange.preparing(posts=0):
             for chunk in self.chunks:
                 self._add(chunk, self._receive(chunk))
 
-    def _send(self, phase: Phase, chunk: ExchangedChunk, writers: Sequence[MessageWriter]) -> None:
+    def _send(self, phase: Phase, chunk: ExchangedChunk) -> None:
         """Write and send the messages of a phase: one for each rank, or one for all."""
-        group, plan = self._group, chunk.plan
+        group, plan, writer = self._group, chunk.plan, chunk.writers[phase.to_all]
         # Payloads, slots and the coming sum are one batch, of which one table goes to the device: before the
         # messages do, on their stream. What is to run behind messages that arrive runs behind that copy, too.
         with profiled("dct.select"), group.backend.batched():
-            sent = SentPhase(phase, writers, phase.write(plan, writers))
+            sent = SentPhase(phase, writer, phase.write(plan, writer))
             if self.in_slots:
                 self._fill_slots(sent, chunk)
-        if phase.to_all:
-            sent.writers = list(writers) * group.world_size
         if not group.backend.lengths_on_host:
             self._order.note(group.step, plan.fingerprint, self._phases.index(phase))
         if sent.slots is None:
-            messages = read_messages(writers)
-            sent.messages = messages * (group.world_size if phase.to_all else 1)
+            sent.messages = writer.read() * (group.world_size if phase.to_all else 1)
             with self._exchange_record.timed("exchange"):
                 self._exchange.post(sent.messages, plan.fingerprint)
             group.account(sent.written, self._exchange_record)
@@ -175,10 +172,8 @@ class PlanExchange:
         """Put the messages of a phase into slots, and prepare the sum of those that arrive."""
         group, phase, plan = self._group, sent.phase, chunk.plan
         sent.slots = slots = self._unsent[0].slots(group.device)
-        receivers = [group.rank] if phase.to_all else range(group.world_size)
-        pairs = [(writer, slots.slot_to(r)) for writer, r in zip(sent.writers, receivers, strict=True)]
         incomplete = chunk.incomplete if phase.unreadable is None else phase.unreadable
-        group.backend.write_slots(pairs, plan.fingerprint, incomplete)
+        group.backend.write_slots(sent.writer, slots.memory, slots.bounds_to, plan.fingerprint, incomplete)
         sent.add_up = phase.prepare_sum(plan, slots)
 
     def _receive(self, chunk: ExchangedChunk) -> list[Tensor]:

@@ -24,7 +24,7 @@ from .add_on import AddOn, ReducerContext
 from .add_ons import AddOns
 from .dense_sums import DenseSums
 from .pending_exchanges import PendingExchanges
-from .plan import Entries, PlannedTensor, ReductionPlan, Shard, Sparsity
+from .plan import Entries, PlannedTensor, ReductionPlan, Shard, Sparsity, shards_of
 from .plan_exchange import PlanExchange
 from .stream_group import GroupOptions, Ranks, StreamGroup
 from .topologies import Topologies
@@ -207,7 +207,7 @@ class GradientReducer(StreamGroup):
     def reduce_dense(self, entries: Entries, scale: float, exchange_record: Record) -> bool:
         """Sum tensors as the host framework would, if this step is dense; return whether it is."""
         if self._dense.active:
-            tensors = [PlannedTensor(n, t, [Shard(0, 0, t.numel())], False) for n, t in entries]
+            tensors = [PlannedTensor(n, t, shards_of(n, t.numel(), 1), False) for n, t in entries]
             plan = ReductionPlan(self.operation("dense"), tensors, scale * self.ranks_inside)
             self._dense.reduce(plan, exchange_record)
         return self._dense.active

@@ -128,7 +128,7 @@ class StreamGroup:
             )
         self._transactional = transactional
         self.scratch = ScratchBuffers()
-        self._spare_writers: list[list[MessageWriter]] = []
+        self._spare_writers: list[tuple[MessageWriter, MessageWriter]] = []
         self.loaded: dict[str, dict[str, Any]] = {}
         """Loaded states of streams that were not used since."""
         self.nonfinite_reported = False
@@ -156,15 +156,15 @@ class StreamGroup:
             self.streams[name] = stream
         return stream
 
-    def take_writers(self) -> list[MessageWriter]:
-        """Return empty message writers, one for each rank and one for an answer to all of them."""
-        spare = self._spare_writers
-        writers = spare.pop() if spare else [MessageWriter(self.device) for _ in range(self.world_size + 1)]
-        for writer in writers:
+    def take_writers(self) -> tuple[MessageWriter, MessageWriter]:
+        """Return empty message writers: of a message for each rank, and of one for all of them."""
+        device = self.device
+        spare = self._spare_writers or [(MessageWriter(device, self.world_size), MessageWriter(device))]
+        for writer in (writers := spare.pop()):
             writer.clear()
         return writers
 
-    def give_back(self, writers: list[MessageWriter]) -> None:
+    def give_back(self, writers: tuple[MessageWriter, MessageWriter]) -> None:
         """Take back writers whose messages have left."""
         self._spare_writers.append(writers)
 

@@ -31,28 +31,26 @@ class GradientPhase(Phase):
         group = self.group
         return bytes_sent(collective, nbytes, group.world_size, gloo=group.device.type == "cpu")
 
-    def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
-        return [self._write(tensor, writers) for tensor in plan.tensors]
+    def write(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
+        return [self._write(tensor, writer) for tensor in plan.tensors]
 
-    def _write(self, tensor: PlannedTensor, writers: Sequence[MessageWriter]) -> WrittenTensor:
-        group, stream = self.group, None
-        grad, sparsity = as_flat(tensor.tensor), tensor.sparsity
-        owners = [writers[shard.owner] for shard in tensor.shards]
+    def _write(self, tensor: PlannedTensor, writer: MessageWriter) -> WrittenTensor:
+        group, stream, shards = self.group, None, tensor.parts
+        grad, (density, label) = as_flat(tensor.tensor), tensor.sparsity
         if tensor.small:
             stats = [
-                encode_all(group.backend, grad[start:stop], writer, clear=True).stats[0]
-                for (_, start, stop), writer in zip(tensor.shards, owners, strict=True)
+                encode_all(group.backend, grad[start:stop], writer, receiver=owner, clear=True).stats[0]
+                for owner, start, stop in shards
             ]
             encoded = Encoded(stats, grad.numel())
         else:
             stream = group.stream(tensor.name)
-            bounds = [shard[1:] for shard in tensor.shards]
-            encoded = stream.encode(grad, bounds, owners, sparsity.density, clear=True)
+            encoded = stream.encode(grad, writer, density, shards.bounds, shards.owners, clear=True)
         if grad.data_ptr() != tensor.tensor.data_ptr():
             tensor.tensor.zero_()
         others, dense = group.world_size - 1, self.dense_bytes(tensor.tensor.nbytes)
-        copies = [others if self.to_all else int(shard.owner != group.rank) for shard in tensor.shards]
-        cls, label = ("gradient_small", "") if tensor.small else ("gradient", sparsity.label)
+        copies = [others] if self.to_all else [int(owner != group.rank) for owner in shards.owners]
+        cls = "gradient_small" if tensor.small else "gradient"
         return WrittenTensor(tensor.name, cls, encoded, stream, dense, copies, label)
 
 
@@ -64,8 +62,8 @@ class Direct(Topology):
     def __init__(self, group: StreamGroup) -> None:
         self.phases = [_MessagesToAll(group)]
 
-    def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
-        return [Shard(0, 0, numel)]
+    def shards(self, name: str, numel: int, *, small: bool) -> Sequence[Shard]:
+        return shards_of(name, numel, 1)
 
 
 class _MessagesToAll(GradientPhase):
@@ -85,7 +83,7 @@ class Scatter(Topology):
     def __init__(self, group: StreamGroup) -> None:
         self.phases = [_MessagesToOwners(group)]
 
-    def shards(self, name: str, numel: int, *, small: bool) -> list[Shard]:
+    def shards(self, name: str, numel: int, *, small: bool) -> Sequence[Shard]:
         raise ValueError(f"{name}: the host says which parts its ranks own")
 
 
@@ -142,10 +140,10 @@ class _Answers(Phase):
     to_all = True
     from_owners = True
 
-    def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
+    def write(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
         owned = plan.owned_by(self.group.rank)
         return [
-            self._write(tensor, shard, total, writers[0])
+            self._write(tensor, shard, total, writer)
             for (tensor, shard), total in zip(owned, _sums(self.group, plan), strict=True)
         ]
 
@@ -162,7 +160,7 @@ class _Answers(Phase):
             encoded = encode_all(self.group.backend, total, writer, values, clear=True)
         else:
             stream = self.group.stream(_stream_of(tensor.name, shard))
-            encoded = stream.encode(total, [(0, total.numel())], [writer], density, clear=True)
+            encoded = stream.encode(total, writer, density, clear=True)
         receivers, cls = self.group.world_size - 1, "gradient_small" if tensor.small else "gradient_answer"
         dense = receivers * total.numel() * tensor.tensor.element_size()
         return WrittenTensor(None, cls, encoded, stream, dense, [receivers])

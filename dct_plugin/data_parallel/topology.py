@@ -83,8 +83,8 @@ class Phase(ABC):
         self.unreadable: Tensor | None = None
 
     @abstractmethod
-    def write(self, plan: ReductionPlan, writers: Sequence[MessageWriter]) -> list[WrittenTensor]:
-        """Write this rank's messages: one, or one for each rank, into empty ``writers``. The caller opens a
+    def write(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
+        """Write this rank's messages: one, or one for each rank, into an empty ``writer``. The caller opens a
         batch for it (:meth:`.kernels.Backend.batched`).
         """
 

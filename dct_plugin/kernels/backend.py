@@ -2,7 +2,7 @@
 
 The host never has to wait for a kernel between two tensors. Thresholds may stay on the device, from
 :meth:`Backend.sample_threshold` into :meth:`Backend.compress`. So may the :class:`~dct_plugin.codecs.Stats`
-that come back: :func:`~dct_plugin.codecs.read_stats` or :func:`~dct_plugin.codecs.read_messages` read those
+that come back: :func:`~dct_plugin.codecs.read_stats` or :meth:`.MessageWriter.read` read those
 of all tensors of a collective at once. The size of the memory for a payload follows from ``numel`` and
 ``capacity`` alone (:func:`~dct_plugin.codecs.payload_bound`).
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from ..codecs import planes
 from ..codecs.changes import apply_changes, encode_changes
 from ..codecs.index import CODECS, IndexEncoding, decode_indices, encode_indices
-from ..codecs.message import MessageWriter
+from ..codecs.message import Key, MessageWriter
 from ..codecs.payload import HEADER_NBYTES, Payload
 from ..codecs.stats import Stats
 from ..codecs.values import ValueDtype
@@ -82,14 +82,14 @@ class Backend(ABC):
         residual bitwise and the payload is flagged: it decodes to NaN in every entry.
         """
 
-    def compress_parts(self, job: PartedJob, writers: Sequence[MessageWriter]) -> list[Stats]:
+    def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
         """Do what :meth:`compress` does for each part of a tensor, into the message of its receiver; return
         the statistics of the parts, or one for all.
         """
         found = []
-        for which, (writer, nbytes) in enumerate(zip(writers, job.parts.nbytes, strict=True)):
-            found.append(self.compress(job.part(which, writer.reserve(nbytes))))
-            writer.advance(found[-1])
+        for which, (receiver, nbytes) in enumerate(zip(receivers, job.parts.nbytes, strict=True)):
+            found.append(self.compress(job.part(which, writer.reserve(nbytes, receiver))))
+            writer.advance(found[-1], receiver)
         return found
 
     @abstractmethod
@@ -256,7 +256,9 @@ class Backend(ABC):
 
     def write_slots(
         self,
-        slots: Sequence[tuple[MessageWriter, Tensor]],
+        writer: MessageWriter,
+        buffer: Tensor,
+        bounds: Sequence[tuple[int, int]],
         fingerprint: int,
         incomplete: Tensor | None = None,
     ) -> None:
@@ -264,7 +266,9 @@ class Backend(ABC):
         :meth:`batched` behind the payloads of the block.
 
         Args:
-            slots: The writer of each message, and its slot: uint8, which begins at a multiple of 8 bytes.
+            writer: That of the messages.
+            buffer: uint8, with the slots.
+            bounds: First byte of each slot (a multiple of 8), and the one behind it, by receiver.
             fingerprint: The fingerprint of the operation.
             incomplete: int64 [], for the slots' word about messages without payloads to add; 0 when None.
         """

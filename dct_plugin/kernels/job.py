@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.index import CODECS, MAX_NUMEL, IndexEncoding
+from ..codecs.message import Key
 from ..codecs.payload import payload_bound
 from ..codecs.values import ValueDtype
 
@@ -130,7 +131,9 @@ class Parts:
     ) -> None:
         self.bounds, self.capacities, self.value_dtype = bounds, capacities, value_dtype
         sizes = [(stop - start, most) for (start, stop), most in zip(bounds, capacities, strict=True)]
-        self.nbytes = [payload_bound(numel, most, value_dtype) for numel, most in sizes]
+        self.nbytes = Key([payload_bound(numel, most, value_dtype) for numel, most in sizes])
+        """The most that each payload needs."""
+        self.total = sum(self.nbytes)
 
     @cached_property
     def aligned(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.index import IndexEncoding
-from ..codecs.message import MessageWriter, read_messages
+from ..codecs.message import MessageWriter
 from ..codecs.payload import payload_bound
 from ..codecs.slots import PREFIX
 from ..codecs.values import ValueDtype
@@ -151,11 +151,11 @@ def _batches(backend: Backend, where: torch.device) -> Results:
     outs = [torch.zeros(grad.numel(), device=where) for grad, _ in tensors]
     if not backend.lengths_on_host:
         slot = torch.zeros(PREFIX + 16_384, dtype=torch.uint8, device=where)
-        backend.write_slots([(writer, slot)], 7)
+        backend.write_slots(writer, slot, [(0, slot.numel())], 7)
         wrong, missing = backend.prepare_sum(slot, [(0, slot.numel())], outs, 1.0)()
         if int(wrong.amax()) or int(missing.amax()):
             raise _Difference(f"a message in a slot is refused: {wrong.tolist()}, {missing.tolist()}")
-    (message,) = read_messages([writer])
+    message = writer.message
     if backend.lengths_on_host:
         backend.sum_messages([message], outs)
     numbers = [number for each in figures for number in (*each.counts, each.tau)]

@@ -40,6 +40,9 @@ class Slots:
     Attributes:
         received: uint8: the slots from all ranks. The own one is the last, unless all capacities are equal.
         bounds: For each rank, the first byte of its slot in ``received``, and the byte behind it.
+        memory: uint8: the slots from all ranks, and behind them those to other ranks.
+        bounds_to: The first byte of the slot to each rank in ``memory``, and the byte behind it; that of the
+            own slot alone if it is for all.
         room_to, room_from: For each other rank, the bytes that the slots to and from it have for messages.
     """
 
@@ -62,7 +65,6 @@ class Slots:
         ends = itertools.accumulate([arriving[r] for r in order], initial=0)
         places = dict(zip(order, itertools.pairwise(ends), strict=True))
         self.bounds = [places[r] for r in ranks]
-        self.received = torch.empty(sum(arriving), dtype=torch.uint8, device=device)
         self.room_from = [end - begin - PREFIX for begin, end in self.bounds]
         self.room_to = [size - PREFIX for size in leaving]
         if shared:
@@ -70,13 +72,13 @@ class Slots:
             leaving = [0 if self._equal else arriving[rank]] * len(arriving)
         self._sizes_to = [0 if r == rank else leaving[r] for r in ranks]
         self._sizes_from = [0 if r == rank else arriving[r] for r in ranks]
-        self._sent = torch.empty(sum(self._sizes_to), dtype=torch.uint8, device=device)
-        self._slots_to = self._sent.split(self._sizes_to)
-
-    def slot_to(self, receiver: int) -> Tensor:
-        """Return the slot for the message to ``receiver``: the own one, if that is this rank or all."""
-        own = self._shared or receiver == self._rank
-        return self.slot_from(self._rank) if own else self._slots_to[receiver]
+        self.memory = torch.empty(sum(arriving) + sum(self._sizes_to), dtype=torch.uint8, device=device)
+        self.received, self._sent = self.memory.split([sum(arriving), sum(self._sizes_to)])
+        self.bounds_to = [self.bounds[rank]]
+        if not shared:
+            ends = itertools.accumulate(self._sizes_to, initial=sum(arriving))
+            self.bounds_to = list(itertools.pairwise(ends))
+            self.bounds_to[rank] = self.bounds[rank]
 
     def slot_from(self, sender: int) -> Tensor:
         """Return the slot that arrives from ``sender``."""
@@ -98,9 +100,8 @@ class Slots:
             exchange.gather_into(self.received)
             return
         if self._shared:
-            for slot in self._slots_to:
-                if slot.numel():
-                    slot.copy_(self.slot_from(self._rank))
+            own = self.slot_from(self._rank)
+            self._sent.view(-1, own.numel()).copy_(own)
         received = self.received[: sum(self._sizes_from)]
         exchange.scatter_into(received, self._sizes_from, self._sent, self._sizes_to)
 
@@ -136,16 +137,15 @@ class AgreedCapacities:
         """Send slots without messages, with this size and fingerprint; return them."""
         slots = self.slots(device)
         head = to_device(torch.tensor([size, fingerprint, 0, 0]), device)
-        for receiver in range(self.exchange.world_size):
-            if (slot := slots.slot_to(receiver)).numel():
-                slot.view(torch.int64)[:WORDS] = head
+        for begin, end in slots.bounds_to:
+            slots.memory[begin:end].view(torch.int64)[:WORDS] = head
         slots.send(self.exchange)
         return slots
 
     def resend(
         self,
         slots: Slots,
-        writers: Sequence[MessageWriter],
+        writer: MessageWriter,
         sent: Mapping[int, int],
         received: Mapping[int, int],
     ) -> dict[int, Tensor]:
@@ -153,7 +153,7 @@ class AgreedCapacities:
 
         Args:
             slots: The slots of the exchange.
-            writers: By receiver, those of the whole messages.
+            writer: That of the whole messages.
             sent, received: Bytes of the messages by receiver, and by sender.
         """
         rank, ranks = self.exchange.rank, range(self.exchange.world_size)
@@ -161,9 +161,9 @@ class AgreedCapacities:
         truncated_from = {s for s, size in received.items() if s != rank and size > slots.room_from[s]}
         if not truncated_to and not truncated_from:
             return {}
-        nothing = slots.received[:0]
+        nothing, messages = slots.received[:0], writer.read() * (len(ranks) if self.shared else 1)
         arrived = self.exchange.transfer(
-            [writers[r].message[slots.room_to[r] :] if r in truncated_to else nothing for r in ranks],
+            [messages[r][slots.room_to[r] :] if r in truncated_to else nothing for r in ranks],
             [received[s] - slots.room_from[s] if s in truncated_from else 0 for s in ranks],
         )
         return {s: torch.cat([slots.slot_from(s)[PREFIX:], arrived[s]]) for s in truncated_from}

@@ -492,7 +492,7 @@ def _load_between_reduction_and_step(rank: int, world_size: int) -> list[float]:
     """A single rank pays the residuals of a checkpoint of several; then other states are loaded."""
     reducer = GradientReducer(DataParallelConfig(sparsity=0.9, min_numel=1))
     stream = Compressor(sparsity=0.9, name="a")
-    stream.encode(torch.zeros(4), [(0, 4)], [MessageWriter(torch.device("cpu"))])
+    stream.encode(torch.zeros(4), MessageWriter(torch.device("cpu")))
     assert stream.residual is not None
     stream.residual.add(torch.ones(4))
     state = {"step": 3, "loss_scale": 1.0, "streams": {"a": stream.state_dict()}}

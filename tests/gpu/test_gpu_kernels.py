@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from dct_plugin import Compressor
 from dct_plugin.codecs.index import IndexEncoding
-from dct_plugin.codecs.message import MessageWriter, read_messages
+from dct_plugin.codecs.message import MessageWriter
 from dct_plugin.codecs.payload import Payload, payload_bound
 from dct_plugin.codecs.stats import Stats
 from dct_plugin.codecs.values import ValueDtype
@@ -183,7 +183,7 @@ def test_nothing_waits_for_the_device() -> None:
     compressed()  # compiles
     with no_waiting():
         compressed()
-    (message,) = read_messages([writer])
+    message = writer.message
     payloads = Payload.split(message)
     for payload in payloads:
         TRITON.decode_add(payload, out)
@@ -241,13 +241,13 @@ def test_slots_are_written_and_added_up_without_waiting(dtype: torch.dtype) -> N
     tau = torch.tensor(2.0, device="cuda")
 
     def exchanged() -> tuple[list[Tensor], Tensor, Tensor]:
-        for (begin, end), writer, tensors in zip(bounds, writers, grads, strict=True):
+        for place, writer, tensors in zip(bounds, writers, grads, strict=True):
             writer.clear()
             for grad in tensors:
                 out = writer.reserve(payload_bound(grad.numel(), None, ValueDtype.BF16))
                 threshold = tau if grad.numel() > 5 else 0.0
                 writer.advance(TRITON.compress(Job(grad, None, threshold, out, value_dtype=ValueDtype.BF16)))
-            TRITON.write_slots([(writer, buffer[begin:end])], 7)
+            TRITON.write_slots(writer, buffer, [place], 7)
         outs = [torch.zeros(size, dtype=dtype, device="cuda") for size in sizes]
         return outs, *TRITON.prepare_sum(buffer, bounds, outs, 1 / 3)()
 
@@ -256,7 +256,7 @@ def test_slots_are_written_and_added_up_without_waiting(dtype: torch.dtype) -> N
         found, wrong, missing = exchanged()
     assert (wrong.tolist(), missing.tolist()) == ([0, 0, 0], [0, 0, 0])
     expected = [torch.zeros(size, dtype=dtype) for size in sizes]
-    REFERENCE.sum_messages([message.cpu() for message in read_messages(writers)], expected, 1 / 3)
+    REFERENCE.sum_messages([writer.message.cpu() for writer in writers], expected, 1 / 3)
     assert all(same_bits(one, other.cpu()) for one, other in zip(expected, found, strict=True))
 
 

@@ -10,7 +10,7 @@ from support.deferred_backend import DeferredBackend, OnDevice, on_device
 from torch import Tensor
 
 from dct_plugin import Compressor, kernels
-from dct_plugin.codecs.message import MessageWriter, read_messages
+from dct_plugin.codecs.message import MessageWriter
 from dct_plugin.codecs.payload import Payload, payload_bound
 from dct_plugin.codecs.stats import Figures, Stats, read_stats
 from dct_plugin.codecs.values import ValueDtype
@@ -33,36 +33,35 @@ def gradients() -> list[Tensor]:
     return grads
 
 
-def encode(backend: Backend, writers: list[MessageWriter]) -> list[Stats]:
-    """Twenty tensors into the writers in turn, one of them dense."""
+def encode(backend: Backend, writer: MessageWriter, receivers: int = 3) -> list[Stats]:
+    """Twenty tensors to the receivers in turn, one of them dense."""
     stats = []
     for i, grad in enumerate(gradients()):
-        writer = writers[i % len(writers)]
         tau = 0.0 if i == 4 else backend.sample_threshold(grad, None, 0.05, 1000, seed=i)
         value_dtype = ValueDtype(i % 4)
-        room = writer.reserve(payload_bound(grad.numel(), None, value_dtype))
+        room = writer.reserve(payload_bound(grad.numel(), None, value_dtype), i % receivers)
         stats.append(backend.compress(Job(grad, None, tau, room, value_dtype=value_dtype)))
-        writer.advance(stats[-1])
+        writer.advance(stats[-1], i % receivers)
     return stats
 
 
-def new_writers(count: int = 3) -> list[MessageWriter]:
-    return [MessageWriter(torch.device("cpu")) for _ in range(count)]
+def new_writer(receivers: int = 3) -> MessageWriter:
+    return MessageWriter(torch.device("cpu"), receivers)
 
 
 def test_one_read_for_all_tensors_of_all_messages() -> None:
-    expected_writers, writers = new_writers(), new_writers()
+    expected_writer, writer = new_writer(), new_writer()
     backend = DeferredBackend()
     for _ in range(3):  # memory of one step serves the next
-        for writer in (*expected_writers, *writers):
-            writer.clear()
-        expected_stats = encode(REFERENCE, expected_writers)
-        expected = read_messages(expected_writers)
+        expected_writer.clear()
+        writer.clear()
+        expected_stats = encode(REFERENCE, expected_writer)
+        expected = expected_writer.read()
         before = OnDevice.reads
-        stats = encode(backend, writers)
+        stats = encode(backend, writer)
         assert OnDevice.reads == before
         assert all(each.pending for each in stats)
-        messages = read_messages(writers)
+        messages = writer.read()
         assert OnDevice.reads == before + 1
         for message, other in zip(messages, expected, strict=True):
             assert torch.equal(message, other)
@@ -73,24 +72,24 @@ def test_one_read_for_all_tensors_of_all_messages() -> None:
 
 
 def test_statistics_read_first_are_not_read_again_by_the_messages() -> None:
-    expected, writers = new_writers(2), new_writers(2)
-    encode(REFERENCE, expected)
-    stats = encode(DeferredBackend(), writers)
+    expected, writer = new_writer(2), new_writer(2)
+    encode(REFERENCE, expected, 2)
+    stats = encode(DeferredBackend(), writer, 2)
     before = OnDevice.reads
     assert read_stats(stats) == stats
-    for message, other in zip(read_messages(writers), read_messages(expected), strict=True):
+    for message, other in zip(writer.read(), expected.read(), strict=True):
         assert torch.equal(message, other)
     assert OnDevice.reads == before + 1
 
 
 def test_host_numbers_are_never_copied_and_leave_no_gaps() -> None:
-    writers = new_writers()
+    writer = new_writer()
     before = OnDevice.reads
-    stats = encode(REFERENCE, writers)
+    stats = encode(REFERENCE, writer)
     assert not any(each.pending for each in stats)
     assert read_stats(stats) == stats
-    buffers = [writer._buffer.data_ptr() for writer in writers]
-    assert [message.data_ptr() for message in read_messages(writers)] == buffers
+    buffers = [buffer.data_ptr() for buffer in writer._buffers]
+    assert [message.data_ptr() for message in writer.read()] == buffers
     assert OnDevice.reads == before
 
 
@@ -113,8 +112,8 @@ def test_a_message_goes_on_after_it_was_read() -> None:
 
 
 def test_a_received_message_is_split_with_one_read() -> None:
-    (writer,) = new_writers(1)
-    encode(REFERENCE, [writer])
+    writer = new_writer(1)
+    encode(REFERENCE, writer, 1)
     received = writer.message.clone().as_subclass(OnDevice)
     before = OnDevice.reads
     payloads = Payload.split(received, verify=False)

@@ -17,6 +17,7 @@ from support.launches import counted_launches
 
 from dct_plugin import kernels
 from dct_plugin.cli import doctor
+from dct_plugin.codecs.message import MessageWriter
 from dct_plugin.codecs.stats import Stats
 from dct_plugin.codecs.values import ValueDtype
 from dct_plugin.kernels import Job, get_backend, problem_with, self_check
@@ -99,10 +100,9 @@ class _WrongThreshold(TritonBackend):
 
 
 class _WrongSlot(TritonBackend):
-    def write_slots(self, slots: Any, fingerprint: int, incomplete: Any = None) -> None:
-        super().write_slots(slots, fingerprint, incomplete)
-        ((_, out),) = slots
-        out[600] ^= 1
+    def write_slots(self, writer: MessageWriter, buffer: Tensor, *others: Any) -> None:
+        super().write_slots(writer, buffer, *others)
+        buffer[600] ^= 1
 
 
 class _NoPacking(TritonBackend):

@@ -32,7 +32,7 @@ from support.launches import counted_launches
 
 from dct_plugin import Compressor, kernels
 from dct_plugin.codecs.index import IndexEncoding
-from dct_plugin.codecs.message import MessageWriter, read_messages
+from dct_plugin.codecs.message import Key, MessageWriter
 from dct_plugin.codecs.payload import Payload, payload_bound
 from dct_plugin.codecs.stats import read_stats
 from dct_plugin.codecs.values import ValueDtype
@@ -217,31 +217,32 @@ def test_sums_of_more_messages_and_entries_than_a_program_looks_at(dtype: torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> None:
     """Three senders; then one whose message does not fit, and one whose frame is damaged."""
-    generator = torch.Generator().manual_seed(4)
-    sizes, frames, messages = [5, 3000, 0, 2000], [], []
+    sizes = [5, 3000, 0, 2000]
     with HostReads() as reads:
-        for _ in range(3):
-            writer = MessageWriter(torch.device("cpu"))
+        writer = MessageWriter(torch.device("cpu"), 5)
+        for receiver in (0, 2, 3, 4):  # one slot has no payload
+            random = torch.Generator().manual_seed(min(receiver, 3))
             for position, size in enumerate(sizes):
-                tensor = torch.randn(size, generator=generator)
+                tensor = torch.randn(size, generator=random)
                 value_dtype = ValueDtype((0, 1, 3, 5)[position])
-                room = writer.reserve(payload_bound(size, None, value_dtype))
+                room = writer.reserve(payload_bound(size, None, value_dtype), receiver)
                 tau = 0.0 if size <= 5 else torch.tensor(1.5)
-                writer.advance(TRITON.compress(Job(tensor, None, tau, room, value_dtype=value_dtype)))
-            frames.append(torch.full((16_384,), 0xA5, dtype=torch.uint8))
-            messages.append(writer)
-        empty, short = torch.zeros(288, dtype=torch.uint8), torch.zeros(1056, dtype=torch.uint8)
-        with counted_launches() as launched:  # one slot has no payload, one has too little room
-            writers = [messages[0], MessageWriter(torch.device("cpu")), *messages[1:], messages[2]]
-            TRITON.write_slots(list(zip(writers, [frames[0], empty, *frames[1:], short], strict=True)), 7)
+                job = Job(tensor, None, tau, room, value_dtype=value_dtype)
+                writer.advance(TRITON.compress(job), receiver)
+        buffer = torch.full((3 * 16_384 + 288 + 1056,), 0xA5, dtype=torch.uint8)
+        *frames, empty, short = buffer.split([16_384, 16_384, 16_384, 288, 1056])
+        bounds = [(at, at + 16_384) for at in (0, 16_384, 32_768)]
+        places = [bounds[0], (49_152, 49_440), *bounds[1:], (49_440, 50_496)]
+        empty.zero_()
+        with counted_launches() as launched:  # the last one has too little room
+            TRITON.write_slots(writer, buffer, places, 7)
         assert launched == ["begin_slots", "fill_slots"]
-        buffer, bounds = torch.cat(frames), [(at, at + 16_384) for at in (0, 16_384, 32_768)]
         found = [torch.zeros(size, dtype=dtype) for size in sizes]
         wrong, missing = TRITON.prepare_sum(buffer, bounds, found, 1 / 3)()
     assert reads.places == []
     assert (wrong.tolist(), missing.tolist()) == ([0, 0, 0], [0, 0, 0])
     expected = [torch.zeros(size, dtype=dtype) for size in sizes]
-    contents = read_messages(messages)
+    contents = [message for receiver, message in enumerate(writer.read()) if receiver not in (1, 4)]
     assert empty.view(torch.int64).tolist() == [0, 7, *[0] * 34]
     assert short.view(torch.int64)[:4].tolist() == [contents[2].numel(), 7, 0, 0]
     assert same_bits(short[32:], contents[2][:1024])
@@ -296,7 +297,7 @@ def test_payloads_slots_and_the_coming_sum_are_one_upload(
             out = writer.reserve(payload_bound(size, None, ValueDtype.BF16))
             grad, tau = torch.randn(size, generator=generator), torch.tensor(1.5)
             writer.advance(TRITON.compress(Job(grad, None, tau, out, value_dtype=ValueDtype.BF16)))
-        TRITON.write_slots([(writer, slot[:8192])], 7)
+        TRITON.write_slots(writer, slot, [(0, 8192)], 7)
         add_up = TRITON.prepare_sum(slot, [(0, 8192), (8192, 16_384)], found, 1 / 3)
     slot[8192:] = slot[:8192]  # that of the other rank arrives
     wrong, missing = add_up()
@@ -312,7 +313,7 @@ def test_room_for_positions_is_that_of_the_values_and_a_message_with_more_is_dam
     room = writer.reserve(payload_bound(size, None, ValueDtype.INT2))
     writer.advance(TRITON.compress(Job(values, None, 0.01, room, value_dtype=ValueDtype.INT2)))
     slot = torch.zeros(1024, dtype=torch.uint8)
-    TRITON.write_slots([(writer, slot)], 7)
+    TRITON.write_slots(writer, slot, [(0, 1024)], 7)
     for bits, expected, positions in ((2, 0, size), (16, 7, 8 * 1024 // 17)):
         out = [torch.zeros(size)]
         targets = np.array([[[size, 0, 0, 0, 0]]])
@@ -365,19 +366,19 @@ def test_slots_of_owners_are_added_at_once(dtype: torch.dtype, scale: float) -> 
     """Each to tensors of its own, none or several; one is damaged, one does not fit its slot."""
     generator = torch.Generator().manual_seed(5)
     sizes: list[list[int]] = [[3000, 5], [], [70_001], [900, 0, 2000], [4000], [500, 600], [64]]
-    writers, slots = [], []
-    for each in sizes:
-        writers.append(MessageWriter(torch.device("cpu")))
+    writer = MessageWriter(torch.device("cpu"), len(sizes))
+    for receiver, each in enumerate(sizes):
         for size in each:
-            room = writers[-1].reserve(payload_bound(size, None, ValueDtype.BF16))
+            room = writer.reserve(payload_bound(size, None, ValueDtype.BF16), receiver)
             job = Job(torch.randn(size, generator=generator), None, 1.5, room, value_dtype=ValueDtype.BF16)
-            writers[-1].advance(TRITON.compress(job))
-        slots.append(torch.zeros(1056 if each == [4000] else 32_800, dtype=torch.uint8))
-    TRITON.write_slots(list(zip(writers, slots, strict=True)), 7)
-    slots[5][32 + 60] ^= 0x55
-    slots[6][:8] = torch.tensor([32_800 - 32]).view(torch.uint8)  # more than its payload
-    buffer, ends = torch.cat(slots), [*torch.tensor([slot.numel() for slot in slots]).cumsum(0).tolist()]
-    bounds = [(end - slot.numel(), end) for slot, end in zip(slots, ends, strict=True)]
+            writer.advance(TRITON.compress(job), receiver)
+    ends = itertools.accumulate([1056 if each == [4000] else 32_800 for each in sizes], initial=0)
+    bounds = list(itertools.pairwise(ends))
+    buffer = torch.zeros(bounds[-1][1], dtype=torch.uint8)
+    TRITON.write_slots(writer, buffer, bounds, 7)
+    buffer[bounds[5][0] + 32 + 60] ^= 0x55
+    more = bounds[6][0]
+    buffer[more : more + 8] = torch.tensor([32_800 - 32]).view(torch.uint8)  # more than its payload
     results, begins = [], itertools.accumulate([0, *itertools.chain.from_iterable(sizes)])
     of = [[(0, begin, begin + size) for size, begin in zip(each, begins, strict=False)] for each in sizes]
     first = sum(map(sum, sizes))
@@ -561,7 +562,7 @@ def test_nothing_waits_for_the_device() -> None:
     assert reads.places == []
     assert all(each.pending for each in stats)
     with HostReads() as reads:
-        (message,) = read_messages([writer])
+        message = writer.message
         read_stats(stats)
     assert set(reads.places) == {"codecs/copies.py:cpu", "codecs/stats.py:tolist"}
     payloads = Payload.split(message)
@@ -627,7 +628,7 @@ def test_a_residual_survives_an_exception(monkeypatch: pytest.MonkeyPatch, faili
     def encode_both() -> None:
         with streams[0].backend(gradient.device).batched():
             for stream in streams:
-                stream.encode(gradient, [(0, 900)], [writer])
+                stream.encode(gradient, writer)
                 if failing == "between tensors":
                     fails()
 
@@ -696,15 +697,17 @@ def test_streams_of_a_bucket_take_as_many_launches_whatever_they_remember(
             copies = [grad.clone() for grad in grads]
             writers = [MessageWriter(torch.device("cpu")) for _ in BOTH]
             # Parts that begin at multiples of 16 bytes, and others.
-            parts = [[(0, cut), (cut, len(g))] for g in grads for cut in [(304 if len(g) > 900 else 301)]]
+            cuts = [304 if len(grad) > 900 else 301 for grad in grads]
+            parts = [Key([(0, cut), (cut, len(grad))]) for grad, cut in zip(grads, cuts, strict=True)]
+            both = Key((0, 0))
             expected = [
-                pair[0].encode(grad, part, [writers[0]] * 2, clear=True)
+                pair[0].encode(grad, writers[0], None, part, both, clear=True)
                 for pair, grad, part in zip(pairs, grads, parts, strict=True)
             ]
             kernel = pairs[0][1].backend(grads[0].device)
             with HostReads() as reads, counted_launches() as names, kernel.batched():
                 found = [
-                    pair[1].encode(grad, part, [writers[1]] * 2, clear=True)
+                    pair[1].encode(grad, writers[1], None, part, both, clear=True)
                     for pair, grad, part in zip(pairs, copies, parts, strict=True)
                 ]
             assert reads.places == []
@@ -823,7 +826,7 @@ def test_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         gradient = torch.empty(100, device="cuda")
     before = Compressor(sparsity=0.9)
     with pytest.raises(DCTError, match="CUDA graph records the current stream"):
-        before.encode(gradient, [], [])
+        before.encode(gradient, MessageWriter(torch.device("cpu")))
     assert before.residual is None
     with pytest.raises(DCTError, match="CUDA graph records the current stream"):
         upload([[1]], gradient.device)

@@ -65,15 +65,19 @@ class DeferredBackend(ReferenceBackend):
 
     def write_slots(
         self,
-        slots: Sequence[tuple[MessageWriter, Tensor]],
+        writer: MessageWriter,
+        buffer: Tensor,
+        bounds: Sequence[tuple[int, int]],
         fingerprint: int,
         incomplete: Tensor | None = None,
     ) -> None:
         lacking = 0 if incomplete is None else int(incomplete.as_subclass(Tensor))
-        for writer, out in slots:
+        for receiver, (begin, end) in enumerate(bounds):
+            out = buffer[begin:end]
             parts = [
-                buffer[address - buffer.data_ptr() :][: int(stats.device_counts.as_subclass(Tensor)[0])]
-                for buffer, address, _, stats, _ in writer.placed
+                each.buffer[each.address - each.buffer.data_ptr() :][: int(_plain(each.stats)[0])]
+                for each in writer.placed
+                if each.receivers == (receiver,)
             ]
             message = torch.cat([out[:0], *parts])
             out.view(torch.int64)[:WORDS] = torch.tensor([message.numel(), fingerprint, lacking, 0])
@@ -135,3 +139,8 @@ class DeferredBackend(ReferenceBackend):
         self, grad: Tensor, residual: Tensor | None, k: int
     ) -> Tensor:
         return on_device(super().exact_threshold(grad, residual, k), torch.float32)
+
+
+def _plain(stats: Stats) -> Tensor:
+    """Return the figures of a payload; nobody counts this look at them."""
+    return stats.device_counts.as_subclass(Tensor)

@@ -76,7 +76,7 @@ def _time_coding(group: StreamGroup, setting: Setting) -> Coding:
 
     def encode() -> Tensor:
         writer = MessageWriter(group.device)
-        stream.observe(stream.encode(data, [(0, ENTRIES)], [writer], 1.0 - setting.sparsity))
+        stream.observe(stream.encode(data, writer, 1.0 - setting.sparsity))
         return writer.message
 
     def decode(message: Tensor) -> None:

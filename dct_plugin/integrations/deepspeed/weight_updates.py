@@ -60,7 +60,7 @@ class _FlatParameter(NamedTuple):
     name: str
     start: int
     numel: int
-    shards: list[Shard]
+    shards: Sequence[Shard]
 
 
 class WeightUpdates(EnginePart):
@@ -174,7 +174,7 @@ class UpdatedWeights(WeightUpdates):
     @torch.no_grad()
     def _update(self, flats: Sequence[Tensor]) -> None:
         """Exchange the updates of this step."""
-        entries = []
+        entries: list[tuple[str, Tensor, Sequence[Shard]]] = []
         masters: dict[str, Tensor] = {}
         for index in self._groups.keys() - self._known.keys():
             self._record_full(index)

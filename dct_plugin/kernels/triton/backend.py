@@ -9,6 +9,7 @@ decoded is found there before anything is written, leaves the output alone, and 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import threading
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...codecs.index import IndexEncoding
-from ...codecs.message import MessageWriter
+from ...codecs.message import Key, MessageWriter, order_of
 from ...codecs.payload import Payload
 from ...codecs.slots import PREFIX
 from ...codecs.stats import KERNEL_ERRORS, Stats
@@ -82,11 +83,11 @@ class TritonBackend(Backend):
         with self._batch(job.grad.device) as batch:
             return batch.compress(job)
 
-    def compress_parts(self, job: PartedJob, writers: Sequence[MessageWriter]) -> list[Stats]:
+    def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
         if not job.parts.aligned:  # kernels of some parts read fewer bytes at once
-            return super().compress_parts(job, writers)
+            return super().compress_parts(job, writer, receivers)
         with self._batch(job.grad.device) as batch:
-            return batch.compress_parts(job, writers)
+            return batch.compress_parts(job, writer, receivers)
 
     @contextlib.contextmanager
     def batched(self) -> Iterator[None]:
@@ -170,26 +171,23 @@ class TritonBackend(Backend):
 
     def write_slots(
         self,
-        slots: Sequence[tuple[MessageWriter, Tensor]],
+        writer: MessageWriter,
+        buffer: Tensor,
+        bounds: Sequence[tuple[int, int]],
         fingerprint: int,
         incomplete: Tensor | None = None,
     ) -> None:
-        count, units = len(slots), 0
+        count, units = len(bounds), 0
 
         def rows() -> np.ndarray:
             nonlocal units
-            placed = [writer.placed for writer, _ in slots]
-            figures = {stats: stats.address for stats in {part[3] for each in placed for part in each}}
-            heads, parts = list[tuple[int, ...]](), list[tuple[int, ...]]()
-            for (_, out), each in zip(slots, placed, strict=True):
-                heads.append((len(parts), len(each), out.data_ptr(), out.numel() - PREFIX))
-                first = 0
-                parts += [
-                    (address, first, figures[stats] + 32 * which, first := first - (-nbytes // _COPIED))
-                    for _, address, nbytes, stats, which in each
-                ]
-                units = max(units, first)
-            return np.array(heads + parts)
+            layout, placed, units = _slots_of(writer.layout, count)
+            table, where = layout.copy(), [(each.address, each.stats.address) for each in writer.placed]
+            table[:count, 2:] += bounds
+            table[:count, 2] += buffer.data_ptr()
+            table[:count, 3] -= table[:count, 2] - buffer.data_ptr() + PREFIX
+            table[count:, ::2] += np.array(where, dtype=np.int64).reshape(-1, 2)[placed]
+            return table
 
         def fill(places: Tensor) -> None:
             offsets = torch.empty(len(places) - count, dtype=torch.int64, device=places.device)
@@ -198,7 +196,7 @@ class TritonBackend(Backend):
             if units:
                 launch(reading.fill_slots, (units, count), places, offsets, count)
 
-        with self._batch(slots[0][1].device) as batch:
+        with self._batch(buffer.device) as batch:
             batch.then(rows, fill)
 
     def prepare_sum(
@@ -288,6 +286,24 @@ class TritonBackend(Backend):
         takes = [step_ahead.takes(job) for job in jobs]
         step_ahead.displace(itertools.compress(jobs, takes))
         super().displace([job for job, taken in zip(jobs, takes, strict=True) if not taken], scratch)
+
+
+@functools.lru_cache(maxsize=256)
+def _slots_of(placed: tuple[tuple[Key, Key], ...], count: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return what the table of so many slots has in every step.
+
+    Returns:
+        The slots' rows, and those of their payloads, without addresses; for each payload, the number of what
+        was placed; the programs that fill a slot, at most.
+    """
+    order = order_of(placed)
+    parts = np.bincount(order.receivers, minlength=count)
+    firsts, ends = parts.cumsum() - parts, np.cumsum(-(-order.sizes // _COPIED))
+    begins = np.concatenate([[0], ends])
+    before = begins[firsts][order.receivers]
+    heads = np.stack([firsts, parts, 0 * parts, 0 * parts], axis=1)
+    rows = np.stack([order.offsets, begins[:-1] - before, 32 * order.which, ends - before], axis=1)
+    return np.concatenate([heads, rows]), order.placed, int((ends - before).max(initial=0))
 
 
 def _kth_largest(

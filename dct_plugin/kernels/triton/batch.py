@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...codecs.copies import refuse_capture
 from ...codecs.index import IndexEncoding
-from ...codecs.message import MessageWriter
+from ...codecs.message import Key, MessageWriter
 from ...codecs.splitmix import signed
 from ...codecs.stats import Figures, Stats
 from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, Parts, whole
@@ -102,8 +102,8 @@ class _Write(NamedTuple):
 
     variant: _Variant
     job: Job | PartedJob
-    places: Sequence[int]
-    """Addresses of the payloads."""
+    place: int
+    """Address of the first payload; the others follow at their bounds."""
     parts: Parts
     turn: int
     tau: tuple[int, int]
@@ -112,7 +112,7 @@ class _Write(NamedTuple):
         """Return what all payloads of the tensor have in common, the first of which has these ``figures``."""
         job = self.job
         addresses = map(_address, (job.grad, job.residual, job.residual_out))
-        return [*addresses, self.turn, figures, *self.tau]
+        return [*addresses, self.place, self.turn, figures, *self.tau]
 
     def undo(self) -> None:
         """Put the old residual into memory that the launch, which failed, should have written."""
@@ -180,28 +180,27 @@ class Batch:
     def compress(self, job: Job) -> Stats:
         """See :meth:`.backend.Backend.compress`."""
         parts = whole(job.numel, job.capacity, job.value_dtype)
-        return self._add(job, parts, job.start, [job.out.data_ptr()], job.encoding)
+        return self._add(job, parts, job.start, lambda _: job.out.data_ptr(), job.encoding)
 
-    def compress_parts(self, job: PartedJob, writers: Sequence[MessageWriter]) -> list[Stats]:
+    def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
         """See :meth:`.backend.Backend.compress_parts`."""
-        parts, places = job.parts, list[int]()
-        stats = self._add(job, parts, job.turn, places)
-        places += map(MessageWriter.place, writers, parts.nbytes, itertools.repeat(stats), itertools.count())
-        return [stats]
+        parts = job.parts
+        place = functools.partial(writer.place, receivers, parts.nbytes, parts.total)
+        return [self._add(job, parts, job.turn, place)]
 
     def _add(
         self,
         job: Job | PartedJob,
         parts: Parts,
         turn: int,
-        places: Sequence[int],
+        place: Callable[[Stats], int],
         encoding: IndexEncoding | None = None,
     ) -> Stats:
         variant, count = _Variant.of(job, int(parts.value_dtype), encoding), len(parts.bounds)
         tau = (-1, 0) if variant.entries == _DENSE else self._tau(job.tau)
         applied = self._taus[tau[0]] if tau[0] >= 0 else job.tau
-        self._noted.writes.append(_Write(variant, job, places, parts, turn, tau))
         stats = Stats.on_device(self._figures, self._payloads, count, tau=applied)
+        self._noted.writes.append(_Write(variant, job, place(stats), parts, turn, tau))
         self._tensors += 1
         self._payloads += count
         self._entries += job.grad.numel()
@@ -277,7 +276,7 @@ class Batch:
 
     def _launch(self, counts: Tensor, noted: _Noted) -> None:
         before, samples, writes, after, behind = noted
-        begins = itertools.accumulate((len(write.places) for write in writes), initial=0)
+        begins = itertools.accumulate([len(write.parts.bounds) for write in writes], initial=0)
         variants = grouped(zip(writes, begins, strict=False), lambda pair: pair[0].variant)
         laid = [_rows(variant, group) for variant, group in variants.items()]
         first, drawn, last = (
@@ -380,10 +379,9 @@ def _rows(variant: _Variant, writes: Sequence[tuple[_Write, int]]) -> tuple[np.n
     columns = np.array([write.columns(figures) for write, figures in writes])[which]
     rows = layout.copy()
     payloads = rows[:-1]
-    payloads[:, :3] = columns[:, :3] + offsets
-    payloads[:, 3] = list(itertools.chain.from_iterable([write.places for write, _ in writes]))
-    payloads[:, START] = columns[:, 3] % moduli
-    payloads[:, SLOT : SLOT + 3] += columns[:, 4:]
+    payloads[:, :NUMEL] = columns[:, :NUMEL] + offsets
+    payloads[:, START] = columns[:, NUMEL] % moduli
+    payloads[:, SLOT : SLOT + 3] += columns[:, NUMEL + 1 :]
     return rows, units
 
 
@@ -400,7 +398,7 @@ def _layout(
 
     Returns:
         The rows without addresses; the totals of units of work; for each payload, the number of its tensor,
-        the bytes before it in gradient and residuals, and what its first position is taken modulo.
+        the bytes before it in gradient, residuals and message, and what its first position is taken modulo.
     """
     counts = [len(each.numbers) for each in of]
     start, numel, most = np.concatenate([each.numbers for each in of]).T
@@ -414,7 +412,9 @@ def _layout(
     work = np.stack([_programs(numel, TILE), _programs(numel, BLOCK), *units], axis=1)
     rows[1:, TILES:SLOT] = np.cumsum(work, axis=0)
     rows[:-1, SLOT] = np.concatenate([*map(np.arange, counts)])
-    which, offsets = np.repeat(np.arange(len(of)), counts), np.outer(start, [size, 4, 4])
+    places = np.concatenate([np.cumsum(each.nbytes) - each.nbytes for each in of])
+    offsets = np.column_stack([np.outer(start, [size, 4, 4]), places])
+    which = np.repeat(np.arange(len(of)), counts)
     return rows, rows[-1, TILES:SLOT].tolist(), which, offsets, np.maximum(numel, 1)
 
 
