@@ -15,8 +15,6 @@ offset type field
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 #: Bytes, and 64-bit words, before the message.
@@ -27,7 +25,7 @@ FAILED = -1
 ALIGNMENT = 256
 
 
-def slot_bytes(largest: np.ndarray, most: Sequence[int] | int = 1 << 62) -> np.ndarray:
+def slot_bytes(largest: np.ndarray, most: np.ndarray | int = 1 << 62) -> np.ndarray:
     """Return the bytes of slots for the next messages of series, of whose last messages the ``largest`` are
     so long.
 

@@ -192,11 +192,12 @@ def read_figures(stats: Iterable[Stats], also: Sequence[Tensor]) -> list[list[in
     for table in figures.values():
         table.read = list(itertools.islice(found[table.counts.device], table.counts.numel()))
         wrong = wrong or max(table.read[3::4]) >> 1
-    bits = torch.tensor([next(found[tau.device]) for tau in taus.values()], dtype=torch.int32)
-    known = dict(zip(taus, bits.view(torch.float32).tolist(), strict=True))
-    for each in stats:
-        if isinstance(each._tau, Tensor):
-            each._tau = known[id(each._tau)]
+    if taus:
+        bits = torch.tensor([next(found[tau.device]) for tau in taus.values()], dtype=torch.int32)
+        known = dict(zip(taus, bits.view(torch.float32).tolist(), strict=True))
+        for each in stats:
+            if isinstance(each._tau, Tensor):
+                each._tau = known[id(each._tau)]
     if wrong:
         raise PayloadError(f"a payload decoded before: {KERNEL_ERRORS[wrong]}")
     return [list(itertools.islice(found[tensor.device], tensor.numel())) for tensor in also]

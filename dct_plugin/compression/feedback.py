@@ -184,7 +184,7 @@ class Residual(_Transaction[Tensor]):
         if self._pending is not None:
             self._written = self._pending
         else:
-            self._written = torch.empty_like(source) if self._beside else source
+            self._written = source.new_empty(self.numel) if self._beside else source
         return source, self._written
 
     def end(self, step: int) -> None:

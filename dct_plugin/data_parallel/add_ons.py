@@ -64,10 +64,10 @@ class AddOns:
         """True if an add-on wants gradients of this step to be summed densely."""
         return any(each.dense for each in self._each)
 
-    def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
-        """Return the sparsity of a tensor in this step; ``otherwise`` is that without add-ons."""
+    def sparsities(self, names: Sequence[str], otherwise: Sequence[Sparsity]) -> Sequence[Sparsity]:
+        """Return the sparsities of tensors in this step; ``otherwise`` are those without add-ons."""
         for each in reversed(self._each):
-            otherwise = each.sparsity(name, otherwise)
+            otherwise = [*map(each.sparsity, names, otherwise)]
         return otherwise
 
     def before_compression(self, entries: Sequence[tuple[str, Tensor]]) -> None:

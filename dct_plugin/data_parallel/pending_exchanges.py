@@ -53,9 +53,9 @@ class PendingExchanges:
     def begin(self, phases: Sequence[Phase], plan: ReductionPlan, exchange_record: Record) -> PlanExchange:
         """Return an exchange of a plan, to be posted and given to :meth:`complete`."""
         group = self._group
-        for each in plan.tensors:
-            if not each.small:
-                each.sparsity = group.sparsity(each.name)
+        large = [each for each in plan.tensors if not each.small]
+        for each, sparsity in zip(large, group.sparsities([each.name for each in large]), strict=True):
+            each.sparsity = sparsity
         chunks = plan.chunks(group.backend.message_entries)
         known = [self._known(phases, chunk) for chunk in chunks]
         in_slots = bool(chunks) and all(known)

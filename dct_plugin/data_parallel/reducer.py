@@ -166,11 +166,11 @@ class GradientReducer(StreamGroup):
 
     # -- the steps of a reduction ---
 
-    def sparsity(self, name: str) -> Sparsity:
-        """Return the sparsity of a tensor in this step."""
+    def sparsities(self, names: Sequence[str]) -> Sequence[Sparsity]:
+        """Return the sparsities of tensors in this step."""
         if self._flushes:
-            return Sparsity(1.0)
-        return self.add_ons.sparsity(name, super().sparsity(name))
+            return [Sparsity(1.0)] * len(names)
+        return self.add_ons.sparsities(names, super().sparsities(names))
 
     def post(
         self,

@@ -204,9 +204,9 @@ class StreamGroup:
         """Number of ranks whose mean takes part in the exchange in place of one rank's gradient."""
         return 1 if self.node is None else self.node.size
 
-    def sparsity(self, name: str) -> Sparsity:
-        """Return the sparsity of a tensor in this step."""
-        return Sparsity(self.schedule.density(self.step))
+    def sparsities(self, names: Sequence[str]) -> Sequence[Sparsity]:
+        """Return the sparsities of tensors in this step."""
+        return [Sparsity(self.schedule.density(self.step))] * len(names)
 
     def operation(self, name: str) -> str:
         """Return the name of an operation for fingerprints. Ranks whose kernels leave lengths on a device

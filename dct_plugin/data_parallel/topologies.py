@@ -32,9 +32,11 @@ class GradientPhase(Phase):
         return bytes_sent(collective, nbytes, group.world_size, gloo=group.device.type == "cpu")
 
     def write(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
-        return [self._write(tensor, writer) for tensor in plan.tensors]
+        dense = self.dense_bytes(1.0)
+        return [self._write(tensor, writer, dense) for tensor in plan.tensors]
 
-    def _write(self, tensor: PlannedTensor, writer: MessageWriter) -> WrittenTensor:
+    def _write(self, tensor: PlannedTensor, writer: MessageWriter, dense: float) -> WrittenTensor:
+        """Write a tensor, each byte of which would be so many ``dense``."""
         group, stream, shards = self.group, None, tensor.parts
         grad, (density, label) = as_flat(tensor.tensor), tensor.sparsity
         if tensor.small:
@@ -48,9 +50,11 @@ class GradientPhase(Phase):
             encoded = stream.encode(grad, writer, density, shards.bounds, shards.owners, clear=True)
         if grad.data_ptr() != tensor.tensor.data_ptr():
             tensor.tensor.zero_()
-        others, dense = group.world_size - 1, self.dense_bytes(tensor.tensor.nbytes)
-        copies = [others] if self.to_all else [int(owner != group.rank) for owner in shards.owners]
+        copies = (
+            [group.world_size - 1] if self.to_all else [int(owner != group.rank) for owner in shards.owners]
+        )
         cls = "gradient_small" if tensor.small else "gradient"
+        dense *= tensor.tensor.nbytes
         return WrittenTensor(tensor.name, cls, encoded, stream, dense, copies, label)
 
 

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -175,8 +175,7 @@ class Spans:
         return Spans([[(which, 0, numel) for which, numel in enumerate(numels)]])
 
 
-@dataclass(frozen=True, slots=True)
-class PartedJob:
+class PartedJob(NamedTuple):
     """The compressions of the parts of a tensor; see :class:`Job` for what is not said here.
 
     Args:

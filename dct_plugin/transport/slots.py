@@ -118,15 +118,14 @@ class AgreedCapacities:
 
     def __init__(self, exchange: Exchange, fingerprint: int, bounds: Sequence[int], *, shared: bool) -> None:
         self.exchange, self.fingerprint, self.shared = exchange, fingerprint, shared
-        self._bounds = bounds
+        self._most = np.array([[1 << 62] * exchange.world_size, bounds])
         self._last = np.zeros((_REMEMBERED, 2, exchange.world_size), dtype=np.int64)
+        self._count = 0
 
     def slots(self, device: torch.device) -> Slots:
         """Return empty slots for messages to and from all ranks."""
-        rank, (sent, received) = self.exchange.rank, self._last.max(axis=0)
-        leaving, arriving = slot_bytes(sent).tolist(), slot_bytes(received, self._bounds).tolist()
-        leaving[rank] = 0
-        return Slots(rank, leaving, arriving, device, shared=self.shared)
+        leaving, arriving = slot_bytes(self._last.max(axis=0), self._most).tolist()
+        return Slots(self.exchange.rank, leaving, arriving, device, shared=self.shared)
 
     def fail(self, device: torch.device) -> None:
         """Send slots that say that this rank failed. Never raises."""
@@ -170,5 +169,7 @@ class AgreedCapacities:
 
     def remember(self, sent: Mapping[int, int], received: Mapping[int, int]) -> None:
         """Remember the bytes of messages by receiver, and by sender, for the next capacities."""
-        numbers = [[of[rank] for rank in range(len(of))] for of in (sent, received)]
-        self._last = np.concatenate([self._last[1:], [numbers]])
+        self._last[self._count % _REMEMBERED] = [
+            [of[rank] for rank in range(len(of))] for of in (sent, received)
+        ]
+        self._count += 1

@@ -101,19 +101,15 @@ class TritonBackend(Backend):
             finally:
                 self._waiting.batches = None
 
-    @contextlib.contextmanager
-    def _batch(self, where: torch.device) -> Iterator[Batch]:
-        """Give the open batch, or one that is launched at once."""
+    def _batch(self, where: torch.device) -> Batch:
+        """Return the open batch, or one that is launched behind its ``with`` block."""
         batches: dict[torch.device, Batch] | None = getattr(self._waiting, "batches", None)
         if batches is None:
-            batch = Batch(where, self._error(where), 1)
-            yield batch
-            batch.launch()
-            return
+            return Batch(where, self._error(where), 1, at_once=True)
         if where not in batches or batches[where].full:
             self._catch_up()
             batches[where] = Batch(where, self._error(where), ROOM)
-        yield batches[where]
+        return batches[where]
 
     def _catch_up(self) -> None:
         """Launch the open batches: the next kernel may need their results."""

@@ -161,16 +161,24 @@ class Batch:
         errors: int32 [1], what was wrong with payloads read before. It goes to the host with the next
         figures.
         room: The most tensors, and the most thresholds, that the batch takes.
+        at_once: Launch it behind its ``with`` block.
     """
 
-    def __init__(self, where: torch.device, errors: Tensor, room: int) -> None:
-        self.where = where
+    def __init__(self, where: torch.device, errors: Tensor, room: int, *, at_once: bool = False) -> None:
+        self.where, self._at_once = where, at_once
         self._errors = errors
         self._figures = Figures(_NOTHING, self.launch)
         self._taus = torch.empty(room, dtype=torch.float32, device=where)
         self._room = room
         self._tensors = self._thresholds = self._payloads = self._entries = 0
         self._noted = _Noted([], [], [], [], [])
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._at_once and kind is None:
+            self.launch()
 
     @property
     def full(self) -> bool:
