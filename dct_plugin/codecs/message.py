@@ -110,6 +110,11 @@ class MessageWriter:
 
     def reserve(self, size: int, receiver: int = 0) -> Tensor:
         """Return memory for ``size`` more bytes, uninitialised; valid until the next call."""
+        length = self._lengths[receiver]
+        return self._with_room(size, receiver)[length : length + size]
+
+    def _with_room(self, size: int, receiver: int) -> Tensor:
+        """Return the buffer of a receiver, which has room for ``size`` more bytes."""
         buffer, length = self._buffers[receiver], self._lengths[receiver]
         self._reserved, needed = size, length + size
         if needed > buffer.numel():
@@ -117,7 +122,7 @@ class MessageWriter:
             if not self.placed:  # else payloads stay where kernels write them, perhaps only later
                 grown[:length] = buffer[:length]
             self._buffers[receiver] = buffer = grown
-        return buffer[length:needed]
+        return buffer
 
     def advance(self, written: int | Stats, receiver: int = 0) -> None:
         """Note that the reserved memory holds a payload of ``written`` bytes, or of as many as the statistics
@@ -142,7 +147,7 @@ class MessageWriter:
             sizes: Bytes that each has at most; ``total`` is their sum.
             stats: Their figures.
         """
-        self.reserve(total)
+        self._with_room(total, 0)
         return self._place(0, receivers, sizes, total, stats)
 
     def _place(self, where: int, receivers: Key, sizes: Key, total: int, stats: Stats) -> int:

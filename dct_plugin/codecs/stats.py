@@ -95,8 +95,9 @@ class Stats:
             at, count: The first of them, and how many.
             tau: on the host, or fp32 [] on the device of the figures.
         """
-        stats = cls(0, 0, 0, False)
+        stats = cls.__new__(cls)
         stats._figures, stats._numbers, stats._tau = figures, (4 * at, 4 * (at + count)), tau
+        stats.select_ns = stats.encode_ns = 0
         return stats
 
     @property
@@ -183,10 +184,14 @@ def read_figures(stats: Iterable[Stats], also: Sequence[Tensor]) -> list[list[in
     parts: dict[torch.device, list[Tensor]] = {}
     for table in figures.values():
         parts.setdefault(table.start().device, []).append(table.counts.view(-1))
-    for tau in taus.values():  # bits of thresholds travel along
-        parts.setdefault(tau.device, []).append(tau.view(1).view(torch.int32).to(torch.int64))
+    thresholds: dict[torch.device, list[Tensor]] = {}
+    for tau in taus.values():
+        thresholds.setdefault(tau.device, []).append(tau)
+    for where, several in thresholds.items():  # their bits travel along
+        bits = torch.stack(several).view(torch.int32).to(torch.int64)
+        parts.setdefault(where, []).append(bits)
     for tensor in also:
-        parts.setdefault(tensor.device, []).append(tensor.view(-1))
+        parts.setdefault(tensor.device, []).append(tensor.reshape(-1))
     found = {where: iter(to_host(torch.cat(several)).tolist()) for where, several in parts.items()}
     wrong = 0
     for table in figures.values():

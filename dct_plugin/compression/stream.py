@@ -260,7 +260,7 @@ class Compressor(Stream):
         buffers = self._residual_buffers(numel, grad.device)
         dense = encoded.density >= 1.0 or not numel
         tau = 0.0 if dense else self.propose(encoded, grad, buffers[0])
-        parts = _parts_of(bounds or Key([(0, numel)]), 1.0 if dense else encoded.density, self._value_dtype)
+        parts = _parts_of(bounds, numel, 1.0 if dense else encoded.density, self._value_dtype)
         job = PartedJob(grad, buffers[0], tau, buffers[1], parts, step * _START_STRIDE, clear)
         encoded.stats = self.backend(grad.device).compress_parts(job, writer, receivers)
         if self.residual is not None:
@@ -371,8 +371,9 @@ class Compressor(Stream):
 
 
 @functools.lru_cache(maxsize=512)
-def _parts_of(bounds: Key, density: float, value_dtype: ValueDtype) -> Parts:
+def _parts_of(bounds: Key | None, numel: int, density: float, value_dtype: ValueDtype) -> Parts:
     """Return the parts of a tensor, of which a share is kept, with room for more."""
+    bounds = Key([(0, numel)]) if bounds is None else bounds
     capacities = []
     for start, stop in bounds:
         kept = math.ceil(_CAPACITY * wanted(density, stop - start)) + _CAPACITY_SLACK

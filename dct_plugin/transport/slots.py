@@ -91,6 +91,8 @@ class Slots:
     def headers(self) -> Tensor:
         """Return the first words of all slots, int64 [ranks, WORDS]."""
         words = self.received.view(torch.int64)
+        if self._equal:
+            return words.view(len(self.bounds), -1)[:, :WORDS]
         firsts = [words[begin // 8 : begin // 8 + WORDS] for begin, _ in self.bounds]
         return torch.cat([words[:0], *firsts]).view(-1, WORDS)
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -56,8 +54,12 @@ def readable(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
-ROW, NUMEL, START, TILES, SLOT = (
-    each.value for each in (device.ROW, device.NUMEL, device.START, device.TILES, device.SLOT)
+ROW, NUMEL, START, TILES, CHUNKS, SLOT, *_SAMPLE = (
+    each.value
+    for each in (
+        *(device.ROW, device.NUMEL, device.START, device.TILES, device.CHUNKS, device.SLOT),
+        *(device.NUMEL, device.SAMPLES, device.SEED, device.ALL, device.SHARE, device.RANK, device.SLOT),
+    )
 )
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
@@ -81,19 +83,21 @@ class _Variant(NamedTuple):
     aligned: bool
 
     @classmethod
-    def of(cls, job: Job | PartedJob, value: int, encoding: IndexEncoding | None) -> _Variant:
-        grad, residual, left = tensors = (job.grad, job.residual, job.residual_out)
+    def of(
+        cls, job: Job | PartedJob, addresses: Sequence[int], value: int, encoding: IndexEncoding | None
+    ) -> _Variant:
+        grad, residual, left = addresses
         dense = not isinstance(job.tau, Tensor) and job.tau == 0.0 and encoding in (None, IndexEncoding.DENSE)
         return cls(
             _DENSE if dense else _SELECTED,
-            GRAD_CODES[grad.dtype],
-            residual is not None,
-            left is not None,
-            left is not None and residual is not None and left.data_ptr() == residual.data_ptr(),
+            GRAD_CODES[job.grad.dtype],
+            job.residual is not None,
+            job.residual_out is not None,
+            job.residual is not None and left == residual,
             value,
             _SELECTED if encoding is None else int(encoding),
             job.clear,
-            all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors),
+            not (grad | residual | left) % _ALIGNMENT,
         )
 
 
@@ -102,17 +106,11 @@ class _Write(NamedTuple):
 
     variant: _Variant
     job: Job | PartedJob
-    place: int
-    """Address of the first payload; the others follow at their bounds."""
     parts: Parts
-    turn: int
-    tau: tuple[int, int]
-
-    def columns(self, figures: int) -> list[int]:
-        """Return what all payloads of the tensor have in common, the first of which has these ``figures``."""
-        job = self.job
-        addresses = map(_address, (job.grad, job.residual, job.residual_out))
-        return [*addresses, self.place, self.turn, figures, *self.tau]
+    columns: Sequence[int]
+    """What the payloads have in common: addresses of the gradient, of both residuals, and of the first
+    payload, behind whose bound the others follow; their turn; the row of the first figures; the threshold.
+    """
 
     def undo(self) -> None:
         """Put the old residual into memory that the launch, which failed, should have written."""
@@ -128,18 +126,9 @@ class _Entrywise(NamedTuple):
     """Operations of one key are launched together."""
     tensors: tuple[Tensor | None, ...]
     entries: int
-    numbers: Mapping[int, int] = MappingProxyType({})
-    """Keys are places in the row, and values are the numbers that stand there."""
-
-    def row(self, first: int) -> list[int]:
-        """Return a row of the table of operations."""
-        row = [0] * ROW
-        row[: len(self.tensors)] = map(_address, self.tensors)
-        assert self.tensors[0] is not None
-        numbers = {NUMEL: self.tensors[0].numel(), device.CHUNKS.value: first, **self.numbers}
-        for place, number in numbers.items():
-            row[place] = number
-        return row
+    places: Sequence[int]
+    numbers: Sequence[int]
+    """What stands at these places of its row, behind the addresses of the tensors."""
 
 
 class _Noted(NamedTuple):
@@ -204,11 +193,13 @@ class Batch:
         place: Callable[[Stats], int],
         encoding: IndexEncoding | None = None,
     ) -> Stats:
-        variant, count = _Variant.of(job, int(parts.value_dtype), encoding), len(parts.bounds)
-        tau = (-1, 0) if variant.entries == _DENSE else self._tau(job.tau)
-        applied = self._taus[tau[0]] if tau[0] >= 0 else job.tau
+        count = len(parts.bounds)
+        addresses = [*map(_address, (job.grad, job.residual, job.residual_out))]
+        variant = _Variant.of(job, addresses, int(parts.value_dtype), encoding)
+        applied, *tau = (job.tau, -1, 0) if variant.entries == _DENSE else self._tau(job.tau)
         stats = Stats.on_device(self._figures, self._payloads, count, tau=applied)
-        self._noted.writes.append(_Write(variant, job, place(stats), parts, turn, tau))
+        columns = [*addresses, place(stats), turn, self._payloads, *tau]
+        self._noted.writes.append(_Write(variant, job, parts, columns))
         self._tensors += 1
         self._payloads += count
         self._entries += job.grad.numel()
@@ -230,32 +221,31 @@ class Batch:
         """
         slot, self._thresholds = self._thresholds, self._thresholds + 1
         (bits,) = struct.unpack("<q", struct.pack("<d", share))
-        places = (device.SAMPLES, device.SEED, device.ALL, device.SHARE, device.RANK, device.SLOT)
-        numbers = zip(places, (samples, signed(seed), everything, bits, rank, slot), strict=True)
-        key = (GRAD_CODES[grad.dtype], residual is not None)
-        table = {place.value: number for place, number in numbers}
-        self._noted.samples.append(_Entrywise(key, (grad, residual), samples, table))
+        key, numbers = (GRAD_CODES[grad.dtype], residual is not None), (signed(seed), everything, bits, rank)
+        sample = _Entrywise(key, (grad, residual), samples, _SAMPLE, (grad.numel(), samples, *numbers, slot))
+        self._noted.samples.append(sample)
         return self._taus[slot]
 
     def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
         """See :meth:`.backend.Backend.difference`; before thresholds are found."""
-        self._entries += held.numel()
-        key = ("difference", "GRAD", GRAD_CODES[held.dtype])
-        self._noted.before.append(_Entrywise(key, (readable(held), wanted, out), held.numel()))
+        self._entries += (numel := held.numel())
+        key, tensors = ("difference", "GRAD", GRAD_CODES[held.dtype]), (readable(held), wanted, out)
+        self._noted.before.append(_Entrywise(key, tensors, numel, [NUMEL], [numel]))
 
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
         """See :meth:`.backend.Backend.unpack`; before thresholds are found."""
         packed = readable(packed)
         if any(_address(each.tensors[1]) == packed.data_ptr() for each in self._noted.after):
             self.launch()  # these are the values that are packed there now
-        self._entries += out.numel()
-        key = ("unpack", "GROUPED", exponents is not None)
-        self._noted.before.append(_Entrywise(key, (out, packed, exponents), out.numel()))
+        self._entries += (numel := out.numel())
+        key, tensors = ("unpack", "GROUPED", exponents is not None), (out, packed, exponents)
+        self._noted.before.append(_Entrywise(key, tensors, numel, [NUMEL], [numel]))
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
         """See :meth:`.backend.Backend.pack`; when payloads are written."""
-        key, numbers = ("pack", "GROUPED", exponents is not None), {device.SEED.value: signed(seed, 32)}
-        self._noted.after.append(_Entrywise(key, (values, readable(out), exponents), values.numel(), numbers))
+        key, tensors = ("pack", "GROUPED", exponents is not None), (values, readable(out), exponents)
+        numel, places = values.numel(), [NUMEL, device.SEED.value]
+        self._noted.after.append(_Entrywise(key, tensors, numel, places, [numel, signed(seed, 32)]))
 
     def then(self, rows: Callable[[], np.ndarray], run: Callable[[Tensor], None]) -> None:
         """Upload a table with that of the batch, and call ``run`` with it behind all other operations.
@@ -284,8 +274,7 @@ class Batch:
 
     def _launch(self, counts: Tensor, noted: _Noted) -> None:
         before, samples, writes, after, behind = noted
-        begins = itertools.accumulate([len(write.parts.bounds) for write in writes], initial=0)
-        variants = grouped(zip(writes, begins, strict=False), lambda pair: pair[0].variant)
+        variants = grouped(writes, lambda write: write.variant)
         laid = [_rows(variant, group) for variant, group in variants.items()]
         first, drawn, last = (
             [(key, *_counted(group)) for key, group in grouped(each, lambda one: one.key).items()]
@@ -313,15 +302,15 @@ class Batch:
 
     # -- inside ---
 
-    def _tau(self, tau: float | Tensor) -> tuple[int, int]:
-        """Return the slot of a threshold and 0, or -1 and its bits."""
+    def _tau(self, tau: float | Tensor) -> tuple[float | Tensor, int, int]:
+        """Return a threshold that stays, its slot and 0, or -1 and its bits."""
         if not isinstance(tau, Tensor):
-            return -1, _float_bits(tau)
+            return tau, -1, _float_bits(tau)
         slot, beyond = divmod(tau.data_ptr() - self._taus.data_ptr(), 4)
         if not (0 <= slot < self._thresholds and beyond == 0):  # not one that is found here
             slot, self._thresholds = self._thresholds, self._thresholds + 1
-            torch.clamp(tau, min=SMALLEST_TAU, out=self._taus[slot])
-        return slot, 0
+            tau = torch.clamp(tau, min=SMALLEST_TAU, out=self._taus[slot])
+        return tau, slot, 0
 
     def _pass(self, table: Tensor, key: tuple[Any, ...], chunks: int) -> None:
         kernel, constant, value = key
@@ -374,17 +363,13 @@ class Batch:
         return torch.empty(size, dtype=dtype, device=self.where)
 
 
-def _rows(variant: _Variant, writes: Sequence[tuple[_Write, int]]) -> tuple[np.ndarray, list[int]]:
+def _rows(variant: _Variant, writes: Sequence[_Write]) -> tuple[np.ndarray, list[int]]:
     """Return the rows of payloads of one variant, and the totals of their units of work: tiles, blocks,
     chunks of the body and of entries, positions.
-
-    Args:
-        variant: The variant.
-        writes: Each with the row of its first payload's figures.
     """
-    of, size = tuple([write.parts for write, _ in writes]), GRAD_DTYPES[variant.grad].itemsize
+    of, size = tuple([write.parts for write in writes]), GRAD_DTYPES[variant.grad].itemsize
     layout, units, which, offsets, moduli = _layout(of, size, dense=variant.entries == _DENSE)
-    columns = np.array([write.columns(figures) for write, figures in writes])[which]
+    columns = np.array([write.columns for write in writes])[which]
     rows = layout.copy()
     payloads = rows[:-1]
     payloads[:, :NUMEL] = columns[:, :NUMEL] + offsets
@@ -446,10 +431,11 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
 
 def _counted(group: Sequence[_Entrywise]) -> tuple[np.ndarray, int]:
     """Return the rows of operations, and the chunks of all."""
-    firsts = list(itertools.accumulate((programs(each.entries, CHUNK) for each in group), initial=0))
-    last = [0] * ROW
-    last[device.CHUNKS.value] = firsts[-1]
-    return np.array([*map(_Entrywise.row, group, firsts), last]), firsts[-1]
+    rows, places = np.zeros((len(group) + 1, ROW), dtype=np.int64), group[0].places
+    numbers = [[*map(_address, each.tensors), *each.numbers] for each in group]
+    rows[:-1, [*range(len(group[0].tensors)), *places]] = numbers
+    rows[1:, CHUNKS] = np.cumsum([programs(each.entries, CHUNK) for each in group])
+    return rows, int(rows[-1, CHUNKS])
 
 
 # -- what goes to the device ---
