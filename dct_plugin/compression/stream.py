@@ -81,8 +81,8 @@ class Encoded:
             target_density=self.density or totals.nnz / max(self.numel, 1),
             tau=totals.tau,
             refreshes=self.refreshes,
-            select_ms=sum(part.select_ns for part in self.stats) / 1e6,
-            encode_ms=sum(part.encode_ns for part in self.stats) / 1e6,
+            select_ms=sum([part.select_ns for part in self.stats]) / 1e6,
+            encode_ms=sum([part.encode_ns for part in self.stats]) / 1e6,
         )
 
 

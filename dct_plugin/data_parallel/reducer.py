@@ -399,9 +399,10 @@ class Reduction:
         ranks fewer bytes cross when an owner sums it: those of a ring.
         """
         reducer, for_small = self._reducer, self._reducer.topologies.small
+        if self._shards is not None or for_small is None:
+            return [(self._topology, entries)]
         small = [each for each in entries if reducer.is_small(each[0], each[1].numel())]
-        nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in small)
-        if self._shards is not None or for_small is None or nbytes < SMALL_APART:
+        if sum([tensor.nbytes for _, tensor in small]) < SMALL_APART:
             return [(self._topology, entries)]
         large = [each for each in entries if not reducer.is_small(each[0], each[1].numel())]
         parts: list[tuple[Topology, Entries]] = [(self._topology, large), (for_small, small)]

@@ -72,11 +72,12 @@ class Slots:
             leaving = [0 if self._equal else arriving[rank]] * len(arriving)
         self._sizes_to = [0 if r == rank else leaving[r] for r in ranks]
         self._sizes_from = [0 if r == rank else arriving[r] for r in ranks]
-        self.memory = torch.empty(sum(arriving) + sum(self._sizes_to), dtype=torch.uint8, device=device)
-        self.received, self._sent = self.memory.split([sum(arriving), sum(self._sizes_to)])
+        sizes = [sum(arriving), sum(self._sizes_to)]
+        self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        self.received, self._sent = torch.split_with_sizes(self.memory, sizes)
         self.bounds_to = [self.bounds[rank]]
         if not shared:
-            ends = itertools.accumulate(self._sizes_to, initial=sum(arriving))
+            ends = itertools.accumulate(self._sizes_to, initial=sizes[0])
             self.bounds_to = list(itertools.pairwise(ends))
             self.bounds_to[rank] = self.bounds[rank]
 

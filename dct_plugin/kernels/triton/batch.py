@@ -283,7 +283,7 @@ class Batch:
         every = [rows for _, rows, _ in first + drawn] + [rows for rows, _ in laid]
         every += [rows for _, rows, _ in last] + [rows() for rows, _ in behind]
         table = upload(np.concatenate([rows.ravel() for rows in every]), self.where)
-        split = table.split([rows.size for rows in every])
+        split = torch.split_with_sizes(table, [rows.size for rows in every])
         parts = (part.view(rows.shape) for part, rows in zip(split, every, strict=True))
         with launched_on(self.where):
             for key, _, chunks in first:
@@ -292,8 +292,9 @@ class Batch:
                 self._find(next(parts), key, chunks, max(each.entries for each in samples))
             sizes = [len(rows) * STATE + counts_and_sums(units[1], len(rows)) for rows, units in laid]
             sizes = [-(-size // 2) * 2 for size in sizes]
-            states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where).split(sizes)
-            for variant, (_, units), state in zip(variants, laid, states, strict=True):
+            states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where)
+            each = torch.split_with_sizes(states, sizes)
+            for variant, (_, units), state in zip(variants, laid, each, strict=True):
                 self._write(next(parts), variant, units, state, counts)
             for key, _, chunks in last:
                 self._pass(next(parts), key, chunks)
