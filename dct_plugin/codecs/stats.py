@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,9 +125,10 @@ class Stats:
             if not self._figures.read:
                 read_stats([self])
             found = self._figures.read[slice(*self._numbers)]
-            self._sizes, nnz, above, flags = (found[column::4] for column in range(4))
-            nonfinite = 1 in [flag & 1 for flag in flags]
-            self._counts, self._figures = (sum(self._sizes), sum(nnz), sum(above), nonfinite), None
+            self._sizes = found[::4]
+            nonfinite = 1 in [flags & 1 for flags in found[3::4]]
+            self._counts = (sum(self._sizes), sum(found[1::4]), sum(found[2::4]), nonfinite)
+            self._figures = None
         return self._counts
 
     @property
@@ -157,6 +159,16 @@ class Stats:
             read_stats([self])
         assert isinstance(self._tau, float)
         return self._tau
+
+
+class Totals(NamedTuple):
+    """Figures on the host, see :class:`Stats`."""
+
+    nbytes: int
+    nnz: int
+    above: int
+    nonfinite: bool
+    tau: float
 
 
 def read_stats(stats: Iterable[Stats]) -> list[Stats]:

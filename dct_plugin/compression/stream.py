@@ -21,7 +21,7 @@ from ..codecs.copies import refuse_capture
 from ..codecs.index import IndexEncoding
 from ..codecs.message import ONE, Key, MessageWriter
 from ..codecs.payload import Header, Payload, header_bytes, parse_payload, payload_bound
-from ..codecs.stats import Stats, read_stats
+from ..codecs.stats import Stats, Totals, read_stats
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
@@ -58,17 +58,17 @@ class Encoded:
     density: float = 1.0
     refreshes: int = 0
 
-    def totals(self) -> Stats:
+    def totals(self) -> Totals:
         """Sum the figures of all payloads. Figures on a device are copied to the host in one transfer."""
         if len(self.stats) == 1:  # most often, and every microsecond counts where cores are busy
-            return self.stats[0]
+            return Totals(*self.stats[0].counts, self.stats[0].tau)
         parts = read_stats(self.stats)
         columns = zip((0, 0, 0, False), *(part.counts for part in parts), strict=True)
         nbytes, nnz, above, flagged = map(sum, columns)
-        return Stats(nbytes, nnz, above, flagged > 0, tau=max((part.tau for part in parts), default=0.0))
+        return Totals(nbytes, nnz, above, flagged > 0, max((part.tau for part in parts), default=0.0))
 
     def record(
-        self, cls: str, *, dense_bytes: float, sent_bytes: float, totals: Stats | None = None
+        self, cls: str, *, dense_bytes: float, sent_bytes: float, totals: Totals | None = None
     ) -> Record:
         """The metrics' record of it; ``totals`` are its own, where the caller has asked for them."""
         totals = self.totals() if totals is None else totals
@@ -267,7 +267,7 @@ class Compressor(Stream):
             self.residual.end(step)
         return encoded
 
-    def observe(self, encoded: Encoded, totals: Stats | None = None) -> None:
+    def observe(self, encoded: Encoded, totals: Totals | None = None) -> None:
         """Close the step: the threshold lives on, unless a part was non-finite.
 
         Args:

@@ -143,7 +143,10 @@ class Owners:
         return Spans([[(which, *shard[1:]) for which, shard in self.of(rank)] for rank in ranks])
 
 
-_owners_of = functools.lru_cache(maxsize=1024)(Owners)
+@functools.lru_cache(maxsize=1024)
+def _known(operation: str, tensors: _Tensors, compared: tuple[str, ...]) -> tuple[int, Owners]:
+    """Return the fingerprint and the owners of a plan."""
+    return fingerprint_of(operation, tensors, compared), Owners(tensors)
 
 
 @dataclass
@@ -158,12 +161,13 @@ class PlannedTensor:
     sparsity: Sparsity = Sparsity(1.0)  # noqa: RUF009 (it does not change)
 
     def __post_init__(self) -> None:
+        self.numel = self.tensor.numel()
         self.parts = self.shards if isinstance(self.shards, Shards) else Shards(self.shards)
 
     @property
     def kept(self) -> float:
         """Number of entries that are sent."""
-        return self.tensor.numel() * self.sparsity.density
+        return self.numel * self.sparsity.density
 
     def view(self, shard: Shard) -> Tensor:
         return self.tensor[shard.start : shard.stop]
@@ -188,9 +192,8 @@ class ReductionPlan:
     owners: Owners = field(init=False)
 
     def __post_init__(self) -> None:
-        tensors = tuple([(each.name, each.tensor.numel(), each.parts) for each in self.tensors])
-        self.fingerprint = fingerprint_of(self.operation, tensors, tuple(self.compared))
-        self.owners = _owners_of(tensors)
+        tensors = tuple([(each.name, each.numel, each.parts) for each in self.tensors])
+        self.fingerprint, self.owners = _known(self.operation, tensors, tuple(self.compared))
 
     def chunks(self, entries: float) -> list[ReductionPlan]:
         """Cut the plan, in order, between tensors: while the message of a chunk travels, the next is made.

@@ -196,7 +196,9 @@ class PlanExchange:
                     destination.add_messages([messages[sender] for sender in destination.senders])
                 return
             errors, missing = sent.add_up()
-        sent.errors, chunk.incomplete = errors.to(torch.int64), missing.amax()
+        sent.errors = errors.to(torch.int64)
+        if len(chunk.sent) < len(self._phases):
+            chunk.incomplete = missing.amax()
 
     @contextmanager
     def _preparing(self, count: int) -> Iterator[None]:

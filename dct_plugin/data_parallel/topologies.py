@@ -48,7 +48,7 @@ class GradientPhase(Phase):
         else:
             stream = group.stream(tensor.name)
             encoded = stream.encode(grad, writer, density, shards.bounds, shards.owners, clear=True)
-        if grad.data_ptr() != tensor.tensor.data_ptr():
+        if grad is not tensor.tensor and grad.data_ptr() != tensor.tensor.data_ptr():
             tensor.tensor.zero_()
         copies = (
             [group.world_size - 1] if self.to_all else [int(owner != group.rank) for owner in shards.owners]

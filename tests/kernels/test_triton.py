@@ -333,7 +333,7 @@ def test_production_forms_have_the_bits_of_the_reference() -> None:
 def test_two_threads_get_their_own_tables() -> None:
     def uploads(own: int) -> bool:
         where = torch.device("cpu")
-        return all(upload([[own, turn]], where).tolist() == [[own, turn]] for turn in range(3000))
+        return all(upload(np.array([[own, turn]]), where).tolist() == [[own, turn]] for turn in range(3000))
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(uploads, range(2)))
@@ -717,7 +717,7 @@ def test_streams_of_a_bucket_take_as_many_launches_whatever_they_remember(
             for (plain, triton), one, other, grad, copy in zip(
                 pairs, expected, found, grads, copies, strict=True
             ):
-                assert one.totals().counts == other.totals().counts
+                assert one.totals()[:4] == other.totals()[:4]
                 assert sizes_of(one) == sizes_of(other)
                 assert same_bits(grad, copy)
                 plain.observe(one)
@@ -829,5 +829,5 @@ def test_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         before.encode(gradient, MessageWriter(torch.device("cpu")))
     assert before.residual is None
     with pytest.raises(DCTError, match="CUDA graph records the current stream"):
-        upload([[1]], gradient.device)
-    assert upload([[1]], torch.device("cpu")).tolist() == [[1]]
+        upload(np.array([[1]]), gradient.device)
+    assert upload(np.array([[1]]), torch.device("cpu")).tolist() == [[1]]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...codecs.copies import refuse_capture
+from ...codecs.copies import refuse_capture, to_device
 from ...codecs.index import IndexEncoding
 from ...codecs.message import Key, MessageWriter
 from ...codecs.splitmix import signed
@@ -442,8 +442,8 @@ def _counted(group: Sequence[_Entrywise]) -> tuple[np.ndarray, int]:
 # -- what goes to the device ---
 
 
-def upload(table: Any, where: torch.device) -> Tensor:
-    """Return an int64 tensor of numbers that the host has; nobody waits for the copy.
+def upload(table: np.ndarray, where: torch.device) -> Tensor:
+    """Return a tensor of numbers that the host has; nobody waits for the copy.
 
     The pinned memory is fresh, of one call. torch gives it to the next one only after the copy, which it
     queues on the current stream, has run. So no thread or stream writes what another still copies.
@@ -452,9 +452,7 @@ def upload(table: Any, where: torch.device) -> Tensor:
         DCTError: A CUDA graph is recorded, which would replay the numbers of the recording.
     """
     refuse_capture(where)
-    if where.type != "cuda":
-        return torch.tensor(table, dtype=torch.int64, device=where)
-    return torch.tensor(table, dtype=torch.int64, pin_memory=True).to(where, non_blocking=True)
+    return to_device(torch.from_numpy(table), where)
 
 
 def stream_number(where: torch.device) -> int:

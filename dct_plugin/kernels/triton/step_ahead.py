@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from ..displacement import TINY, Displacement, Squares
@@ -35,7 +36,7 @@ def add_squares(jobs: Iterable[Squares]) -> None:
             sums += 1 if is_vector else programs(width, _SUMS) + programs(height, _SUMS)
             room += down * width + (0 if is_vector else across * height)
         rows.append([*[0] * device.TILES.value, tiles, sums, room])
-        table = upload([row + [0] * (ROW - len(row)) for row in rows], where)
+        table = upload(np.array([row + [0] * (ROW - len(row)) for row in rows]), where)
         partial = torch.empty(room, dtype=torch.float32, device=where)
         with launched_on(where):
             code = GRAD_CODES[dtype]
@@ -60,7 +61,7 @@ def displace(jobs: Iterable[Displacement]) -> None:
         rows = [_row(job, first) for job, first in zip(group, begins, strict=True)]
         last = [0] * ROW
         last[device.CHUNKS.value] = chunks
-        table = upload([*rows, last], where)
+        table = upload(np.array([*rows, last]), where)
         means = torch.empty(len(group), dtype=torch.float32, device=where)
         with launched_on(where):
             launch(device.mean_rows, len(group), table, means)
