@@ -168,13 +168,10 @@ class MessageWriter:
 
     def sizes(self) -> list[int]:
         """Return the bytes of each message, all of which was placed."""
-        sizes = [each.stats.sizes for each in self.placed]
-        if len(self._lengths) == 1:
-            return [sum(map(sum, sizes))]
-        order = order_of(self.layout)
-        firsts = np.cumsum([0, *map(len, sizes)])
-        every = np.concatenate([np.empty(0), *sizes])[firsts[order.placed] + order.which]
-        found: list[int] = np.bincount(order.receivers, every, len(self._lengths)).astype(int).tolist()
+        found = [0] * len(self._lengths)
+        for each in self.placed:
+            for receiver, nbytes in zip(each.receivers, each.stats.sizes, strict=True):
+                found[receiver] += nbytes
         return found
 
     @property

@@ -46,7 +46,7 @@ class SentPhase:
     received: dict[int, int] = field(default_factory=dict)
     slots: Slots | None = None
     add_up: Callable[[], tuple[Tensor, Tensor]] | None = None
-    errors: Tensor = field(default_factory=lambda: torch.empty(0))
+    errors: Tensor = field(init=False)
 
 
 @dataclass

@@ -74,7 +74,7 @@ class Slots:
         self._sizes_from = [0 if r == rank else arriving[r] for r in ranks]
         sizes = [sum(arriving), sum(self._sizes_to)]
         self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        self.received, self._sent = torch.split_with_sizes(self.memory, sizes)
+        self.received = self.memory[: sizes[0]]
         self.bounds_to = [self.bounds[rank]]
         if not shared:
             ends = itertools.accumulate(self._sizes_to, initial=sizes[0])
@@ -93,7 +93,8 @@ class Slots:
         """Return the first words of all slots, int64 [ranks, WORDS]."""
         words = self.received.view(torch.int64)
         if self._equal:
-            return words.view(len(self.bounds), -1)[:, :WORDS]
+            ranks = len(self.bounds)
+            return words.as_strided((ranks, WORDS), (words.numel() // ranks, 1))
         firsts = [words[begin // 8 : begin // 8 + WORDS] for begin, _ in self.bounds]
         return torch.cat([words[:0], *firsts]).view(-1, WORDS)
 
@@ -102,11 +103,12 @@ class Slots:
         if self._equal:
             exchange.gather_into(self.received)
             return
+        sent = self.memory[len(self.received) :]
         if self._shared:
             own = self.slot_from(self._rank)
-            self._sent.view(-1, own.numel()).copy_(own)
+            sent.view(-1, own.numel()).copy_(own)
         received = self.received[: sum(self._sizes_from)]
-        exchange.scatter_into(received, self._sizes_from, self._sent, self._sizes_to)
+        exchange.scatter_into(received, self._sizes_from, sent, self._sizes_to)
 
 
 class AgreedCapacities:

@@ -186,7 +186,7 @@ class TritonBackend(Backend):
             return table
 
         def fill(places: Tensor) -> None:
-            offsets = torch.empty(len(places) - count, dtype=torch.int64, device=places.device)
+            offsets = torch.empty(places.numel() // 4 - count, dtype=torch.int64, device=places.device)
             arguments = count, places, offsets, incomplete, count, fingerprint
             launch(reading.begin_slots, *arguments, ANSWERS=incomplete is not None)
             if units:

@@ -264,7 +264,7 @@ class Batch:
         if not any(noted):
             return
         figures, self._figures = self._figures, Figures(_NOTHING, self.launch)
-        figures.started(self._empty(4 * payloads, torch.int64).view(-1, 4))
+        figures.started(torch.empty(payloads, 4, dtype=torch.int64, device=self.where))
         try:
             self._launch(figures.counts, noted)
         except BaseException:
@@ -283,21 +283,20 @@ class Batch:
         every = [rows for _, rows, _ in first + drawn] + [rows for rows, _ in laid]
         every += [rows for _, rows, _ in last] + [rows() for rows, _ in behind]
         table = upload(np.concatenate([rows.ravel() for rows in every]), self.where)
-        split = torch.split_with_sizes(table, [rows.size for rows in every])
-        parts = (part.view(rows.shape) for part, rows in zip(split, every, strict=True))
+        parts = iter(torch.split_with_sizes(table, [rows.size for rows in every]))
         with launched_on(self.where):
-            for key, _, chunks in first:
-                self._pass(next(parts), key, chunks)
-            for key, _, chunks in drawn:
-                self._find(next(parts), key, chunks, max(each.entries for each in samples))
+            for key, rows, chunks in first:
+                self._pass(next(parts), len(rows) - 1, key, chunks)
+            for key, rows, chunks in drawn:
+                self._find(next(parts), len(rows) - 1, key, chunks, max(each.entries for each in samples))
             sizes = [len(rows) * STATE + counts_and_sums(units[1], len(rows)) for rows, units in laid]
             sizes = [-(-size // 2) * 2 for size in sizes]
             states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where)
-            each = torch.split_with_sizes(states, sizes)
-            for variant, (_, units), state in zip(variants, laid, each, strict=True):
-                self._write(next(parts), variant, units, state, counts)
-            for key, _, chunks in last:
-                self._pass(next(parts), key, chunks)
+            each = states.split(sizes) if len(sizes) > 1 else [states] * len(sizes)
+            for variant, (rows, units), state in zip(variants, laid, each, strict=True):
+                self._write(next(parts), len(rows) - 1, variant, units, state, counts)
+            for key, rows, chunks in last:
+                self._pass(next(parts), len(rows) - 1, key, chunks)
             for _, run in behind:
                 run(next(parts))
 
@@ -313,21 +312,26 @@ class Batch:
             tau = torch.clamp(tau, min=SMALLEST_TAU, out=self._taus[slot])
         return tau, slot, 0
 
-    def _pass(self, table: Tensor, key: tuple[Any, ...], chunks: int) -> None:
+    def _pass(self, table: Tensor, count: int, key: tuple[Any, ...], chunks: int) -> None:
         kernel, constant, value = key
-        launch(getattr(device, kernel), chunks, table, len(table) - 1, **{constant: value})
+        launch(getattr(device, kernel), chunks, table, count, **{constant: value})
 
-    def _find(self, table: Tensor, key: tuple[Any, ...], chunks: int, most: int) -> None:
-        magnitudes, count = self._empty(chunks * CHUNK, torch.int32), len(table) - 1
+    def _find(self, table: Tensor, count: int, key: tuple[Any, ...], chunks: int, most: int) -> None:
+        magnitudes = self._empty(chunks * CHUNK, torch.int32)
         launch(device.sample, chunks, table, magnitudes, count, GRAD=key[0], HAS_RESIDUAL=key[1])
         lanes = min(_LANES, 1 << max(10, (most - 1).bit_length()))
         warps = min(32, lanes // 256)
         launch(device.kth_largest, count, table, magnitudes, self._taus, LANES=lanes, num_warps=warps)
 
     def _write(
-        self, table: Tensor, variant: _Variant, units: Sequence[int], state: Tensor, counts: Tensor
+        self,
+        table: Tensor,
+        count: int,
+        variant: _Variant,
+        units: Sequence[int],
+        state: Tensor,
+        counts: Tensor,
     ) -> None:
-        count = len(table) - 1
         tiles, blocks, chunks, entry_chunks, room = units
         types = {"GRAD": variant.grad, "HAS_RESIDUAL": variant.residual}
         aligned = {**types, "ALIGNED": variant.aligned}

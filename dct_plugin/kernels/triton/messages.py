@@ -59,22 +59,21 @@ class UnopenedMessages(NamedTuple):
         where, count, several, layout = buffer.device, targets.shape[1], len(bounds), _layout(spans)
         longest = max([end - begin for begin, end in bounds])
         room = min(8 * longest // (bits + 1), layout.entries)  # with a bit or more for the position
-        places, meta = table[: 3 * several], table[3 * several :].view(targets.shape)
-        stride = _stride(meta)
+        meta, stride = table[3 * several :], targets[0].size if len(targets) > 1 else 0
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
         missing = torch.empty(several, dtype=torch.int64, device=where)
         words = buffer.view(torch.int64) if slots else None
         absent = device.ADDED if spare else device.POISONED
         units = layout.blocks + longest // CHUNK + count
         with launched_on(where):
-            arguments = buffer, words, places, meta, rows, missing, count, stride, room
+            arguments = buffer, words, table, meta, rows, missing, count, stride, room
             launch(device.open_messages, several, *arguments, SLOTS=slots, ABSENT=absent.value)
             counts = torch.zeros(several, 2, counts_and_sums(units, count), dtype=torch.int64, device=where)
             positions = torch.empty(several, room, dtype=torch.int32, device=where)
             sizes, checks = (count, stride, units, counts.shape[-1]), -(-longest // (4 * CHUNK)) + count
             launch(device.scan, (checks + units, several), buffer, rows, meta, counts, *sizes, checks)
             launch(device.place, (units, several), buffer, rows, meta, counts, positions, *sizes, room)
-        return OpenedMessages(buffer, rows, positions, missing, layout.programs, meta)
+        return OpenedMessages(buffer, rows, positions, missing, layout.programs, meta, stride)
 
 
 class OpenedMessages(NamedTuple):
@@ -89,7 +88,9 @@ class OpenedMessages(NamedTuple):
     sums: int
     """Programs that add one of the messages up."""
     targets: Tensor
-    """int64 [1 or messages, payloads, META]: see :func:`_targets`."""
+    """See :func:`_targets`."""
+    stride: int
+    """Numbers from the targets of a message to those of the next; 0 if all have the same ones."""
 
     @classmethod
     def of(cls, payload: Payload, out: Tensor | None = None) -> OpenedMessages:
@@ -121,7 +122,7 @@ class OpenedMessages(NamedTuple):
         grid = self.sums, several // together
         beside = torch.zeros(apart, dtype=torch.float32, device=self.buffer.device)
         read = self.buffer, self.rows, self.targets, self.positions, beside
-        numbers = scale, together, self.targets.shape[1], _stride(self.targets), room
+        numbers = scale, together, self.rows.shape[1] - 1, self.stride, room
         early = scales_first(together, scale)
         scaled = {"SCALED": scale != 1.0 and early, "SCALED_SUM": scale != 1.0 and not early}
         with launched_on(self.buffer.device):
@@ -158,11 +159,6 @@ def prepared_sum(
         return wrong, opened.missing
 
     return add_up
-
-
-def _stride(targets: Tensor) -> int:
-    """Return the numbers from the targets of a message to those of the next; 0 if all have the same ones."""
-    return targets.stride(0) if len(targets) > 1 else 0
 
 
 def _targets(spans: Spans, outs: Sequence[Tensor], apart: Sequence[int]) -> np.ndarray:
