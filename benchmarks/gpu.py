@@ -26,7 +26,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -155,7 +154,7 @@ def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row
         writer.reserve(payload_nbytes).copy_(payload)
         counts = torch.tensor([payload_nbytes, 0, 0, 0], device=DEVICE)
         writer.advance(Stats.on_device(Figures(counts.view(1, 4))))
-        room = int(slot_bytes(np.array(payload_nbytes)))
+        room = slot_bytes(payload_nbytes)
         slots = torch.empty(2 * room, dtype=torch.uint8, device=DEVICE)
         bounds = [(0, room), (room, 2 * room)]
         add("write a slot", lambda: kernels.write_slots(writer, slots, bounds[:1], 0), 2 * payload_nbytes)
@@ -227,7 +226,7 @@ class BackToSender:
         stats = [part for each in encoded for part in each.stats]
         late = 1
         if self.size and not self.kernels.lengths_on_host:
-            slot = torch.empty(int(slot_bytes(np.array(self.size))), dtype=torch.uint8, device=DEVICE)
+            slot = torch.empty(slot_bytes(self.size), dtype=torch.uint8, device=DEVICE)
             self.kernels.write_slots(self.writer, slot, [(0, slot.numel())], 0)
             wrong, missing = self.kernels.prepare_sum(slot, [(0, slot.numel())], grads, 1.0)()
             _, (late,) = read_figures(stats, [wrong.to(torch.int64), missing])

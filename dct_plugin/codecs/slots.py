@@ -15,8 +15,6 @@ offset type field
 
 from __future__ import annotations
 
-import numpy as np
-
 #: Bytes, and 64-bit words, before the message.
 PREFIX = 32
 WORDS = 4
@@ -25,12 +23,12 @@ FAILED = -1
 ALIGNMENT = 256
 
 
-def slot_bytes(largest: np.ndarray, most: np.ndarray | int = 1 << 62) -> np.ndarray:
-    """Return the bytes of slots for the next messages of series, of whose last messages the ``largest`` are
+def slot_bytes(largest: int, most: int = 1 << 62) -> int:
+    """Return the bytes of a slot for the next message of a series, of whose last messages the ``largest`` is
     so long.
 
     A slot has an eighth more: thresholds that follow a sample hardly ever need more. It has no more than
     ``most``, rounded up.
     """
-    room = np.minimum(largest * 9 // 8, most)
+    room = min(largest * 9 // 8, most)
     return PREFIX + -(-room // ALIGNMENT) * ALIGNMENT

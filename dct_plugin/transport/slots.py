@@ -13,7 +13,6 @@ import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,29 +55,25 @@ class Slots:
         shared: bool,
     ) -> None:
         self._rank, self._shared = rank, shared
-        largest, total = max(arriving), sum(arriving)
-        self._equal = shared and largest * len(arriving) <= _MOST_PADDING * total
+        largest, total, ranks = max(arriving), sum(arriving), len(arriving)
+        self._equal = shared and largest * ranks <= _MOST_PADDING * total
         if self._equal:
-            arriving = [largest] * len(arriving)
-        ranks = range(len(arriving))
-        order = ranks if self._equal else [*ranks[:rank], *ranks[rank + 1 :], rank]
-        ends = itertools.accumulate([arriving[r] for r in order], initial=0)
-        places = dict(zip(order, itertools.pairwise(ends), strict=True))
-        self.bounds = [places[r] for r in ranks]
-        self.room_from = [end - begin - PREFIX for begin, end in self.bounds]
+            arriving, total = [largest] * ranks, largest * ranks
+        own = arriving[rank]
+        *begins, _ = itertools.accumulate(arriving, initial=0)
+        if not self._equal:
+            begins[rank:] = [total - own, *[begin - own for begin in begins[rank + 1 :]]]
+        self.bounds = [(begin, begin + size) for begin, size in zip(begins, arriving, strict=True)]
+        self.room_from = [size - PREFIX for size in arriving]
+        leaving = [own] * ranks if shared else [*leaving]
         self.room_to = [size - PREFIX for size in leaving]
-        if shared:
-            self.room_to = [self.room_from[rank]] * len(arriving)
-            leaving = [0 if self._equal else arriving[rank]] * len(arriving)
-        self._sizes_to = [0 if r == rank else leaving[r] for r in ranks]
-        self._sizes_from = [0 if r == rank else arriving[r] for r in ranks]
-        sizes = [sum(arriving), sum(self._sizes_to)]
-        self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        self.received = self.memory[: sizes[0]]
+        leaving[rank] = 0
+        self._sizes_to = [] if self._equal else leaving
+        self.memory = torch.empty(total + sum(self._sizes_to), dtype=torch.uint8, device=device)
+        self.received = self.memory[:total]
         self.bounds_to = [self.bounds[rank]]
         if not shared:
-            ends = itertools.accumulate(self._sizes_to, initial=sizes[0])
-            self.bounds_to = list(itertools.pairwise(ends))
+            self.bounds_to = list(itertools.pairwise(itertools.accumulate(leaving, initial=total)))
             self.bounds_to[rank] = self.bounds[rank]
 
     def slot_from(self, sender: int) -> Tensor:
@@ -103,12 +98,12 @@ class Slots:
         if self._equal:
             exchange.gather_into(self.received)
             return
-        sent = self.memory[len(self.received) :]
+        begin, end = self.bounds[self._rank]  # that of the last slot
+        sent, sizes = self.memory[end:], [end - begin for begin, end in self.bounds]
+        sizes[self._rank] = 0
         if self._shared:
-            own = self.slot_from(self._rank)
-            sent.view(-1, own.numel()).copy_(own)
-        received = self.received[: sum(self._sizes_from)]
-        exchange.scatter_into(received, self._sizes_from, sent, self._sizes_to)
+            sent.view(-1, end - begin).copy_(self.slot_from(self._rank))
+        exchange.scatter_into(self.received[:begin], sizes, sent, self._sizes_to)
 
 
 class AgreedCapacities:
@@ -123,13 +118,15 @@ class AgreedCapacities:
 
     def __init__(self, exchange: Exchange, fingerprint: int, bounds: Sequence[int], *, shared: bool) -> None:
         self.exchange, self.fingerprint, self.shared = exchange, fingerprint, shared
-        self._most = np.array([[1 << 62] * exchange.world_size, bounds])
-        self._last = np.zeros((_REMEMBERED, 2, exchange.world_size), dtype=np.int64)
-        self._count = 0
+        self._bounds = bounds
+        nothing = [0] * exchange.world_size
+        self._sent, self._received = ([nothing] * _REMEMBERED for _ in range(2))
 
     def slots(self, device: torch.device) -> Slots:
         """Return empty slots for messages to and from all ranks."""
-        leaving, arriving = slot_bytes(self._last.max(axis=0), self._most).tolist()
+        leaving = [slot_bytes(max(last)) for last in zip(*self._sent, strict=True)]
+        largest = map(max, zip(*self._received, strict=True))
+        arriving = list(map(slot_bytes, largest, self._bounds))
         return Slots(self.exchange.rank, leaving, arriving, device, shared=self.shared)
 
     def fail(self, device: torch.device) -> None:
@@ -174,7 +171,5 @@ class AgreedCapacities:
 
     def remember(self, sent: Mapping[int, int], received: Mapping[int, int]) -> None:
         """Remember the bytes of messages by receiver, and by sender, for the next capacities."""
-        self._last[self._count % _REMEMBERED] = [
-            [of[rank] for rank in range(len(of))] for of in (sent, received)
-        ]
-        self._count += 1
+        for last, now in ((self._sent, sent), (self._received, received)):
+            last[:] = [*last[1:], [now[rank] for rank in range(len(now))]]
