@@ -124,7 +124,8 @@ def _slot_sizes(rank: int, world_size: int, exchange: str) -> list[tuple[int, bo
 
     class Recorded(Slots):
         def send(self, exchange: Exchange) -> None:
-            sizes.append((self.received.numel(), self._equal, self._sizes_to, self._sizes_from))
+            arriving = [end - begin for begin, end in self.bounds]
+            sizes.append((self.received.numel(), self._equal, self._sizes_to, arriving))
             super().send(exchange)
 
     slots.Slots = Recorded  # type: ignore[misc]
