@@ -42,7 +42,7 @@ _START_STRIDE = 0x9E3779B1
 _PACKED = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
-@dataclass
+@dataclass(slots=True)
 class Encoded:
     """The payloads of one tensor (or of its parts).
 
@@ -252,7 +252,8 @@ class Compressor(Stream):
         Raises:
             DCTError: A CUDA graph is recorded.
         """
-        refuse_capture(grad.device)
+        if grad.is_cuda:
+            refuse_capture(grad.device)
         numel, step = grad.numel(), self.threshold.step
         encoded = Encoded(numel=numel, density=self.schedule.density(step) if density is None else density)
         if self._transactional and self._saved_threshold is None:

@@ -149,7 +149,7 @@ def _known(operation: str, tensors: _Tensors, compared: tuple[str, ...]) -> tupl
     return fingerprint_of(operation, tensors, compared), Owners(tensors)
 
 
-@dataclass
+@dataclass(slots=True)
 class PlannedTensor:
     """One tensor of a reduction, and where its parts go."""
 
@@ -159,6 +159,9 @@ class PlannedTensor:
     small: bool
     """True if the tensor is sent dense."""
     sparsity: Sparsity = Sparsity(1.0)  # noqa: RUF009 (it does not change)
+    numel: int = field(init=False)
+    parts: Shards = field(init=False)
+    """The shards, with what is derived from them."""
 
     def __post_init__(self) -> None:
         self.numel = self.tensor.numel()

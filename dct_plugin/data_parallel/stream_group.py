@@ -222,12 +222,12 @@ class StreamGroup:
                 self.report_nonfinite(name)
             if stream is not None:
                 stream.observe(encoded, totals)
+            if self.metrics is None:
+                continue
             sizes = [nbytes for stats in encoded.stats for nbytes in stats.sizes]
             sent = sum([n * nbytes for n, nbytes in zip(copies, sizes, strict=True)])
             record = encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent, totals=totals)
             self.record(record, exchange_record)
-            if self.metrics is None:
-                continue
             if label:
                 self.metrics.record(replace(record, cls=f"{cls}/{label}"))
             if self.metrics.config.tensors and name is not None and encoded.density < 1:

@@ -188,7 +188,8 @@ def _sums(group: StreamGroup, plan: ReductionPlan) -> list[Tensor]:
     """
     if plan.sums is None:
         sizes = [shard.stop - shard.start for _, shard in plan.owned_by(group.rank)]
-        plan.sums = list(group.scratch.zeros("sums", sum(sizes), group.device).split(sizes))
+        zeros = group.scratch.zeros("sums", sum(sizes), group.device)
+        plan.sums = list(torch.split_with_sizes(zeros, sizes))
     return plan.sums
 
 

@@ -82,29 +82,10 @@ class _Variant(NamedTuple):
     clear: bool
     aligned: bool
 
-    @classmethod
-    def of(
-        cls, job: Job | PartedJob, addresses: Sequence[int], value: int, encoding: IndexEncoding | None
-    ) -> _Variant:
-        grad, residual, left = addresses
-        dense = not isinstance(job.tau, Tensor) and job.tau == 0.0 and encoding in (None, IndexEncoding.DENSE)
-        return cls(
-            _DENSE if dense else _SELECTED,
-            GRAD_CODES[job.grad.dtype],
-            job.residual is not None,
-            job.residual_out is not None,
-            job.residual is not None and left == residual,
-            value,
-            _SELECTED if encoding is None else int(encoding),
-            job.clear,
-            not (grad | residual | left) % _ALIGNMENT,
-        )
-
 
 class _Write(NamedTuple):
     """The payloads of a tensor that are to be written."""
 
-    variant: _Variant
     job: Job | PartedJob
     parts: Parts
     columns: Sequence[int]
@@ -115,7 +96,7 @@ class _Write(NamedTuple):
     def undo(self) -> None:
         """Put the old residual into memory that the launch, which failed, should have written."""
         residual, left = self.job.residual, self.job.residual_out
-        if left is not None and residual is not None and not self.variant.in_place:
+        if left is not None and residual is not None and left.data_ptr() != residual.data_ptr():
             left.copy_(residual)
 
 
@@ -136,7 +117,7 @@ class _Noted(NamedTuple):
 
     before: list[_Entrywise]
     samples: list[_Entrywise]
-    writes: list[_Write]
+    writes: dict[_Variant, list[_Write]]
     after: list[_Entrywise]
     behind: list[tuple[Callable[[], np.ndarray], Callable[[Tensor], None]]]
     """See :meth:`Batch.then`."""
@@ -160,7 +141,7 @@ class Batch:
         self._taus = torch.empty(room, dtype=torch.float32, device=where)
         self._room = room
         self._tensors = self._thresholds = self._payloads = self._entries = 0
-        self._noted = _Noted([], [], [], [], [])
+        self._noted = _Noted([], [], {}, [], [])
 
     def __enter__(self) -> Batch:
         return self
@@ -194,12 +175,24 @@ class Batch:
         encoding: IndexEncoding | None = None,
     ) -> Stats:
         count = len(parts.bounds)
-        addresses = [*map(_address, (job.grad, job.residual, job.residual_out))]
-        variant = _Variant.of(job, addresses, int(parts.value_dtype), encoding)
-        applied, *tau = (job.tau, -1, 0) if variant.entries == _DENSE else self._tau(job.tau)
+        grad, residual, left = (job.grad, job.residual, job.residual_out)
+        at, source, target = addresses = [*map(_address, (grad, residual, left))]
+        dense = not isinstance(job.tau, Tensor) and job.tau == 0.0 and encoding in (None, IndexEncoding.DENSE)
+        variant = _Variant(
+            _DENSE if dense else _SELECTED,
+            GRAD_CODES[grad.dtype],
+            residual is not None,
+            left is not None,
+            residual is not None and source == target,
+            int(parts.value_dtype),
+            _SELECTED if encoding is None else int(encoding),
+            job.clear,
+            not (at | source | target) % _ALIGNMENT,
+        )
+        applied, *tau = (job.tau, -1, 0) if dense else self._tau(job.tau)
         stats = Stats.on_device(self._figures, self._payloads, count, tau=applied)
         columns = [*addresses, place(stats), turn, self._payloads, *tau]
-        self._noted.writes.append(_Write(variant, job, parts, columns))
+        self._noted.writes.setdefault(variant, []).append(_Write(job, parts, columns))
         self._tensors += 1
         self._payloads += count
         self._entries += job.grad.numel()
@@ -259,7 +252,7 @@ class Batch:
 
     def launch(self) -> None:
         """Do what was noted since the last launch."""
-        noted, self._noted = self._noted, _Noted([], [], [], [], [])
+        noted, self._noted = self._noted, _Noted([], [], {}, [], [])
         payloads, self._entries, self._payloads = self._payloads, 0, 0
         if not any(noted):
             return
@@ -268,14 +261,14 @@ class Batch:
         try:
             self._launch(figures.counts, noted)
         except BaseException:
-            for write in noted.writes:
-                write.undo()
+            for writes in noted.writes.values():
+                for write in writes:
+                    write.undo()
             raise
 
     def _launch(self, counts: Tensor, noted: _Noted) -> None:
         before, samples, writes, after, behind = noted
-        variants = grouped(writes, lambda write: write.variant)
-        laid = [_rows(variant, group) for variant, group in variants.items()]
+        laid = [_rows(variant, group) for variant, group in writes.items()]
         first, drawn, last = (
             [(key, *_counted(group)) for key, group in grouped(each, lambda one: one.key).items()]
             for each in (before, samples, after)
@@ -293,7 +286,7 @@ class Batch:
             sizes = [-(-size // 2) * 2 for size in sizes]
             states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where)
             each = states.split(sizes) if len(sizes) > 1 else [states] * len(sizes)
-            for variant, (rows, units), state in zip(variants, laid, each, strict=True):
+            for variant, (rows, units), state in zip(writes, laid, each, strict=True):
                 self._write(next(parts), len(rows) - 1, variant, units, state, counts)
             for key, rows, chunks in last:
                 self._pass(next(parts), len(rows) - 1, key, chunks)

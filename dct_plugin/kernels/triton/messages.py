@@ -165,10 +165,16 @@ def _targets(spans: Spans, outs: Sequence[Tensor], apart: Sequence[int]) -> np.n
     """Return where payloads are added, int64 [1 or messages, payloads, META]; ``apart``: the place of each
     sum that is made in other memory, or -1.
     """
-    pairs, layout = zip(outs, apart, strict=True), _layout(spans)
-    each = [[out.data_ptr(), GRAD_CODES.get(out.dtype, 0), place, out.element_size()] for out, place in pairs]
-    found = np.array(each)[layout.which]
-    targets = layout.targets.copy()
+    pairs = zip(outs, apart, strict=True)
+    each = [(out.data_ptr(), GRAD_CODES.get(out.dtype, 0), at, out.element_size()) for out, at in pairs]
+    return _placed(spans, tuple(each))
+
+
+@functools.lru_cache(maxsize=256)
+def _placed(spans: Spans, outs: tuple[tuple[int, int, int, int], ...]) -> np.ndarray:
+    """Return targets for tensors of these addresses, types, places, and bytes of an entry."""
+    layout = _layout(spans)
+    found, targets = np.array(outs)[layout.which], layout.targets.copy()
     targets[:, :, 1] = found[:, :, 0] + layout.start * found[:, :, 3]
     targets[:, :, 2::2] = found[:, :, 1:3]
     return targets
