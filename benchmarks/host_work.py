@@ -118,8 +118,8 @@ def counted() -> Iterator[Counter[str]]:
             arguments[2][:] = torch.tensor([_NBYTES, _KEPT, _KEPT, 0])
         elif name == "kth_largest":
             arguments[2].fill_(1.0)
-        elif name == "begin_slots":
-            places, slots, fingerprint = arguments[0].view(-1, 4).tolist(), arguments[3], arguments[4]
+        elif name == "fill_slots":
+            places, slots, fingerprint = arguments[0].view(-1, 4).tolist(), *arguments[2:]
             for first, parts, address, _ in places[:slots]:
                 payloads = places[slots + first :][:parts]
                 nbytes = sum(ctypes.c_int64.from_address(figures).value for _, _, figures, _ in payloads)

@@ -28,7 +28,7 @@ _POINTERS = {
 #: Where a name means something else.
 _OTHERWISE = {
     "open_messages": {"words": "*i64"},
-    "begin_slots": {"fingerprint": "i64"},
+    "fill_slots": {"fingerprint": "i64"},
     "scan": {"checks": "i32"},
 }
 _FEEDBACK = {"GRAD": 0, "HAS_RESIDUAL": True}
@@ -85,8 +85,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "scan": [{}],
     "place": [{}],
     "add": [{"SCALED": scaled, "SCALED_SUM": not scaled} for scaled in (True, False)],
-    "begin_slots": [{"ANSWERS": True}],
-    "fill_slots": [{}],
+    "fill_slots": [{"ANSWERS": True}],
     "partial_sums": [{"GRAD": grad} for grad in range(3)],
     "add_partial_sums": [{}],
     "mean_rows": [{}],

@@ -186,11 +186,9 @@ class TritonBackend(Backend):
             return table
 
         def fill(places: Tensor) -> None:
-            offsets = torch.empty(places.numel() // 4 - count, dtype=torch.int64, device=places.device)
-            arguments = count, places, offsets, incomplete, count, fingerprint
-            launch(reading.begin_slots, *arguments, ANSWERS=incomplete is not None)
-            if units:
-                launch(reading.fill_slots, (units, count), places, offsets, count)
+            arguments = places, incomplete, count, fingerprint
+            grid = max(units, 1), count
+            launch(reading.fill_slots, grid, *arguments, ANSWERS=incomplete is not None)
 
         with self._batch(buffer.device) as batch:
             batch.then(rows, fill)

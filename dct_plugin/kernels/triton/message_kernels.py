@@ -507,51 +507,46 @@ def _sizes(places, part, mask):
 
 
 @triton.jit(do_not_specialize=["slots", "fingerprint"])
-def begin_slots(places, offsets, incomplete, slots, fingerprint, ANSWERS: tl.constexpr):
-    """Write the place of each payload, and the first words of the slots. One program begins one slot.
+def fill_slots(places, incomplete, slots, fingerprint, ANSWERS: tl.constexpr):
+    """Copy payloads into their slots, as far as there is room, and write the first words of the slots.
 
     ``places``, int64 [slots + payloads, PART]. Of a slot: its first payload, number of payloads, address, and
     bytes for its message. Of a payload: address, first unit of work in its slot, address of its figures, and
     the unit behind its last.
     """
-    head = places + tl.program_id(0).to(tl.int64) * PART
+    unit = tl.program_id(0).to(tl.int64)
+    head = places + tl.program_id(1).to(tl.int64) * PART
     begin = tl.load(head)
-    parts = tl.load(head + 1)
+    parts = tl.load(head + 1).to(tl.int32)
+    slot = tl.load(head + 2)
     places += (slots + begin) * PART
-    offsets += begin
-    lanes = tl.arange(0, STEP)
+    mine = tl.full((), 0, tl.int32)
+    if parts > 0:
+        mine = _row_of(places, parts - 1, unit, 1, PART)
+    lanes = tl.arange(0, SEARCHED)
+    before = begin * 0
     total = begin * 0
     first = 0
     while first < parts:
         at = first + lanes
         nbytes = _sizes(places, at, at < parts)
-        tl.store(offsets + at, total + tl.cumsum(nbytes, 0) - nbytes, mask=at < parts)
+        before += tl.sum(tl.where(at < mine, nbytes, 0), 0)
         total += tl.sum(nbytes, 0)
-        first += STEP
-    words = tl.load(head + 2).to(tl.pointer_type(tl.int64))
-    tl.store(words, total)
-    tl.store(words + 1, fingerprint.to(tl.int64))
-    lacking = total * 0
-    if ANSWERS:
-        lacking = tl.load(incomplete)
-    tl.store(words + 2, lacking)
-    tl.store(words + 3, total * 0)
-
-
-@triton.jit(do_not_specialize=["slots"])
-def fill_slots(places, offsets, slots):
-    """Copy payloads into their slots, as far as there is room; ``places`` as of :func:`begin_slots`."""
-    unit = tl.program_id(0).to(tl.int64)
-    head = places + tl.program_id(1).to(tl.int64) * PART
-    begin = tl.load(head)
-    parts = tl.load(head + 1).to(tl.int32)
+        first += SEARCHED
     if parts > 0:
-        places += (slots + begin) * PART
-        mine = _row_of(places, parts - 1, unit, 1, PART)
         source = tl.load(places + mine * PART).to(tl.pointer_type(tl.uint8))
         within = (unit - tl.load(places + mine * PART + 1)) * COPIED + tl.arange(0, COPIED)
         nbytes = tl.load(tl.load(places + mine * PART + 2).to(tl.pointer_type(tl.int64)))
-        target = tl.load(offsets + begin + mine) + within
+        target = before + within
         there = (within < nbytes) & (target < tl.load(head + 3))
         byte = tl.load(source + within, mask=there, other=0)
-        tl.store(tl.load(head + 2).to(tl.pointer_type(tl.uint8)) + PREFIX + target, byte, mask=there)
+        tl.store(slot.to(tl.pointer_type(tl.uint8)) + PREFIX + target, byte, mask=there)
+    if unit == 0:
+        words = slot.to(tl.pointer_type(tl.int64))
+        tl.store(words, total)
+        tl.store(words + 1, fingerprint.to(tl.int64))
+        lacking = total * 0
+        if ANSWERS:
+            lacking = tl.load(incomplete)
+        tl.store(words + 2, lacking)
+        tl.store(words + 3, total * 0)
