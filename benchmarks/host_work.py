@@ -199,10 +199,12 @@ def _measured(step: Callable[[], None], steps: int) -> HostWork:
     return HostWork(kernels.total(), uploads, waits, calls, statistics.median(taken), kernels)
 
 
-def bucket(ranks: int, exchange: str, *, entries: int = ENTRIES, steps: int = 5) -> HostWork:
+def bucket(
+    ranks: int, exchange: str, *, entries: int = ENTRIES, steps: int = 25, threshold: str = "fixed"
+) -> HostWork:
     """Return the work for one bucket."""
     reducer = reducer_of(
-        ranks, exchange=exchange, feedback="local", warmup_steps=0, expert={"threshold": "fixed"}
+        ranks, exchange=exchange, feedback="local", warmup_steps=0, expert={"threshold": threshold}
     )
     gradients = [(f"layer {i}", torch.zeros(entries)) for i in range(TENSORS)]
 
@@ -254,6 +256,7 @@ ROWS: dict[str, Callable[..., HostWork]] = {
         for ranks in (2, 8, 64)
         for exchange in ("direct", "two_phase")
     },
+    "2 ranks, direct, sampled thresholds": partial(bucket, 2, "direct", threshold="sample"),
     "step-ahead with AdamW, 200 tensors": displacement,
     "2 ranks, exact updates": exact_updates,
 }
