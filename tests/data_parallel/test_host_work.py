@@ -30,8 +30,8 @@ EXPECTED = {
     "step-ahead with AdamW, 200 tensors": (17, 3),
     "2 ranks, exact updates": (17, 3),
 }
-#: Calls of functions with 8 tensors in 64 parts each: fewer than eight for each part.
-MOST_CALLS = 8 * 8 * 64
+#: Calls of functions with 8 tensors in 64 parts each: fewer than ten for each part.
+MOST_CALLS = 10 * 8 * 64
 
 
 @pytest.mark.parametrize("row", EXPECTED)
