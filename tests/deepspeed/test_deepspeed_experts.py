@@ -58,10 +58,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
             run("plain", None, 3, stage, precision="bf16"),
             run("lossless", lossless, 3, stage, precision="bf16"),
         ]
-    plan += [run("plain", None, 10), run("none", {"forward": "none"}, 10)]
+    plan += [run("plain", None, 6), run("none", {"forward": "none"}, 6)]
     plan += [run("off", {"forward": {"method": "threshold", "sparsity": 0}}, 3)]
-    plan += [run(name, section, 10) for name, section in METHODS.items()]
-    plan += [run("recomputed", METHODS["threshold"], 10, model="experts-recomputed")]
+    plan += [run(name, section, 6) for name, section in METHODS.items()]
+    plan += [run("recomputed", METHODS["threshold"], 6, model="experts-recomputed")]
     plan += [run("tight", {"forward": {"method": "bound", "error_bound": 1e-5}}, 3)]
     plan += [run("dense-evaluation", {**METHODS["8-bit"], "evaluation": False}, 1)]
     plan += resumed(folder)

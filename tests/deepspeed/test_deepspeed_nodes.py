@@ -38,9 +38,9 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
         plan += [
             run("plain", name, 3, None),
             run("exact", name, 3, EXACT),
-            run("whole", name, 12, settings, save=save, save_after=8),
-            run("rest", name, 12, settings, load=save, seed=2),
-            run("flat", name, 10, settings | {"nodes": 1}, load=save, seed=2),
+            run("whole", name, 9, settings, save=save, save_after=6),
+            run("rest", name, 9, settings, load=save, seed=2),
+            run("flat", name, 8, settings | {"nodes": 1}, load=save, seed=2),
         ]
     plan += [
         run("updates", "zero1-fp32", 3, EXACT | {"parameters": {"sparsity": 0, "value_dtype": "fp32"}}),

@@ -48,16 +48,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     sparse = section(SPARSE, sparsity=0.97)
     for name in CASES:
         plan += [
-            run("plain", name, 4, None),
-            run("exact", name, 4, section(EXACT, sparsity=0, value_dtype="fp32")),
-            run("sparse", name, 24, sparse, gather=True),
+            run("plain", name, 3, None),
+            run("exact", name, 3, section(EXACT, sparsity=0, value_dtype="fp32")),
+            run("sparse", name, 14, sparse, gather=True),
         ]
     ahead = section({**SPARSE, "feedback": "step_ahead", "warmup_steps": 1}, sparsity=0.9)
     for name in RESUMED:
         save = str(folder / name)
         plan += [
-            run("whole", name, 16, ahead, save=save, save_after=12),
-            run("rest", name, 16, ahead, load=save, seed=2),
+            run("whole", name, 15, ahead, save=save, save_after=12),
+            run("rest", name, 15, ahead, load=save, seed=2),
         ]
     dense = section({**EXACT, "feedback": "step_ahead"}, sparsity=0.97, value_dtype="fp32")
     plan.append(run("look", "zero1-fp32", 6, dense, look=True))

@@ -115,11 +115,11 @@ def inside(net: nn.Module, compiled: Any, rank: int) -> None:
 
 
 @order("torch DDP", "`torch.compile(DDP(model))`, `attach`")
-def outside(net: nn.Module, compiled: Any, rank: int) -> None:
+def outside(net: nn.Module, compiled: Any, rank: int, *, evaluates: bool = True) -> None:
     model = compiled(DistributedDataParallel(net))
     optimizer = adamw(model)
     dct_plugin.attach(model, optimizer, SECTION)
-    train(model, optimizer, rank, evaluates=True)
+    train(model, optimizer, rank, evaluates=evaluates)
 
 
 @order("torch DDP", "`DDP(model)`, `attach`, `torch.compile`")
@@ -182,7 +182,7 @@ def layers(net: Any, compiled: Any, rank: int) -> None:
 def _with_mode(mode: Any) -> Training:
     def training(net: nn.Module, compiled: Any, rank: int) -> None:
         with torch._dynamo.config.patch(optimize_ddp=mode):
-            outside(net, compiled, rank)
+            outside(net, compiled, rank, evaluates=False)
 
     return training
 

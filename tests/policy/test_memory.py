@@ -82,11 +82,11 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize("parameters", [25 << 20, pytest.param(100 << 20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("parameters", [12 << 20, pytest.param(96 << 20, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("job", "backend"), JOBS)
 def test_memory_is_what_a_reducer_holds(job: Job, backend: str, parameters: int) -> None:
     register_backend("deferred", DeferredBackend)
-    parameters = parameters if backend == "auto" else parameters // 25
+    parameters = parameters if backend == "auto" else parameters // 12
     shape = WIDTH, parameters // TENSORS // WIDTH
     found = _measured(job, parameters, backend)
     # Moments are those of these shapes. Beside the kept buffers lies scratch memory: two tensors at most.
