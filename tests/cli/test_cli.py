@@ -58,14 +58,16 @@ def test_help_lists_the_commands() -> None:
     ],
 )
 def test_start_is_light(arguments: list[str]) -> None:
-    program = (
-        "import sys; from dct_plugin.cli import app\n"
-        f"try: app({arguments!r})\n"
-        "except SystemExit as end: assert not end.code, end.code\n"
-        "heavy = {'torch', 'numpy', 'deepspeed', 'dct_plugin.data_parallel'} & sys.modules.keys()\n"
-        "sys.exit(f'imported: {heavy}' if heavy else 0)"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    python = sys.executable
+    with forked_interpreters():  # for the process in which DeepSpeed judges a file
+        program = (
+            f"import sys; sys.executable = {sys.executable!r}; from dct_plugin.cli import app\n"
+            f"try: app({arguments!r})\n"
+            "except SystemExit as end: assert not end.code, end.code\n"
+            "heavy = {'torch', 'numpy', 'deepspeed', 'dct_plugin.data_parallel'} & sys.modules.keys()\n"
+            "sys.exit(f'imported: {heavy}' if heavy else 0)"
+        )
+        result = subprocess.run([python, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
@@ -106,7 +108,8 @@ def test_check_reports_every_fault_of_every_file(tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text(json.dumps({"dct": {"data_parallel": {"sparsity": 1, "mod[red]e": 2}}}))
     good = CONFIGS / "deepspeed_zero0_dct.json"
-    result = dct("config", "check", str(bad), str(tmp_path / "absent.json"), str(good))
+    with forked_interpreters():
+        result = dct("config", "check", str(bad), str(tmp_path / "absent.json"), str(good))
     assert result.returncode == 1
     assert f"{good}: ok" in result.stdout
     assert f"invalid dct configuration in {bad} (2 faults):" in result.stderr
