@@ -43,7 +43,7 @@ def test_the_summary_is_what_crosses(host: str, ranks: int, options: dict[str, i
         pytest.importorskip({"dlrm": "deepspeed"}.get(host, host))
     try:
         with forked_interpreters():
-            rows = _benchmark().measure(host, ranks, 3, tmp_path, **options)
+            rows = _benchmark().measure(host, ranks, 2, tmp_path, **options)
     except LinksError as error:
         pytest.skip(str(error))
     assert rows

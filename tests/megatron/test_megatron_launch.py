@@ -416,15 +416,17 @@ SCRIPT = """\
 
 
 def two_ranks(folder: Path, *configs: str) -> list[tuple[int, str, str]]:
-    """Two processes of one job, each with its own configuration."""
-    port = free_port()
+    """Two processes of one job, each with its own configuration. Rank 1 is a fork."""
+    port, python = free_port(), [sys.executable, "-m", "dct_plugin.megatron"]
+    with forked_interpreters():
+        fork = [sys.executable, "-c", AFRESH]
     ranks = []
-    for rank, config in enumerate(configs):
+    for rank, (config, program) in enumerate(zip(configs, (python, fork), strict=True)):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         own |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DCT_CONFIG": config}
         ranks.append(
             subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "dct_plugin.megatron", "x.py", "--lr", "0.5"],
+                [program[0], "-W", "ignore", *program[1:], "x.py", "--lr", "0.5"],
                 cwd=folder, env={**os.environ, **own},
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
