@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import logging
 import math
+import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -464,8 +465,11 @@ def _save(folder: str, models: list[Any], optimizer: Any) -> None:
         state = {"models": [m.state_dict() for m in models], "optimizer": inner, "masters": masters}
         torch.save(state, f"{folder}/rank{dist.get_rank()}.pt")
         return
-    dist_checkpointing.save(_sharded(models, optimizer), folder)
-    filesystem_async._results_queue = None  # a process that would outlive this one
+    # Megatron's own process of this queue is a new interpreter, and would outlive this one.
+    with multiprocessing.get_context("fork").Manager() as manager:
+        filesystem_async._results_queue = manager.Queue()
+        dist_checkpointing.save(_sharded(models, optimizer), folder)
+    filesystem_async._results_queue = None
 
 
 def _load(folder: str, models: list[Any], optimizer: Any) -> None:
