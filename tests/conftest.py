@@ -8,30 +8,41 @@ import multiprocessing.process
 import os
 import subprocess
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import interpreter
 
 # Until all tests are collected. What is imported stays: passes over it find nothing.
 gc.disable()
 
-import torch  # noqa: E402
-from support import interpreter  # noqa: E402
 
-with contextlib.suppress(ImportError):  # a machine that only tests its GPU may lack it
-    import hypothesis
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests. The one that starts pytest-xdist's workers runs none."""
+    if config.pluginmanager.hasplugin("dsession"):
+        return
+    with contextlib.suppress(ImportError):  # a machine that only tests its GPU may lack it
+        import hypothesis
 
-    # On a busy machine an example takes any time. Each run has the same examples; new ones are for those who
-    # look for faults: HYPOTHESIS_PROFILE=explore, which `make test-slow` sets.
-    hypothesis.settings.register_profile("dct", deadline=None, derandomize=True)
-    hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
-    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dct"))
+        # On a busy machine an example takes any time. Each run has the same examples; new ones are for those
+        # who look for faults: HYPOTHESIS_PROFILE=explore, which `make test-slow` sets.
+        hypothesis.settings.register_profile("dct", deadline=None, derandomize=True)
+        hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
+        hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dct"))
+    # Without a GPU the Triton kernels are run by Triton's interpreter, which has to be known before triton is
+    # imported, here and in the processes that tests start.
+    if not _has_gpu():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Without a GPU the Triton kernels are run by Triton's interpreter, which has to be known before triton is
-# imported, here and in the processes that tests start.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+@cache
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 #: Files that take more than 14 seconds, the longest first.
@@ -118,7 +129,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
 @pytest.fixture(autouse=True)
 def _only_slow_tests_start_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a GPU Triton starts a compiler.
-    if request.node.get_closest_marker("slow") is None and not torch.cuda.is_available():
+    if request.node.get_closest_marker("slow") is None and not _has_gpu():
 
         def refuse(*_: Any, **__: Any) -> None:
             raise AssertionError("this test starts a process: mark it with @pytest.mark.slow")
