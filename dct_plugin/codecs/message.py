@@ -129,15 +129,15 @@ class MessageWriter:
         say.
         """
         stats = written if isinstance(written, Stats) else Stats(written, 0, 0, False)
-        receivers = ONE if receiver == 0 else Key((receiver,))
         if stats.pending:
-            self._place(receiver, receivers, Key((self._reserved,)), self._reserved, stats)
-        else:
-            if self.placed:
-                address = self._buffers[receiver].data_ptr() + self._lengths[receiver]
-                sizes = Key((stats.nbytes,))
-                self.placed.append(Placed(self._buffers[receiver], address, receivers, sizes, stats))
-            self._lengths[receiver] += stats.nbytes
+            self._place(receiver, Key((receiver,)), Key((self._reserved,)), self._reserved, stats)
+            return
+        nbytes = stats.nbytes
+        if self.placed:
+            address = self._buffers[receiver].data_ptr() + self._lengths[receiver]
+            known = Key((receiver,)), Key((nbytes,))
+            self.placed.append(Placed(self._buffers[receiver], address, *known, stats))
+        self._lengths[receiver] += nbytes
 
     def place(self, receivers: Key, sizes: Key, total: int, stats: Stats) -> int:
         """Return the address of memory for payloads whose figures are on the device.

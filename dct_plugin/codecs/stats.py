@@ -65,6 +65,7 @@ class Stats:
         tau: threshold that was applied; 0: none, every entry was sent.
         select_ns: time of finite check + accumulate + select, nanoseconds; 0 if unknown.
         encode_ns: time of writing the payload, nanoseconds; 0 if unknown.
+        sizes: those of several payloads, if the figures are sums.
     """
 
     __slots__ = ("_counts", "_figures", "_numbers", "_sizes", "_tau", "encode_ns", "select_ns")
@@ -79,11 +80,12 @@ class Stats:
         tau: float = 0.0,
         select_ns: int = 0,
         encode_ns: int = 0,
+        sizes: list[int] | None = None,
     ) -> None:
         self._counts = (nbytes, nnz, above, nonfinite)
         self._tau: float | Tensor = tau
         self._figures: Figures | None = None
-        self._sizes, self._numbers = [nbytes], (0, 4)
+        self._sizes, self._numbers = [nbytes] if sizes is None else sizes, (0, 4)
         self.select_ns = select_ns
         self.encode_ns = encode_ns
 

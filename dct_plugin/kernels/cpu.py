@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ..codecs.index import IndexEncoding, check_positions, check_section
+from ..codecs.message import Key, MessageWriter
 from ..codecs.payload import Payload, verify_checksum
 from ..codecs.stats import Stats
 from .backend import Backend
 from .checks import naming_message, open_payload, scales_first, split_message
-from .job import GRAD_CODES, GRAD_DTYPES, Job, check_vector
+from .job import GRAD_CODES, GRAD_DTYPES, Job, PartedJob, applied, check_vector
 from .library import WRONG_HEADER, Library, check, fields, passed
 
 ENTRIES_PER_THREAD = 1 << 20  # a thread is worth starting for this many entries
@@ -50,7 +51,7 @@ class _Target(ctypes.Structure):
 
 _SIGNATURES = {
     "dct_isa": "i",
-    "dct_compress": "P",
+    "dct_compress": "Pi",
     "dct_decode_add": "PP",
     "dct_positions": "PP",
     "dct_sum_messages": "PiPifPP",
@@ -105,13 +106,39 @@ class CpuBackend(Backend):
             *(GRAD_CODES[job.grad.dtype], job.value_dtype, -1 if job.encoding is None else job.encoding),
             *(job.dense, self._threads_for(job.numel), job.clear),
         )
-        self._call("dct_compress", byref(call))
+        self._call("dct_compress", byref(call), 1)
         return Stats(
             *(call.nbytes, call.nnz, call.above, bool(call.nonfinite)),
             tau=call.tau,
             select_ns=call.select_ns,
             encode_ns=call.encode_ns,
         )
+
+    def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
+        if len(set(receivers)) < max(len(receivers), 2):  # a message goes on behind a payload of known size
+            return super().compress_parts(job, writer, receivers)
+        check_vector("grad", job.grad, GRAD_DTYPES)
+        start, numel, most = job.parts.numbers.T
+        calls, tau = np.zeros(len(numel), np.dtype(_Compress)), applied(job.tau)
+        left = job.residual if job.residual_out is None else job.residual_out
+        for name, tensor in (("grad", job.grad), ("residual", job.residual), ("left", left)):
+            if tensor is not None:
+                calls[name] = passed(tensor) + start * tensor.element_size()
+        rooms = zip(job.parts.nbytes, receivers, strict=True)
+        calls["out"] = [writer.reserve(nbytes, receiver).data_ptr() for nbytes, receiver in rooms]
+        calls["numel"], calls["capacity"] = numel, numel if tau == 0.0 else np.minimum(most, numel)
+        calls["start"], calls["tau"] = job.turn % np.maximum(numel, 1), tau
+        calls["grad_dtype"], calls["value_dtype"] = GRAD_CODES[job.grad.dtype], job.parts.value_dtype
+        calls["encoding"], calls["dense"], calls["clear"] = -1, tau == 0.0, job.clear
+        calls["threads"] = [*map(self._threads_for, numel.tolist())]
+        self._call("dct_compress", calls, len(calls))
+        sizes = calls["nbytes"].tolist()
+        for receiver, nbytes in zip(receivers, sizes, strict=True):
+            writer.advance(nbytes, receiver)
+        names = ("nbytes", "nnz", "above", "nonfinite", "select_ns", "encode_ns")
+        nbytes, nnz, above, flagged, select_ns, encode_ns = (int(calls[name].sum()) for name in names)
+        times = {"select_ns": select_ns, "encode_ns": encode_ns}
+        return [Stats(nbytes, nnz, above, flagged > 0, tau=float(calls["tau"][0]), sizes=sizes, **times)]
 
     def _threads_for(self, numel: int) -> int:
         threads = self.threads

@@ -217,6 +217,12 @@ def _check_tau(tau: Tau) -> Tau:
     return max(ctypes.c_float(tau).value, SMALLEST_TAU) if tau else 0.0
 
 
+def applied(tau: Tau) -> float:
+    """Return the threshold that entries are compared with, on the host."""
+    tau = _check_tau(tau)
+    return float(tau.clamp(min=SMALLEST_TAU) if isinstance(tau, Tensor) else tau)
+
+
 def check_vector(
     name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None
 ) -> None:

@@ -15,15 +15,15 @@ from support.kernel_cases import GRAD_DTYPES, Case, agree, cases, same_bits
 from torch import Tensor
 
 from dct_plugin.codecs.index import MAX_NUMEL, IndexEncoding
-from dct_plugin.codecs.message import MessageWriter
+from dct_plugin.codecs.message import Key, MessageWriter
 from dct_plugin.codecs.payload import Payload, payload_bound
 from dct_plugin.codecs.stats import Stats
 from dct_plugin.codecs.values import ValueDtype
-from dct_plugin.compression.stream import add_at, encode_at, values_nbytes
+from dct_plugin.compression.stream import Encoded, add_at, encode_at, values_nbytes
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Backend, Job, build
 from dct_plugin.kernels.cpu import ISA_NAMES, CpuBackend
-from dct_plugin.kernels.job import SMALLEST_TAU
+from dct_plugin.kernels.job import SMALLEST_TAU, PartedJob, Parts, Tau
 from dct_plugin.kernels.reference import ReferenceBackend, rank_of, sample_positions
 
 REFERENCE = ReferenceBackend()
@@ -319,6 +319,36 @@ def test_sums_of_messages(
         assert same_bits(found, again)
         assert same_bits(found, expected) or bool((found.isnan() & expected.isnan()).all())
     assert bool(outs[1][1].isnan().all()) == (bad < senders)
+
+
+@pytest.mark.parametrize("dtype", GRAD_DTYPES)
+@pytest.mark.parametrize("receivers", [(2, 0, 1), (1, 0, 1)])
+@pytest.mark.parametrize("tau", [0.0, 1.5, torch.tensor(1.5)])
+@pytest.mark.parametrize("residual", ["none", "in place", "beside"])
+def test_parts_of_a_tensor_go_to_their_receivers(
+    dtype: torch.dtype, receivers: tuple[int, ...], tau: Tau, residual: str
+) -> None:
+    """At once where each part has a receiver of its own; behind a payload, and with a part that overflows."""
+    bounds = [(0, 640), (640, 700), (700, 5003)]
+    parts, results = Parts(bounds, [640, 9 if tau else 60, 4303], ValueDtype.BF16), []
+    for backend in (REFERENCE, CPU):
+        generator = torch.Generator().manual_seed(3)
+        grad, before = (torch.randn(5003, generator=generator).to(dtype) for _ in range(2))
+        grad[650] = math.inf
+        kept = None if residual == "none" else before.float()
+        left = kept if residual == "in place" or kept is None else torch.zeros(5003)
+        writer, clear = MessageWriter(torch.device("cpu"), 3), residual != "beside"
+        writer.reserve(7).fill_(1)
+        writer.advance(7)
+        job = PartedJob(grad, kept, tau, left, parts, turn=4000, clear=clear)
+        encoded = Encoded(backend.compress_parts(job, writer, Key(receivers)), 5003)
+        sizes = [nbytes for stats in encoded.stats for nbytes in stats.sizes]
+        totals = encoded.totals()
+        results.append(([*writer.read(), grad, *([] if left is None else [left])], sizes, totals))
+    (expected, *figures), (found, *others) = results
+    assert figures == others
+    assert others[1].nonfinite
+    assert all(same_bits(one, other) for one, other in zip(expected, found, strict=True))
 
 
 def test_messages_that_are_wrong_are_named(backend: Backend) -> None:

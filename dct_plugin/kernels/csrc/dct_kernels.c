@@ -1191,7 +1191,7 @@ static void refuse(dct_compress_t *a) {
     write_header(a->out, ENC_DENSE, a->value_dtype, 1, 0, a->numel, 0, 0, HEADER);
 }
 
-API int32_t dct_compress(dct_compress_t *a) {
+static int32_t compress(dct_compress_t *a) {
     const uint64_t began = now_ns();
     int status = OK;
     selection_t s;
@@ -1249,6 +1249,13 @@ API int32_t dct_compress(dct_compress_t *a) {
         free(s.segments[i].idx);
         free(s.segments[i].val);
     }
+    return status;
+}
+
+/* Payloads one after the other, those of the parts of a tensor. */
+API int32_t dct_compress(dct_compress_t *calls, int32_t count) {
+    int32_t status = OK;
+    for (int32_t i = 0; i < count && status == OK; i++) status = compress(&calls[i]);
     return status;
 }
 
