@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.forked import forked_interpreters
 from support.processes import fork
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,8 @@ def test_the_steps_for_a_gpu_run_without_one(tmp_path: Path) -> None:
     """The kernels of a GPU are run by Triton's interpreter. ``--dry-run`` alone runs all steps."""
     pytest.importorskip("triton", reason="triton is for Linux only")
     command = ["run", "--dry-run", "--out", str(tmp_path), "--steps", "versions", "selection-1000000"]
-    subprocess.run([sys.executable, "benchmarks/gpu_hour.py", *command], cwd=ROOT, check=True)
+    with forked_interpreters():
+        subprocess.run([sys.executable, "benchmarks/gpu_hour.py", *command], cwd=ROOT, check=True)
     steps = json.loads((tmp_path / "steps.json").read_text())
     assert {name: step["exit"] for name, step in steps.items()} == dict.fromkeys(command[5:], 0)
     figures = json.loads((tmp_path / "gpu-1000000.json").read_text())
