@@ -202,7 +202,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Said]:
     files = {name: content for table in (WRONG, WARNED, NOTED) for name, (content, _) in table.items()}
     files |= {**RIGHT, **{f"refused: {name}": {**each, "dct": {}} for name, (each, _) in REFUSED.items()}}
     files |= {f"taken: {name}": {**each, "dct": {}} for name, (each, _) in TAKEN.items()}
-    return run(files, tmp_path_factory.mktemp("files"))[1]
+    with forked_interpreters():
+        return run(files, tmp_path_factory.mktemp("files"))[1]
 
 
 @pytest.mark.slow

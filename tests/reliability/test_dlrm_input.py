@@ -41,7 +41,7 @@ def test_paths_that_cannot_be_written(option: list[str]) -> None:
 def test_mistyped_sections(tmp_path: Path, key: str) -> None:
     file = tmp_path / "a.json"
     file.write_text(f'{{"{key}": {{}}}}')
-    with pytest.raises(ConfigError, match=f"{key}.*did you mean"):
+    with forked_interpreters(), pytest.raises(ConfigError, match=f"{key}.*did you mean"):
         configurations([file], ranks=2)
 
 
