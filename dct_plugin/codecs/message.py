@@ -34,8 +34,8 @@ class Key(tuple[Any, ...]):
         return self._hash
 
 
+#: The only receiver.
 ONE = Key((0,))
-"""The only receiver."""
 
 
 class Placed(NamedTuple):
@@ -129,15 +129,11 @@ class MessageWriter:
         say.
         """
         stats = written if isinstance(written, Stats) else Stats(written, 0, 0, False)
-        if stats.pending:
-            self._place(receiver, Key((receiver,)), Key((self._reserved,)), self._reserved, stats)
-            return
-        nbytes = stats.nbytes
-        if self.placed:
-            address = self._buffers[receiver].data_ptr() + self._lengths[receiver]
-            known = Key((receiver,)), Key((nbytes,))
-            self.placed.append(Placed(self._buffers[receiver], address, *known, stats))
-        self._lengths[receiver] += nbytes
+        size = self._reserved if stats.pending else stats.nbytes
+        if stats.pending or self.placed:
+            self._place(receiver, Key((receiver,)), Key((size,)), size, stats)
+        else:
+            self._lengths[receiver] += size
 
     def place(self, receivers: Key, sizes: Key, total: int, stats: Stats) -> int:
         """Return the address of memory for payloads whose figures are on the device.
@@ -151,7 +147,7 @@ class MessageWriter:
         return self._place(0, receivers, sizes, total, stats)
 
     def _place(self, where: int, receivers: Key, sizes: Key, total: int, stats: Stats) -> int:
-        """Note payloads in the memory that was reserved last, in the buffer of the receiver ``where``."""
+        """Note payloads in the memory that was reserved in the buffer of the receiver ``where``."""
         for receiver, length in enumerate([] if self.placed else self._lengths):
             if length:
                 buffer, known = self._buffers[receiver], Stats(length, 0, 0, False)

@@ -20,7 +20,7 @@ from ..codecs.payload import Payload, verify_checksum
 from ..codecs.stats import Stats
 from .backend import Backend
 from .checks import naming_message, open_payload, scales_first, split_message
-from .job import GRAD_CODES, GRAD_DTYPES, Job, PartedJob, applied, check_vector
+from .job import GRAD_CODES, GRAD_DTYPES, Job, PartedJob, applied_tau, check_vector
 from .library import WRONG_HEADER, Library, check, fields, passed
 
 ENTRIES_PER_THREAD = 1 << 20  # a thread is worth starting for this many entries
@@ -102,7 +102,7 @@ class CpuBackend(Backend):
     def compress(self, job: Job) -> Stats:
         call = _Compress(
             *map(passed, (job.grad, job.residual, job.residual_out, job.out)),
-            *(job.numel, job.capacity, job.start, float(job.applied_tau())),
+            *(job.numel, job.capacity, job.start, float(applied_tau(job.tau))),
             *(GRAD_CODES[job.grad.dtype], job.value_dtype, -1 if job.encoding is None else job.encoding),
             *(job.dense, self._threads_for(job.numel), job.clear),
         )
@@ -119,7 +119,7 @@ class CpuBackend(Backend):
             return super().compress_parts(job, writer, receivers)
         check_vector("grad", job.grad, GRAD_DTYPES)
         start, numel, most = job.parts.numbers.T
-        calls, tau = np.zeros(len(numel), np.dtype(_Compress)), applied(job.tau)
+        calls, tau = np.zeros(len(numel), np.dtype(_Compress)), float(applied_tau(job.tau))
         left = job.residual if job.residual_out is None else job.residual_out
         for name, tensor in (("grad", job.grad), ("residual", job.residual), ("left", left)):
             if tensor is not None:

@@ -112,10 +112,6 @@ class Job:
         """True if every entry is sent."""
         return not isinstance(self.tau, Tensor) and self.tau == 0.0
 
-    def applied_tau(self) -> Tau:
-        """Return the threshold that entries are compared with."""
-        return self.tau.clamp(min=SMALLEST_TAU) if isinstance(self.tau, Tensor) else self.tau
-
 
 class Parts:
     """Parts of a tensor that become a payload each, with the room that those need.
@@ -217,10 +213,10 @@ def _check_tau(tau: Tau) -> Tau:
     return max(ctypes.c_float(tau).value, SMALLEST_TAU) if tau else 0.0
 
 
-def applied(tau: Tau) -> float:
-    """Return the threshold that entries are compared with, on the host."""
+def applied_tau(tau: Tau) -> Tau:
+    """Return the threshold that entries are compared with."""
     tau = _check_tau(tau)
-    return float(tau.clamp(min=SMALLEST_TAU) if isinstance(tau, Tensor) else tau)
+    return tau.clamp(min=SMALLEST_TAU) if isinstance(tau, Tensor) else tau
 
 
 def check_vector(

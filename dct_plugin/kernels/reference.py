@@ -22,7 +22,7 @@ from ..codecs.stats import Stats
 from ..codecs.values import FLOAT32_MAX, decode_values, encode_values
 from .backend import Backend
 from .checks import PACK_BLOCK, PACK_EXPONENTS, naming_message, open_payload, split_message
-from .job import SMALLEST_TAU, Job, Tau, check_vector
+from .job import SMALLEST_TAU, Job, Tau, applied_tau, check_vector
 
 #: Entries that the reference packs at once: its temporaries take 40 bytes each.
 _PACKED_AT_ONCE = 1 << 20
@@ -124,7 +124,7 @@ class ReferenceBackend(Backend):
         return buffer[:numel]
 
     def compress(self, job: Job) -> Stats:
-        grad, residual, numel, tau = job.grad, job.residual, job.numel, job.applied_tau()
+        grad, residual, numel, tau = job.grad, job.residual, job.numel, applied_tau(job.tau)
         began = time.perf_counter_ns()
         if has_overflow(grad):
             if job.residual_out is not None:
