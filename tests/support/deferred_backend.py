@@ -16,7 +16,7 @@ from dct_plugin.compression.stream import add_payload
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Job
 from dct_plugin.kernels.checks import split_message
-from dct_plugin.kernels.job import Spans
+from dct_plugin.kernels.job import Spans, applied_tau
 from dct_plugin.kernels.reference import ReferenceBackend
 
 _READS = {
@@ -51,7 +51,7 @@ class DeferredBackend(ReferenceBackend):
     lengths_on_host = False
 
     def compress(self, job: Job) -> Stats:
-        applied = job.applied_tau()
+        applied = applied_tau(job.tau)
         # What the kernel itself reads, on the device.
         inside = applied.as_subclass(Tensor) if isinstance(applied, Tensor) else applied
         stats = super().compress(replace(job, tau=inside))
