@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,14 +38,14 @@ ONE = Key((0,))
 
 
 class Placed(NamedTuple):
-    """Payloads, one behind the other's bound."""
+    """Payloads, each behind the last one's bound."""
 
     buffer: Tensor
     address: int
     """That of the first one."""
     receivers: Key
     sizes: Key
-    """The bounds in bytes."""
+    """Most bytes of each."""
     stats: Stats
     """Those of all of them."""
 
@@ -86,13 +85,12 @@ class MessageWriter:
         receivers: Number of messages.
 
     Attributes:
-        placed: What was written since the first payloads whose figures are on the device.
+        placed: All payloads since :meth:`clear` or :meth:`read`; none as long as the host knows their sizes.
     """
 
     def __init__(self, device: torch.device, receivers: int = 1) -> None:
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
         self._buffers = [nothing] * receivers
-        self._spare = [nothing] * receivers  # where the next messages with gaps are packed
         self._lengths = [0] * receivers
         self._reserved = 0
         self.placed: list[Placed] = []
@@ -104,12 +102,15 @@ class MessageWriter:
         for receiver, length in enumerate(self._lengths):
             buffer = self._buffers[receiver]
             if length and buffer.numel() > max(_KEPT_BYTES, _KEPT_TIMES * length):
-                self._buffers[receiver] = self._spare[receiver] = buffer.new_empty(0)
+                self._buffers[receiver] = buffer.new_empty(0)
         self._lengths = [0] * len(self._lengths)
         self.placed.clear()
 
     def reserve(self, size: int, receiver: int = 0) -> Tensor:
-        """Return memory for ``size`` more bytes, uninitialised; valid until the next call."""
+        """Return memory for ``size`` more bytes, uninitialised; valid until the receiver's next call.
+
+        A payload whose figures are on the device is noted (:meth:`advance`) before more is reserved.
+        """
         length = self._lengths[receiver]
         return self._with_room(size, receiver)[length : length + size]
 
@@ -136,7 +137,8 @@ class MessageWriter:
             self._lengths[receiver] += size
 
     def place(self, receivers: Key, sizes: Key, total: int, stats: Stats) -> int:
-        """Return the address of memory for payloads whose figures are on the device.
+        """Return the address of memory for payloads whose figures are on the device. Those for all receivers
+        lie in one buffer.
 
         Args:
             receivers: That of each payload.
@@ -163,7 +165,7 @@ class MessageWriter:
         return tuple([(each.receivers, each.sizes) for each in self.placed])
 
     def sizes(self) -> list[int]:
-        """Return the bytes of each message, all of which was placed."""
+        """Return the bytes of each message whose payloads are :attr:`placed`."""
         found = [0] * len(self._lengths)
         for each in self.placed:
             for receiver, nbytes in zip(each.receivers, each.stats.sizes, strict=True):
@@ -187,17 +189,8 @@ class MessageWriter:
                 buffer, address, _, _, stats = self.placed[number]
                 begin = address - buffer.data_ptr() + offset
                 parts[receiver].append(buffer[begin : begin + stats.sizes[which]])
-            self._buffers, self._spare = [*map(self._packed, parts, self._spare)], self._buffers
-            self._lengths = [sum([part.numel() for part in each]) for each in parts]
+            # What all payloads were written to is let go: later messages most often travel in slots, unread.
+            self._buffers = [torch.cat([self._buffers[0][:0], *each]) for each in parts]
+            self._lengths = [buffer.numel() for buffer in self._buffers]
             self.placed.clear()
         return [buffer[:length] for buffer, length in zip(self._buffers, self._lengths, strict=True)]
-
-    @staticmethod
-    def _packed(parts: Sequence[Tensor], out: Tensor) -> Tensor:
-        """Return memory that begins with these parts, one behind the other."""
-        total = sum([part.numel() for part in parts])
-        if total > out.numel():
-            out = out.new_empty(total + total // 4)
-        if parts:
-            torch.cat([*parts], out=out[:total])
-        return out

@@ -210,7 +210,7 @@ def read_figures(stats: Iterable[Stats], also: Sequence[Tensor]) -> list[list[in
     wrong = 0
     for table in figures.values():
         table.read = list(itertools.islice(found[table.counts.device], table.counts.numel()))
-        wrong = wrong or max(table.read[3::4]) >> 1
+        wrong = wrong or max(table.read[3::4], default=0) >> 1
     if taus:
         bits = torch.tensor([next(found[tau.device]) for tau in taus.values()], dtype=torch.int32)
         known = dict(zip(taus, bits.view(torch.float32).tolist(), strict=True))

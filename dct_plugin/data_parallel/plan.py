@@ -22,7 +22,7 @@ MIN_SHARD = 16_384
 ALIGNED = 64
 #: A last chunk with a smaller share of the entries that a chunk is to send joins the one before.
 SMALLEST_CHUNK = 0.25
-#: Parts of a tensor up to which they do not make chunks larger.
+#: Parts of a tensor that leave chunks as large as they are.
 MESSAGES_OF_CHUNK = 8
 
 Entries = Sequence[tuple[str, Tensor]]
@@ -36,7 +36,7 @@ class Sparsity(NamedTuple):
     density: float
     """Share of the entries that is sent."""
     label: str = ""
-    """Share of its class under which the tensor is recorded besides."""
+    """The metrics record the tensor as this part of its class, too."""
 
 
 class Shard(NamedTuple):

@@ -36,7 +36,7 @@ class GradientPhase(Phase):
         return [self._write(tensor, writer, dense) for tensor in plan.tensors]
 
     def _write(self, tensor: PlannedTensor, writer: MessageWriter, dense: float) -> WrittenTensor:
-        """Write a tensor, each byte of which would be so many ``dense``."""
+        """Write a tensor, for each byte of which the host would send so many bytes (``dense``)."""
         group, stream, shards = self.group, None, tensor.parts
         grad, (density, label) = as_flat(tensor.tensor), tensor.sparsity
         if tensor.small:

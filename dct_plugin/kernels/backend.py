@@ -262,7 +262,7 @@ class Backend(ABC):
         fingerprint: int,
         incomplete: Tensor | None = None,
     ) -> None:
-        """Put messages, of which no figure was read, into a slot each, as far as they fit; within
+        """Put messages, whose figures are all on the device, into slots, as far as they fit; within
         :meth:`batched` behind the payloads of the block.
 
         Args:
@@ -294,7 +294,7 @@ class Backend(ABC):
         Args:
             buffer: uint8, with the slots.
             bounds: First byte of each (a multiple of 8), and the one behind it.
-            outs: See :meth:`sum_messages`. If there is one slot, or parts are given, they may hold anything,
+            outs: See :meth:`sum_messages`. If there is one slot, or there are ``spans``, they may hold anything,
                 which is added to.
             scale: See :meth:`sum_messages`.
             spans: The parts of ``outs`` that each slot is for, no two for one part. None: each is for all of

@@ -115,17 +115,19 @@ class CpuBackend(Backend):
         )
 
     def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
-        if len(set(receivers)) < max(len(receivers), 2):  # a message goes on behind a payload of known size
+        if len(set(receivers)) < max(len(receivers), 2):  # two parts of a message need the size of the first
             return super().compress_parts(job, writer, receivers)
         check_vector("grad", job.grad, GRAD_DTYPES)
         start, numel, most = job.parts.numbers.T
         calls, tau = np.zeros(len(numel), np.dtype(_Compress)), float(applied_tau(job.tau))
+        if tau == 0.0 and (most < numel).any():
+            raise ValueError(f"payloads of all entries need room for all, not for {job.parts.capacities}")
         left = job.residual if job.residual_out is None else job.residual_out
         for name, tensor in (("grad", job.grad), ("residual", job.residual), ("left", left)):
             if tensor is not None:
                 calls[name] = passed(tensor) + start * tensor.element_size()
-        rooms = zip(job.parts.nbytes, receivers, strict=True)
-        calls["out"] = [writer.reserve(nbytes, receiver).data_ptr() for nbytes, receiver in rooms]
+        reserved = zip(job.parts.nbytes, receivers, strict=True)
+        calls["out"] = [writer.reserve(nbytes, receiver).data_ptr() for nbytes, receiver in reserved]
         calls["numel"], calls["capacity"] = numel, numel if tau == 0.0 else np.minimum(most, numel)
         calls["start"], calls["tau"] = job.turn % np.maximum(numel, 1), tau
         calls["grad_dtype"], calls["value_dtype"] = GRAD_CODES[job.grad.dtype], job.parts.value_dtype

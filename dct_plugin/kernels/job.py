@@ -118,7 +118,7 @@ class Parts:
 
     Args:
         bounds: First entry of each part, and the one behind it; together they cover the tensor once.
-        capacities: The most entries that each payload may hold.
+        capacities: The most entries that each payload may hold; all, where the threshold is 0.
         value_dtype: The type of the values in the payloads.
     """
 
@@ -167,7 +167,7 @@ class Spans:
     @staticmethod
     @lru_cache(maxsize=256)
     def whole(numels: tuple[int, ...]) -> Spans:
-        """Return those of one message, or of several alike, with all of each tensor."""
+        """Return the spans of messages that hold all of each tensor."""
         return Spans([[(which, 0, numel) for which, numel in enumerate(numels)]])
 
 

@@ -34,10 +34,10 @@ class Slots:
         rank: Position of this rank.
         leaving, arriving: Bytes of the slot to and from each rank; the own one is among those that arrive.
         device: Device of the slots.
-        shared: Every rank gets the same message, that of the own slot.
+        shared: Every rank gets the same message, that of the own slot; ``leaving`` counts for nothing.
 
     Attributes:
-        received: uint8: the slots from all ranks. The own one is the last, unless all capacities are equal.
+        received: uint8: the slots from all ranks. The own one is the last, unless an all-gather sends them.
         bounds: For each rank, the first byte of its slot in ``received``, and the byte behind it.
         memory: uint8: the slots from all ranks, and behind them those to other ranks.
         bounds_to: The first byte of the slot to each rank in ``memory``, and the byte behind it; that of the
@@ -150,7 +150,7 @@ class AgreedCapacities:
         sent: Mapping[int, int],
         received: Mapping[int, int],
     ) -> dict[int, Tensor]:
-        """Exchange what did not fit of messages; return those that arrive, whole, by sender.
+        """Exchange what did not fit of messages; return the truncated ones, whole, by sender.
 
         Args:
             slots: The slots of the exchange.

@@ -47,6 +47,7 @@ except ImportError as error:  # no such package, or not for this platform
 WRITTEN = (IndexEncoding.DENSE, IndexEncoding.BITMAP, IndexEncoding.GAPS8, IndexEncoding.BLOCK16)
 
 _COPIED = reading.COPIED.value
+_FIGURES_NBYTES = 32  # of a payload
 _MOST_SAMPLES = 1 << 17  # that one program finds the threshold of
 
 
@@ -296,7 +297,8 @@ def _slots_of(placed: tuple[tuple[Key, Key], ...], count: int) -> tuple[np.ndarr
     begins = np.concatenate([[0], ends])
     before = begins[firsts][order.receivers]
     heads = np.stack([firsts, parts, 0 * parts, 0 * parts], axis=1)
-    rows = np.stack([order.offsets, begins[:-1] - before, 32 * order.which, ends - before], axis=1)
+    figures = _FIGURES_NBYTES * order.which
+    rows = np.stack([order.offsets, begins[:-1] - before, figures, 0 * figures], axis=1)
     return np.concatenate([heads, rows]), order.placed, int((ends - before).max(initial=0))
 
 

@@ -22,7 +22,7 @@ from ...codecs.index import IndexEncoding
 from ...codecs.message import Key, MessageWriter
 from ...codecs.splitmix import signed
 from ...codecs.stats import Figures, Stats
-from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, Parts, whole
+from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, Parts, applied_tau, whole
 from . import selection_kernels as device
 from .launch import launch
 
@@ -73,12 +73,15 @@ class _Variant(NamedTuple):
     """The constants that the kernels of a payload are compiled for."""
 
     entries: int
+    """:data:`_DENSE` or :data:`_SELECTED`."""
     grad: int
     residual: bool
     left: bool
+    """True if a new residual is written."""
     in_place: bool
     value: int
     forced: int
+    """An index encoding, or :data:`_SELECTED`."""
     clear: bool
     aligned: bool
 
@@ -90,7 +93,8 @@ class _Write(NamedTuple):
     parts: Parts
     columns: Sequence[int]
     """What the payloads have in common: addresses of the gradient, of both residuals, and of the first
-    payload, behind whose bound the others follow; their turn; the row of the first figures; the threshold.
+    payload, behind whose bound the others follow; their turn; the row of the first figures; slot and bits of
+    the threshold.
     """
 
     def undo(self) -> None:
@@ -175,7 +179,8 @@ class Batch:
         encoding: IndexEncoding | None = None,
     ) -> Stats:
         count = len(parts.bounds)
-        grad, residual, left = (job.grad, job.residual, job.residual_out)
+        grad, residual = job.grad, job.residual
+        left = residual if job.residual_out is None else job.residual_out
         at, source, target = addresses = [*map(_address, (grad, residual, left))]
         dense = not isinstance(job.tau, Tensor) and job.tau == 0.0 and encoding in (None, IndexEncoding.DENSE)
         variant = _Variant(
@@ -298,6 +303,7 @@ class Batch:
     def _tau(self, tau: float | Tensor) -> tuple[float | Tensor, int, int]:
         """Return a threshold that stays, its slot and 0, or -1 and its bits."""
         if not isinstance(tau, Tensor):
+            tau = float(applied_tau(tau))
             return tau, -1, _float_bits(tau)
         slot, beyond = divmod(tau.data_ptr() - self._taus.data_ptr(), 4)
         if not (0 <= slot < self._thresholds and beyond == 0):  # not one that is found here

@@ -512,7 +512,7 @@ def fill_slots(places, incomplete, slots, fingerprint, ANSWERS: tl.constexpr):
 
     ``places``, int64 [slots + payloads, PART]. Of a slot: its first payload, number of payloads, address, and
     bytes for its message. Of a payload: address, first unit of work in its slot, address of its figures, and
-    the unit behind its last.
+    0.
     """
     unit = tl.program_id(0).to(tl.int64)
     head = places + tl.program_id(1).to(tl.int64) * PART

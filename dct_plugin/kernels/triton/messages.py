@@ -28,7 +28,7 @@ _RANGE = device.RANGE.value
 
 
 class UnopenedMessages(NamedTuple):
-    """Messages of one payload per tensor, as far as the host knows them."""
+    """Messages with payloads for tensors, as far as the host knows them."""
 
     buffer: Tensor
     """uint8, with the messages."""
@@ -58,7 +58,9 @@ class UnopenedMessages(NamedTuple):
         buffer, bounds, spans, targets, slots, spare, bits = self
         where, count, several, layout = buffer.device, targets.shape[1], len(bounds), _layout(spans)
         longest = max([end - begin for begin, end in bounds])
-        room = min(8 * longest // (bits + 1), layout.entries)  # with a bit or more for the position
+        room = min(
+            8 * longest // (bits + 1), layout.entries
+        )  # an entry has a value, and a bit or more of position
         meta, stride = table[3 * several :], targets[0].size if len(targets) > 1 else 0
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
         missing = torch.empty(several, dtype=torch.int64, device=where)
@@ -84,7 +86,7 @@ class OpenedMessages(NamedTuple):
     """int64 [messages, payloads + 1, ROW]."""
     positions: Tensor
     missing: Tensor
-    """int64 [messages]. 1 where a slot does not hold its message."""
+    """int64 [messages]. 1 where a message is missing, or has no payloads to add."""
     sums: int
     """Programs that add one of the messages up."""
     targets: Tensor
@@ -184,17 +186,19 @@ class _Layout(NamedTuple):
     """What tables of messages have in every step."""
 
     which: np.ndarray
-    """int64 [1 or messages, payloads]: the number of each payload's tensor."""
+    """int64 [1 or messages, payloads]: the number of each payload's tensor; -1 where there are fewer."""
     start: np.ndarray
     """The entries before it."""
     targets: np.ndarray
-    """:func:`_targets` without addresses and types."""
+    """:func:`_targets` without addresses, types and places."""
     payloads: np.ndarray
     """Payloads of each message."""
     entries: int
+    """Most entries of the tensors of one message."""
     blocks: int
+    """Most blocks of their positions."""
     programs: int
-    """Entries of the tensors of one message, blocks of positions, programs that add it up, at most."""
+    """Most programs that add a message up."""
 
 
 @functools.lru_cache(maxsize=256)
