@@ -294,8 +294,8 @@ class Backend(ABC):
         Args:
             buffer: uint8, with the slots.
             bounds: First byte of each (a multiple of 8), and the one behind it.
-            outs: See :meth:`sum_messages`. If there is one slot, or there are ``spans``, they may hold anything,
-                which is added to.
+            outs: See :meth:`sum_messages`. With one slot, or with ``spans``, they may hold anything, which is
+                added to.
             scale: See :meth:`sum_messages`.
             spans: The parts of ``outs`` that each slot is for, no two for one part. None: each is for all of
                 ``outs``.
