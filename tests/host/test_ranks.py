@@ -16,7 +16,7 @@ from dct_plugin import checkpoint
 from dct_plugin.config import DCTConfig, MetricsConfig
 from dct_plugin.integrations.host import startup
 from dct_plugin.integrations.host.checkpoint import ReducerFiles, load_together, save_together
-from dct_plugin.integrations.host.reporting import Reporting
+from dct_plugin.integrations.host.reporting import start_reporting
 from dct_plugin.integrations.host.steps import StepHooks
 from dct_plugin.metrics import Metrics
 
@@ -220,10 +220,10 @@ def test_steps_without_gradients_are_warned_about_once(
 def test_the_report_is_finished_once(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = Metrics(MetricsConfig(every=1), rank=rank, world_size=2)
     finished: list[str] = []
-    reporting = Reporting(metrics, lambda events: None, before_finish=lambda: finished.append("once"))
+    finish = start_reporting(metrics, lambda events: None, before_finish=lambda: finished.append("once"))
     metrics.step(1)
-    reporting.finish()
-    reporting.finish()
+    finish()
+    finish()
     assert finished == ["once"]
     assert capsys.readouterr().out.count("dct: 1 step") == (rank == 0)
 

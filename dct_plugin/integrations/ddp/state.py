@@ -29,7 +29,7 @@ from ..host import attachments, lost_peers, startup
 from ..host.checkpoint import FRESH, ReducerFiles, mean_residuals
 from ..host.optimizer_attachment import OptimizerAttachment
 from ..host.overlap import Overlap
-from ..host.reporting import Reporting
+from ..host.reporting import start_reporting
 from ..host.settings import optimizers_of, resolve_settings
 from ..host.startup import nodes_of
 from ..host.steps import FrozenParameters
@@ -121,7 +121,7 @@ class DCTState(OptimizerAttachment):
         """
         rank, world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         metrics = Metrics(self.config.metrics, rank=rank, world_size=world_size)
-        self.ends.callback(Reporting(metrics).finish)
+        self.ends.callback(start_reporting(metrics))
         return metrics
 
     # -- the model ---

@@ -24,7 +24,7 @@ from dct_plugin.transport.agreement import HINT
 from ..host import attachments, lost_peers, startup, versions
 from ..host.patching import Function, Patches, given
 from ..host.replica_checksums import ReplicaChecksums
-from ..host.reporting import Reporting
+from ..host.reporting import start_reporting
 from ..host.settings import resolve_settings, steps_of
 from ..host.steps import FrozenParameters, PoisonedSteps, StepHooks
 from .checkpointing import CheckpointFiles, warn_of_dropped_residuals
@@ -274,12 +274,12 @@ class Attachment:
                 "deepspeed.initialize anew with the model and a new optimizer",
             )
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
-        reporting = Reporting(self.metrics, _sink(engine.monitor) if engine.monitor.enabled else None)
+        finish = start_reporting(self.metrics, _sink(engine.monitor) if engine.monitor.enabled else None)
         ends.callback(lost_peers.watch(self, lambda attachment: attachment.steps.step))
         count = functools.partial(self.metrics.uncompressed, "gradient", "shared_weights")
         for _, group in tied_weights(engine) if self.config.data_parallel.enabled else ():
             ends.callback(count_group(group, count))
-        ends.callback(reporting.finish)
+        ends.callback(finish)
         for part in self._parts:
             ends.callback(part.close)
         patches.intercept(engine, "_take_model_step", self._step)

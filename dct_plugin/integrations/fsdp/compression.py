@@ -24,7 +24,7 @@ from dct_plugin.transport import lost_ranks
 from ..host import attachments, lost_peers, startup
 from ..host.measured_job import SECTION, VARIABLE
 from ..host.optimizer_attachment import OptimizerAttachment
-from ..host.reporting import Reporting
+from ..host.reporting import start_reporting
 from ..host.settings import refuse_unserved, resolve_settings
 from . import saved_residuals
 from .parameter_groups import (
@@ -111,7 +111,7 @@ class ReplicaCompression(OptimizerAttachment):
         )
         if metrics is None:
             metrics = Metrics(self.config.metrics, rank=dist.get_rank(), world_size=replicas)
-            self.ends.callback(Reporting(metrics).finish)
+            self.ends.callback(start_reporting(metrics))
         self.metrics = metrics
         self._agreed: set[GradientReducer] = set()
         self._reduced: set[GradientReducer] = set()

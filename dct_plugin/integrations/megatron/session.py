@@ -25,7 +25,7 @@ from dct_plugin.metrics import Event, Metrics
 
 from ..host.activation_streams import ActivationStreams
 from ..host.patching import Patches, when_imported
-from ..host.reporting import Reporting
+from ..host.reporting import start_reporting
 
 
 class RankCoordinates(NamedTuple):
@@ -143,7 +143,7 @@ class Session:
         metrics = Metrics(config, rank=rank, world_size=size)
         if rank == size - 1:  # the rank that writes Megatron's own log lines
             metrics.add_sink(_print_line)
-        self.ends.callback(Reporting(metrics, before_finish=self.end_step).finish)
+        self.ends.callback(start_reporting(metrics, before_finish=self.end_step))
         return metrics
 
     def when_imported(self, module: str, function: Callable[[ModuleType], None]) -> None:

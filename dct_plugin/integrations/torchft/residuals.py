@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 
-from ..host.reporting import Reporting
+from ..host.reporting import start_reporting
 from .quorum import QuorumPeers, Statement
 
 
@@ -71,7 +71,7 @@ class ReplicaResiduals:
 
     def __init__(self, config: DCTConfig, metrics: Metrics | None) -> None:
         self.config, self.metrics, self.counts = config, metrics, Counts()
-        self._reporting: Reporting | None = None
+        self._finish_reports: Callable[[], None] = lambda: None
         self._peers: QuorumPeers | None = None
         self._reducer: GradientReducer | None = None
         self._state: dict[str, Any] = {"step": 0, "loss_scale": 1.0, "streams": {}}
@@ -84,7 +84,7 @@ class ReplicaResiduals:
         """Go on with the replicas of a new quorum; the last round must be settled."""
         if self.metrics is None:
             self.metrics = Metrics(self.config.metrics, rank=peers.rank, world_size=len(peers.ranks))
-            self._reporting = Reporting(self.metrics)
+            self._finish_reports = start_reporting(self.metrics)
         self.metrics.rank, self.metrics.world_size = peers.rank, len(peers.ranks)
         self.counts.quorums += 1
         if self._peers is not None:
@@ -102,8 +102,7 @@ class ReplicaResiduals:
 
     def close(self) -> None:
         """End the metrics that were made here, with their summary."""
-        if self._reporting is not None:
-            self._reporting.finish()
+        self._finish_reports()
 
     def _count_lost(self, gone: list[str], peers: QuorumPeers) -> None:
         if not gone:
