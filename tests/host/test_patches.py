@@ -90,7 +90,7 @@ def test_version_ranges(version: str, supported: bool) -> None:
     assert (version in versions.VersionRange("0.19.0", "0.20.0")) == supported
 
 
-def target(name: str, *parameters: str, module: str = __name__) -> Target:
+def target(name: str, parameters: str = "", module: str = __name__) -> Target:
     return Target(module, name, parameters, "steps")
 
 
@@ -101,7 +101,7 @@ def test_what_fits_passes() -> None:
 
 def test_every_target_that_does_not_fit_is_named() -> None:
     targets = [
-        target("Base.step", "self", "count"),
+        target("Base.step", "self count"),
         target("Base.stop", "self"),
         target("anything", module="dct_no_such_module"),
     ]

@@ -47,15 +47,6 @@ class ScaleFactors(NamedTuple):
     before: float
     after: float
 
-    @classmethod
-    def of(cls, world_size: int, *, average: bool, postscale: bool, predivide: float) -> ScaleFactors:
-        """Return the factors for DeepSpeed's settings of the same names."""
-        if not average:
-            return cls(1.0, 1.0)
-        if postscale and predivide != 1.0:
-            return cls(1.0 / predivide, predivide / world_size)
-        return cls(1.0, 1.0 / world_size)
-
 
 class CommunicationBuffer:
     """A gradient in the type it is communicated in, 1-D and contiguous.

@@ -73,9 +73,7 @@ def targets_of(module: str, cls: str, **methods: str) -> tuple[Target, ...]:
         module, cls: The module and the name of the class.
         methods: By name, the leading parameters after ``self``, separated by spaces.
     """
-    return tuple(
-        Target(module, f"{cls}.{name}", ("self", *parameters.split())) for name, parameters in methods.items()
-    )
+    return tuple(Target(module, f"{cls}.{name}", f"self {after}") for name, after in methods.items())
 
 
 #: What is replaced, wrapped or called in every engine.

@@ -27,29 +27,27 @@ from dct_plugin.model_parallel import CompressedCollectives
 from ..host.activation_streams import ActivationStreams
 from ..host.patching import Function, Patches
 from ..host.versions import Target
-from .engine import EngineContext, require_targets
+from .engine import EngineContext
 from .path import ActivationPath
 
 _PREFIX = "experts "
-_TARGETS = (
-    Target("deepspeed.moe.sharded_moe", "MOELayer.forward", ("self", "input")),
-    Target("deepspeed.moe.sharded_moe", "_AllToAll.forward", ("ctx", "group", "input")),
-)
 
 
 class ExpertPath(ActivationPath):
     """The exchange of tokens by the expert layers of an engine, compressed."""
 
     name = "experts"
+    targets = (
+        Target("deepspeed.moe.sharded_moe", "MOELayer.forward", "self input"),
+        Target("deepspeed.moe.sharded_moe", "_AllToAll.forward", "ctx group input"),
+    )
 
     def __init__(self, context: EngineContext) -> None:
-        require_targets(_TARGETS)
-        engine = context.engine
+        super().__init__(context)
         self.config = context.config.model_parallel.experts
-        self.metrics = context.metrics
         self.streams = ActivationStreams(_PREFIX, context.config.kernels, dist.get_rank)
-        self._device = engine.device
-        self._layers = {name: each for name, each in engine.module.named_modules() if _is_distributed(each)}
+        modules = self.engine.module.named_modules()
+        self._layers = {name: each for name, each in modules if _is_distributed(each)}
         self._collectives: dict[tuple[int, str], CompressedCollectives] = {}
 
     @classmethod
@@ -85,7 +83,7 @@ class ExpertPath(ActivationPath):
         key = id(group), "experts" if self.streams.training else "experts_evaluation"
         if key not in self._collectives:
             self._collectives[key] = CompressedCollectives(
-                group, device=self._device, metrics=self.metrics, cls=key[1]
+                group, device=self.engine.device, metrics=self.metrics, cls=key[1]
             )
         return self._collectives[key]
 

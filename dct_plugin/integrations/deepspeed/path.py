@@ -18,7 +18,7 @@ from ..host import startup
 from ..host.activation_streams import ActivationStreams
 from ..host.startup import nodes_of
 from ..host.versions import Target
-from .buckets import is_expert
+from .buckets import ScaleFactors, is_expert
 from .engine import EngineContext, EnginePart, require_targets
 from .weight_updates import UpdatedWeights, WeightLayout, WeightUpdates
 
@@ -38,6 +38,7 @@ class GradientPath(EnginePart, ABC):
         loss_scaled: Whether what the reducers exchange carries the loss scale of fp16.
         trains_unfrozen: Whether DeepSpeed trains parameters that are unfrozen during the training.
         unit: Factor that DeepSpeed has multiplied into gradients before the path reduces them.
+        averages: Whether the gradient is the mean over the ranks, and not their sum.
         reducer: Sums the gradients; holds residuals and thresholds.
         experts: The same for experts, by the name of their group; empty unless they are thresholded.
 
@@ -57,7 +58,7 @@ class GradientPath(EnginePart, ABC):
         require_targets(self.targets)
         engine, config = context.engine, context.config
         self.engine, self.optimizer, self.steps = engine, engine.optimizer, context.steps
-        self.metrics = context.metrics
+        self.metrics, self.averages = context.metrics, bool(engine.gradient_average)
         self.scaled = self.loss_scaled and bool(engine.fp16_enabled())
         # With dynamic loss scaling (fp16) the optimizer learns in step(), after all gradients were reduced,
         # that they overflowed: such a step is rolled back. In fp32 and bf16 only non-finite gradients skip a
@@ -113,9 +114,18 @@ class GradientPath(EnginePart, ABC):
         """Return the words for the path in the log line ``active on ...``."""
 
     @property
-    @abstractmethod
     def scale(self) -> float:
         """The factor that turns the sum over the ranks into the gradient."""
+        return self.factors().after
+
+    def factors(self) -> ScaleFactors:
+        """Return the factors that DeepSpeed's settings ask for."""
+        size, predivide = self.reducer.group_size, self.engine.gradient_predivide_factor()
+        if not self.averages:
+            return ScaleFactors(1.0, 1.0)
+        if self.engine.postscale_gradients() and predivide != 1.0:
+            return ScaleFactors(1.0 / predivide, predivide / size)
+        return ScaleFactors(1.0, 1.0 / size)
 
     @abstractmethod
     def name_of(self, group: int, parameter: Any) -> str:
@@ -163,19 +173,20 @@ class ActivationPath(EnginePart, ABC):
 
     Attributes:
         name: The section of ``dct.model_parallel`` that configures it.
+        targets: Functions of DeepSpeed that the path replaces or calls.
         streams: The streams of activations; saved with a checkpoint.
+
+    Raises:
+        VersionError: This DeepSpeed lacks what the path replaces or calls; names it.
     """
 
     name: ClassVar[str]
+    targets: ClassVar[tuple[Target, ...]]
     streams: ActivationStreams
 
-    @abstractmethod
     def __init__(self, context: EngineContext) -> None:
-        """Find the engine's layers; nothing is patched yet.
-
-        Raises:
-            VersionError: This DeepSpeed lacks what the path replaces or calls; names it.
-        """
+        require_targets(self.targets)
+        self.engine, self.metrics = context.engine, context.metrics
 
     @classmethod
     @abstractmethod

@@ -26,25 +26,10 @@ from dct_plugin.model_parallel import FixedMessages, Kept
 from ..host.activation_streams import ActivationStreams, PipelineMetrics
 from ..host.patching import Patches
 from ..host.versions import Target
-from .engine import EngineContext, is_pipeline, require_targets, targets_of
+from .engine import EngineContext, is_pipeline, targets_of
 from .path import ActivationPath
 
 _PREFIX = "pipeline boundary "
-
-_TARGETS = (
-    *targets_of(
-        "deepspeed.runtime.pipe.engine",
-        "PipelineEngine",
-        train_batch="data_iter",
-        _exec_send_activations="buffer_id",
-        _exec_recv_activations="buffer_id",
-        _exec_send_grads="buffer_id",
-        _exec_recv_grads="buffer_id",
-    ),
-    Target("deepspeed.runtime.pipe.p2p", "send", ("tensor", "dest_stage", "async_op")),
-    Target("deepspeed.runtime.pipe.p2p", "recv", ("tensor", "src_stage", "async_op")),
-    Target("deepspeed.runtime.pipe.module", "PipelineModule.get_tied_weights_and_groups", ("self",)),
-)
 
 #: How one tensor was compressed, and what its gradient needs; None where it was sent as it is.
 _Compressed = tuple[FixedMessages, Kept] | None
@@ -57,12 +42,24 @@ class PipelinePath(ActivationPath):
     """The compressed exchange of activations and their gradients between the stages of an engine."""
 
     name = "pipeline"
+    targets = (
+        *targets_of(
+            "deepspeed.runtime.pipe.engine",
+            "PipelineEngine",
+            train_batch="data_iter",
+            _exec_send_activations="buffer_id",
+            _exec_recv_activations="buffer_id",
+            _exec_send_grads="buffer_id",
+            _exec_recv_grads="buffer_id",
+        ),
+        Target("deepspeed.runtime.pipe.p2p", "send", "tensor dest_stage async_op"),
+        Target("deepspeed.runtime.pipe.p2p", "recv", "tensor src_stage async_op"),
+        Target("deepspeed.runtime.pipe.module", "PipelineModule.get_tied_weights_and_groups", "self"),
+    )
 
     def __init__(self, context: EngineContext) -> None:
-        require_targets(_TARGETS)
-        self.engine = context.engine
+        super().__init__(context)
         self.config = context.config.model_parallel.pipeline
-        self.metrics = context.metrics
         # Both ends of a boundary belong to the same replica.
         replica = self.engine.grid.get_data_parallel_id
         self.streams = ActivationStreams(_PREFIX, context.config.kernels, replica)

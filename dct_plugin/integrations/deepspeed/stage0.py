@@ -18,7 +18,7 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 
 from ..host.patching import Function, Patches
-from .buckets import CommunicationBuffer, ScaleFactors
+from .buckets import CommunicationBuffer
 from .engine import EngineContext, precision_of, targets_of
 from .path import GradientPath
 from .weight_updates import WeightLayout, gather_target
@@ -90,7 +90,7 @@ class Stage0Path(GradientPath):
                 original(bucket, dp_group, dp_world_size)
             return
         reducer = known[0][0]  # a bucket belongs to one group of ranks
-        dtype, factors = self.engine.communication_data_type, self._factors()
+        dtype, factors = self.engine.communication_data_type, self.factors()
         with torch.no_grad():
             buffers = [CommunicationBuffer(grad, dtype, factors.before) for grad in bucket]
             entries = [
@@ -100,19 +100,6 @@ class Stage0Path(GradientPath):
             ]
             reducer.begin(entries, scale=factors.after).finish()
         self._reduced += buffers
-
-    @property
-    def scale(self) -> float:
-        return self._factors().after
-
-    def _factors(self) -> ScaleFactors:
-        engine = self.engine
-        return ScaleFactors.of(
-            self.reducer.group_size,
-            average=engine.gradient_average,
-            postscale=engine.postscale_gradients(),
-            predivide=engine.gradient_predivide_factor(),
-        )
 
     def name_of(self, group: int, parameter: Any) -> str:
         return self._names.get(id(parameter), "unused")

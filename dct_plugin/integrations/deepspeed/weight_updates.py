@@ -47,11 +47,8 @@ class WeightLayout(NamedTuple):
 
 def gather_target(module: str) -> Target:
     """Return the gather of a module of DeepSpeed that :class:`UpdatedWeights` replaces."""
-    parameters = (
-        "groups_flat", "partitioned_param_groups", "dp_process_group", "start_alignment_factor",
-        "allgather_bucket_size",
-    )  # fmt: skip
-    return Target(module, _GATHER, parameters)
+    leading = "groups_flat partitioned_param_groups dp_process_group start_alignment_factor"
+    return Target(module, _GATHER, f"{leading} allgather_bucket_size")
 
 
 class _FlatParameter(NamedTuple):

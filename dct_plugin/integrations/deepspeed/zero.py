@@ -30,7 +30,7 @@ from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.reducer import Reduction
 
 from ..host.patching import Function, Patches, given
-from .buckets import BucketReductions, CommunicationBuffer, DeferredReductions, ScaleFactors, is_expert
+from .buckets import BucketReductions, CommunicationBuffer, DeferredReductions, is_expert
 from .engine import EngineContext, precision_of, targets_of, tied_weights
 from .path import GradientPath
 from .weight_updates import WeightLayout, gather_target
@@ -80,9 +80,9 @@ class ZeroPath(GradientPath):
         self._tied_weights = {id(weight) for weight, _ in tied_weights(self.engine)}
         self._to_owners = bool(optimizer.reduce_scatter)
         # Before 0.19.5, ZeRO knew no gradient_allreduce_op and always averaged.
-        self._averages = bool(getattr(optimizer, "gradient_average", True))
+        self.averages = bool(getattr(optimizer, "gradient_average", True))
         # With contiguous gradients to their owners, average_tensor has divided by the number of ranks before.
-        if self._to_owners and self._averages and optimizer.contiguous_gradients:
+        if self._to_owners and self.averages and optimizer.contiguous_gradients:
             self.unit = 1.0 / self.reducer.group_size
         for reducer in self.reducers:
             # DeepSpeed reduces whole buckets on all ranks, or each part on its owner.
@@ -116,16 +116,8 @@ class ZeroPath(GradientPath):
     @property
     def scale(self) -> float:
         if not self.optimizer.contiguous_gradients:
-            return 1.0 / self.reducer.group_size if self._averages else 1.0
-        return 1.0 if self._to_owners else self._factors().after
-
-    def _factors(self) -> ScaleFactors:
-        return ScaleFactors.of(
-            self.reducer.group_size,
-            average=self._averages,
-            postscale=self.optimizer.postscale_gradients,
-            predivide=self.optimizer.gradient_predivide_factor,
-        )
+            return 1.0 / self.reducer.group_size if self.averages else 1.0
+        return 1.0 if self._to_owners else super().scale
 
     def name_of(self, group: int, parameter: Any) -> str:
         name = self.optimizer.param_names.get(parameter)
@@ -211,7 +203,7 @@ class ZeroPath(GradientPath):
         if tensor.numel() == 0 or any(is_expert(each.parameter) for each in parameters):
             with self.uncompressed("experts"):
                 return original(tensor, communication_data_type)
-        factors = self._factors()
+        factors = self.factors()
         buffer = CommunicationBuffer(tensor, communication_data_type, factors.before)
         self._reduce(buffer.flat, parameters, self.reducer, scale=factors.after)
         buffer.write_back()

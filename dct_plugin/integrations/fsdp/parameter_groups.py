@@ -25,16 +25,16 @@ _PART = "the all-reduce of HSDP"
 
 #: The same in 2.6.0, 2.13.0 and 2.15.0.
 TARGETS = (
-    Target(f"{_FSDP}._fsdp_param_group", "foreach_reduce", ("fsdp_params", "unsharded_grads"), part=_PART),
+    Target(f"{_FSDP}._fsdp_param_group", "foreach_reduce", "fsdp_params unsharded_grads", _PART),
     Target(
         f"{_FSDP}._fsdp_collectives",
         "_get_gradient_divide_factors",
-        ("reduce_scatter_group", "all_reduce_group", "reduce_dtype"),
-        part=_PART,
+        "reduce_scatter_group all_reduce_group reduce_dtype",
+        _PART,
     ),
-    Target(f"{_FSDP}._fully_shard", "FSDPModule._get_fsdp_state", ("self",), part=_PART),
-    Target(f"{_FSDP}._fsdp_state", "FSDPState._lazy_init", ("self",), part=_PART),
-    Target(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup._to_sharded", ("self",), part=_PART),
+    Target(f"{_FSDP}._fully_shard", "FSDPModule._get_fsdp_state", "self", _PART),
+    Target(f"{_FSDP}._fsdp_state", "FSDPState._lazy_init", "self", _PART),
+    Target(f"{_FSDP}._fsdp_param_group", "FSDPParamGroup._to_sharded", "self", _PART),
 )
 #: Parts of names that wrappers (``torch.compile``, activation checkpointing) put in.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")

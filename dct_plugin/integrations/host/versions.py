@@ -92,18 +92,16 @@ class Target(NamedTuple):
     Attributes:
         module: Where it is defined.
         name: In the module, for example ``"Engine.step"``.
-        parameters: The leading parameters that it must have, in this order, ``self`` included; more may
-            follow, since parameters that a later version adds at the end do not reach us.
+        parameters: The leading parameters that it must have, in this order, ``self`` included, with spaces
+            between them; more may follow, since parameters that a later version adds at the end do not
+            reach us.
         part: The part of the integration that needs it.
     """
 
     module: str
     name: str
-    parameters: tuple[str, ...]
+    parameters: str
     part: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}({', '.join(self.parameters)}, ...)"
 
 
 def _misfit(target: Target) -> tuple[str, str]:
@@ -117,9 +115,10 @@ def _misfit(target: Target) -> tuple[str, str]:
         return "missing", f"{target.module} has no {target.name}"
     except (TypeError, ValueError) as error:
         return "no signature", str(error)
-    if tuple(parameters[: len(target.parameters)]) == target.parameters:
+    expected = target.parameters.split()
+    if parameters[: len(expected)] == expected:
         return "", ""
-    return f"({', '.join(parameters)})", f"does not start with ({', '.join(target.parameters)})"
+    return f"({', '.join(parameters)})", f"does not start with ({', '.join(expected)})"
 
 
 def undecorated(function: Any) -> Any:
@@ -140,7 +139,7 @@ def faults(targets: Iterable[Target]) -> str:
         if problem:
             lines += [
                 f"{target.module}.{target.name}" + (f" ({target.part})" if target.part else ""),
-                f"  expected: ({', '.join(target.parameters)}, ...)",
+                f"  expected: ({', '.join(target.parameters.split())}, ...)",
                 f"  found:    {found}: {problem}",
             ]
     return "\n".join(lines)

@@ -24,21 +24,19 @@ from ..host.patching import Function, Patches, given
 from ..host.versions import Target, VersionRange
 
 SUPPORTED = VersionRange("2.5.0", "3.0.0")
-_MODULES = "transformer_engine.pytorch.module"
+_EXTENSION = "megatron.core.extensions.transformer_engine"
+_FUSED = "transformer_engine.pytorch.module.layernorm_linear"
 _OFF = "or switch dct.model_parallel.tensor off"
 #: The same in 2.5.0 to 2.20.2; those of Megatron in 0.16.1 to 0.19.0.
-TARGETS = tuple(
-    Target(module, name, tuple(parameters.split()))
-    for module, name, parameters in (
-        ("megatron.core.extensions.transformer_engine", "TELinear.forward", "self x"),
-        ("megatron.core.extensions.transformer_engine", "TELayerNormColumnParallelLinear.forward", "self x"),
-        (f"{_MODULES}.linear", "Linear.forward", "self inp is_first_microbatch"),
-        (f"{_MODULES}.layernorm_linear", "LayerNormLinear.forward", "self inp is_first_microbatch"),
-        (f"{_MODULES}.layernorm_linear", "_LayerNormLinear.forward", "ctx inp"),
-        (f"{_MODULES}.layernorm_linear", "_LayerNormLinear.backward", "ctx grad_outputs"),
-        (f"{_MODULES}.layernorm_linear", "gather_along_first_dim", "inp process_group async_op quantizer"),
-        (f"{_MODULES}.layernorm_linear", "reduce_scatter_along_first_dim", "inp tp_group async_op"),
-    )
+TARGETS = (
+    Target(_EXTENSION, "TELinear.forward", "self x"),
+    Target(_EXTENSION, "TELayerNormColumnParallelLinear.forward", "self x"),
+    Target("transformer_engine.pytorch.module.linear", "Linear.forward", "self inp is_first_microbatch"),
+    Target(_FUSED, "LayerNormLinear.forward", "self inp is_first_microbatch"),
+    Target(_FUSED, "_LayerNormLinear.forward", "ctx inp"),
+    Target(_FUSED, "_LayerNormLinear.backward", "ctx grad_outputs"),
+    Target(_FUSED, "gather_along_first_dim", "inp process_group async_op quantizer"),
+    Target(_FUSED, "reduce_scatter_along_first_dim", "inp tp_group async_op"),
 )
 #: Megatron's MLP of Transformer Engine's operations, which run without the forward passes of its linears.
 _FUSED_MLP = "TEFusedMLP"

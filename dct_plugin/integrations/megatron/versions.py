@@ -63,7 +63,7 @@ _FUNCTIONS: dict[tuple[str, str], dict[str, str]] = {
 }
 
 TARGETS = tuple(
-    Target(f"megatron.core.{module}", name, tuple(parameters.split()), part=part)
+    Target(f"megatron.core.{module}", name, parameters, part)
     for (part, module), functions in _FUNCTIONS.items()
     for name, parameters in functions.items()
 )
