@@ -51,6 +51,37 @@ class ModuleHook:
         return ModuleHook, ()
 
 
+def around_passes(
+    module: torch.nn.Module, before: Callable[[bool], None], after: Callable[[Any], None], *, first: bool
+) -> list[Any]:
+    """Follow the forward passes of a module; passes of its parts alone are not seen.
+
+    Args:
+        module: The module.
+        before: Called before a pass: True if the pass trains.
+        after: Called with the output of a pass, which is None if the pass has failed.
+        first: Call ``after`` before the module's other hooks of this kind.
+
+    Returns:
+        Handles that remove the hooks.
+    """
+
+    def begin(called: torch.nn.Module, *_: Any) -> None:
+        before(called.training and torch.is_grad_enabled())
+
+    enter, leave = ModuleHook(begin, module), ModuleHook(lambda *call: after(call[-1]), module)
+    return [
+        module.register_forward_pre_hook(enter, prepend=True),
+        module.register_forward_hook(leave, prepend=first, always_call=True),
+    ]
+
+
+def unregister(shown: Any) -> None:
+    """Remove what shows displaced weights from :data:`DISPLACED`."""
+    for module in [module for module, each in DISPLACED.items() if each is shown]:
+        del DISPLACED[module]
+
+
 def remove(handles: list[Any]) -> None:
     """Remove all of these hooks, and empty the list."""
     for handle in handles:

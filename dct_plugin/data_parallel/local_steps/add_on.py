@@ -22,7 +22,7 @@ from ...config.data_parallel import LocalStepsConfig
 from ...console import logger
 from ...errors import ConfigError
 from ..add_on import AddOn, ReducerContext
-from ..module_hooks import DISPLACED, ModuleHook, remove
+from ..module_hooks import DISPLACED, ModuleHook, around_passes, remove, unregister
 from ..plan import Entries
 
 
@@ -109,19 +109,16 @@ class LocalSteps(AddOn):
         DISPLACED[module] = self
         shown: list[bool] = []
 
-        def before(called: torch.nn.Module, *_: Any) -> None:
-            shown.append(not (called.training and torch.is_grad_enabled()) and not self._own)
+        def before(trains: bool) -> None:
+            shown.append(not trains and not self._own)
             if shown[-1]:
                 self._show()
 
-        def after(*_: Any) -> None:
+        def after(_: Any) -> None:
             if shown and shown.pop():
                 self._hide()
 
-        self._handles += [
-            module.register_forward_pre_hook(ModuleHook(before, module), prepend=True),
-            module.register_forward_hook(ModuleHook(after, module), always_call=True),
-        ]
+        self._handles += around_passes(module, before, after, first=False)
 
         def loads(*_: Any) -> None:
             self._weights, self._loaded = {}, None
@@ -141,8 +138,7 @@ class LocalSteps(AddOn):
     def detach(self) -> None:
         """Undo :meth:`attach`."""
         remove(self._handles)
-        for module in [module for module, shown in DISPLACED.items() if shown is self]:
-            del DISPLACED[module]
+        unregister(self)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ from ...kernels.reference import ReferenceBackend
 from ...metrics import format_bytes
 from ...policy.evidence import BY_COMPRESSORS
 from ..add_on import AddOn, ReducerContext
-from ..module_hooks import remove
+from ..module_hooks import DISPLACED, remove, unregister
 from ..plan import Entries, Part, PlannedTensor, ReductionPlan, Shard, common
 from ..step_units import StepUnit
 from .displaced_weights import DisplacedWeights
@@ -185,7 +185,7 @@ class StepAhead:
             module: Called for forward passes; passes of its parts alone are not displaced.
             optimizers: Those of torch; other hosts call :meth:`restore` before their steps.
         """
-        self._displaced.register(module)
+        DISPLACED[module] = self._displaced
         self._handles += self._passes.register(module, before_loading=self.forget)
         for optimizer in filter(lambda each: hasattr(each, "register_step_pre_hook"), optimizers):
             self._handles += [
@@ -201,7 +201,7 @@ class StepAhead:
         """
         remove(self._handles)
         self.restore()
-        self._displaced.unregister()
+        unregister(self._displaced)
 
     def displace(self) -> None:
         """Let the parameters' data be the displaced weights, which are computed once per optimizer step.

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ...errors import DCTError
-from ..module_hooks import DISPLACED
 
 #: Entries of each tensor that are compared to find writes which version counters miss (``.data``).
 SAMPLES = 64
@@ -130,16 +129,6 @@ class DisplacedWeights:
         """Return a parameter's weight, also while the parameter holds a displaced one."""
         shown = (w for name, w in self._weights.items() if self._computed[name].parameter is parameter)
         return next(shown, parameter.data)
-
-    def register(self, module: torch.nn.Module) -> None:
-        """Have :func:`.module_hooks.weights` show those of ``module``."""
-        DISPLACED[module] = self
-
-    def unregister(self) -> None:
-        """Undo :meth:`register`."""
-        for module, shown in list(DISPLACED.items()):
-            if shown is self:
-                del DISPLACED[module]
 
     @contextmanager
     def hidden(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..module_hooks import ModuleHook
+from ..module_hooks import ModuleHook, around_passes
 from .displaced_weights import DisplacedWeights
 
 
@@ -62,14 +62,7 @@ class TrainingPasses:
             Handles that remove the hooks.
         """
 
-        def before_pass(called: torch.nn.Module, _: Any) -> None:
-            self.before_forward(called.training and torch.is_grad_enabled())
-
-        after_pass = ModuleHook(lambda _, __, output: self.after_forward(output), module)
-        handles: list[Any] = [
-            module.register_forward_pre_hook(ModuleHook(before_pass, module), prepend=True),
-            module.register_forward_hook(after_pass, prepend=True, always_call=True),
-        ]
+        handles = around_passes(module, self.before_forward, self.after_forward, first=True)
         for part in module.modules():
             save, saved, load = (
                 ModuleHook(lambda *_, function=function: function(), part)

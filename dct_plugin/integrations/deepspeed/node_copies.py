@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dct_plugin.config.data_parallel import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
-from dct_plugin.data_parallel.module_hooks import ModuleHook, remove
+from dct_plugin.data_parallel.module_hooks import around_passes, remove
 from dct_plugin.data_parallel.plan import Part
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
@@ -163,14 +163,7 @@ class NodeCopies(WeightUpdates):
         patches.intercept(self._optimizer, "invalidate_secondary_tensor", self._invalidate)
         for parameter in self._parameters:
             patches.intercept(parameter, "partition", self._partition)
-        hook = ModuleHook(
-            lambda module, *_: self._before_pass(module.training and torch.is_grad_enabled()), self._module
-        )
-        after = ModuleHook(lambda *_: self._after_pass(), self._module)
-        self._handles = [
-            self._module.register_forward_pre_hook(hook, prepend=True),
-            self._module.register_forward_hook(after, always_call=True),
-        ]
+        self._handles = around_passes(self._module, self._before_pass, self._after_pass, first=False)
 
     def close(self) -> None:
         remove(self._handles)
@@ -222,7 +215,7 @@ class NodeCopies(WeightUpdates):
         if self._held:
             self._show(trains)
 
-    def _after_pass(self) -> None:
+    def _after_pass(self, _: Any) -> None:
         """Let a backward pass that comes gather what its forward pass gathered."""
         if self._found and self._found.pop() and self._held:
             self._show(True)
