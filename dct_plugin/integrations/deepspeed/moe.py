@@ -69,14 +69,9 @@ class ExpertPath(ActivationPath):
         if not (training or self.config.evaluation) or self.streams.step < self.config.warmup_steps:
             return original(*tensors, **keywords)
         exchange = _SlotExchange(self, name)
-        handle = layer.gate.register_forward_hook(exchange.record_routing)
-        usual = sharded_moe._AllToAll
-        sharded_moe._AllToAll = exchange
-        try:
+        with layer.gate.register_forward_hook(exchange.record_routing), Patches() as patches:
+            patches.replace(sharded_moe, "_AllToAll", exchange)
             return original(*tensors, **keywords)
-        finally:
-            sharded_moe._AllToAll = usual
-            handle.remove()
 
     def collectives(self, group: dist.ProcessGroup) -> CompressedCollectives:
         """Return the collectives of a group of ranks with different experts."""

@@ -80,14 +80,10 @@ def _parse(content: Mapping[str, Any], ranks: int) -> Any:
     """Have DeepSpeed parse a JSON for a job of so many ranks; imports DeepSpeed."""
     from deepspeed.runtime import config
 
-    logger = logging.getLogger("DeepSpeed")
-    before, logger.disabled = logger.disabled, True
-    try:
-        with Patches() as patches:
-            patches.replace(config, "dist", _job_of(ranks))
-            return config.DeepSpeedConfig(content)
-    finally:
-        logger.disabled = before
+    with Patches() as patches:
+        patches.replace(logging.getLogger("DeepSpeed"), "disabled", True)
+        patches.replace(config, "dist", _job_of(ranks))
+        return config.DeepSpeedConfig(content)
 
 
 def _job_of(ranks: int) -> SimpleNamespace:

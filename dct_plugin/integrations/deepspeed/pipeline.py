@@ -271,12 +271,9 @@ def _with_transfers(
     """
 
     def execute(engine: Any, buffer_id: int) -> None:
-        pipe_engine.p2p = make(buffer_id)
-        try:
-            with counted_by(count):
-                original(engine, buffer_id)
-        finally:
-            pipe_engine.p2p = _p2p
+        with counted_by(count), Patches() as patches:
+            patches.replace(pipe_engine, "p2p", make(buffer_id))
+            original(engine, buffer_id)
 
     return execute
 

@@ -125,11 +125,9 @@ class EngineLinears:
             return self._during(_Gather(collectives, stream), original, linear, x)
         if not is_row:
             x = collectives.all_gather(x, stream)
-        mode, linear.parallel_mode = linear.parallel_mode, None
-        try:
+        with Patches() as patches:
+            patches.replace(linear, "parallel_mode", None)
             output, bias = original(linear, x)
-        finally:
-            linear.parallel_mode = mode
         if is_row:
             total = collectives.reduce_scatter if linear.sequence_parallel else collectives.all_reduce
             output = total(output, stream)
