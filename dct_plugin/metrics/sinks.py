@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,7 +40,7 @@ class ReportSinks:
         self._writer: Any = None
         if directory is not None:
             self._writer = _opened("tensorboard", directory, rank)
-            self._sinks.append(self._write_scalars)
+            self._sinks.append(partial(write_scalars, self._writer))
 
     @property
     def has_file(self) -> bool:
@@ -88,9 +89,11 @@ class ReportSinks:
                 except OSError as error:
                     logger.warning("dct: metrics could not be written to the end: %s", error)
 
-    def _write_scalars(self, events: list[Event]) -> None:
-        for event in events:
-            self._writer.add_scalar(*event)
+
+def write_scalars(writer: Any, events: list[Event]) -> None:
+    """Hand a report to a ``SummaryWriter`` of TensorBoard."""
+    for event in events:
+        writer.add_scalar(*event)
 
 
 def _own_path(path: str | None, rank: int) -> str | None:

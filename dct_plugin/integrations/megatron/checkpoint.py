@@ -69,7 +69,7 @@ def load(session: Session, folder: str | os.PathLike[str]) -> bool:
         DCTError: On every rank, if a file is damaged or belongs elsewhere; names the ranks and the files.
     """
     own = RankCoordinates.of_this_rank()
-    sizes = {} if session.reductions is None else session.reductions.models.sizes()
+    sizes = session.reductions.models.sizes() if session.reductions else {}
     nodes = _node_layout(session)
     found = load_together(lambda: _read(own, Path(folder), sizes, nodes), folder)
     session.load_state_dict(None if found is None else found.state)

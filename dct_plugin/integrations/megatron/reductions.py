@@ -186,22 +186,6 @@ class Reductions:
             each.reducer.end_step(skipped=skipped, loss_scale=coming, reduced_at=reduced_at)
             each.scale_known |= used is not None
 
-    def restore(self) -> None:
-        """Put displaced weights back."""
-        for each in self:
-            if each.ahead is not None:
-                each.ahead.restore()
-
-    def flush(self) -> None:
-        """Send all that was not sent from the next iteration on."""
-        for each in self:
-            each.reducer.flush()
-
-    @property
-    def flushed(self) -> bool:
-        """True if an iteration has brought all that was not sent."""
-        return all(each.reducer.flushed for each in self)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the reducers, by name, with their units."""
         own = {each.name: {"unit": each.unit, "state": each.reducer.state_dict()} for each in self}

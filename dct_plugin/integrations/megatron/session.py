@@ -22,6 +22,7 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.console import logger
 from dct_plugin.data_parallel import Shard
 from dct_plugin.metrics import Event, Metrics
+from dct_plugin.metrics.sinks import write_scalars
 
 from ..host.activation_streams import ActivationStreams
 from ..host.patching import Patches, when_imported
@@ -127,7 +128,7 @@ class Session:
         self.hooks: list[Hook] = []
         self.active: dict[str, str] = {}
         self.streams: list[ActivationStreams] = []
-        self.reductions: Any = None
+        self.reductions: Any = ()
         self.pending_of: Callable[[str], tuple[Shard, Tensor] | None] = lambda name: None
         self._open = self._leaves = self._sites_told = False
         self._monitors: set[str] = set()
@@ -166,15 +167,16 @@ class Session:
 
     def end_iteration(self) -> None:
         """Clean up behind the forward-backward function of an iteration, which returned or raised."""
-        if self.reductions is not None:
-            self.reductions.restore()
+        for each in self.reductions:
+            if each.ahead is not None:
+                each.ahead.restore()
 
     def detach(self) -> None:
         """Take the hooks out after the next training iteration, which brings what was not sent so far."""
         self.end_step()
         self._leaves = True
-        if self.reductions is not None:
-            self.reductions.flush()
+        for each in self.reductions:
+            each.reducer.flush()
 
     def before_save(self) -> None:
         """Tell the hooks that model and optimizer are about to be saved."""
@@ -198,7 +200,7 @@ class Session:
             if sites and self.metrics.warns:
                 logger.warning("dct: active: %s", ", ".join(sites))
         self.metrics.step(self.step)  # once for all hooks, and all reducers of one
-        if self._leaves and (self.reductions is None or self.reductions.flushed):
+        if self._leaves and all(each.reducer.flushed for each in self.reductions):
             self.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -270,18 +272,13 @@ def _print_line(events: list[Event]) -> None:
         print(f" dct iteration {events[0][2]:8d} | " + " | ".join(parts), flush=True)
 
 
-def _write_scalars(writer: Any, events: list[Event]) -> None:
-    for name, value, step in events:
-        writer.add_scalar(name, value, step)
-
-
 def _write_wandb(wandb: Any, events: list[Event]) -> None:
     if wandb.run is not None:  # Megatron ends it before the last report
         wandb.log({name: value for name, value, _ in events}, step=events[0][2])
 
 
 #: Megatron-LM's global variables that hold a writer, and how it is written to.
-_MONITORS = {"_GLOBAL_TENSORBOARD_WRITER": _write_scalars, "_GLOBAL_WANDB_WRITER": _write_wandb}
+_MONITORS = {"_GLOBAL_TENSORBOARD_WRITER": write_scalars, "_GLOBAL_WANDB_WRITER": _write_wandb}
 
 
 def _megatron_global(name: str) -> Any:
