@@ -25,7 +25,7 @@ def interface_bytes(names: Sequence[str] | None = None) -> dict[str, tuple[int, 
 
 
 class InterfaceCounter:
-    """Bytes that crossed network interfaces between :meth:`start` and :meth:`stop`; also a context manager.
+    """Bytes that crossed network interfaces between :meth:`start` and :meth:`stop`.
 
     Attributes:
         rx, tx: Bytes received and sent, all interfaces together.
@@ -38,9 +38,8 @@ class InterfaceCounter:
         self.per_interface: dict[str, tuple[int, int]] = {}
         self._begin = interface_bytes(names)
 
-    def start(self) -> InterfaceCounter:
+    def start(self) -> None:
         self._begin = interface_bytes(self.names)
-        return self
 
     def stop(self) -> InterfaceCounter:
         begin = self._begin
@@ -51,9 +50,3 @@ class InterfaceCounter:
         self.rx = sum(rx for rx, _ in self.per_interface.values())
         self.tx = sum(tx for _, tx in self.per_interface.values())
         return self
-
-    def __enter__(self) -> InterfaceCounter:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()

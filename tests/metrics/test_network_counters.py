@@ -11,10 +11,10 @@ from dct_plugin.metrics.network_counters import InterfaceCounter, interface_byte
 
 
 def test_interface_counter_counts_loopback_traffic() -> None:
-    size = 1 << 20
+    size, counter = 1 << 20, InterfaceCounter(["lo"])
+    counter.start()
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        InterfaceCounter(["lo"]) as counter,
         socket.create_connection(server.getsockname()) as client,
         server.accept()[0] as other,
     ):
@@ -24,6 +24,7 @@ def test_interface_counter_counts_loopback_traffic() -> None:
         while left:
             left -= len(other.recv(1 << 16))
         sender.join()
+    counter.stop()
     assert counter.tx >= size  # other processes may use the interface as well
     assert counter.per_interface["lo"] == (counter.rx, counter.tx)
 

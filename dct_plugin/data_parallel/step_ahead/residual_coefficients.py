@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...codecs.copies import to_device
+
 #: Optimizer steps between two measurements, and positions of a residual in each measurement.
 INTERVAL, SAMPLES = 10, 256
 #: Factor of the older measurements when a new one comes.
@@ -100,9 +102,7 @@ class ResidualCoefficients:
                 continue
             seed = zlib.crc32(f"{name}:{step}".encode())
             where = torch.randint(residual.numel(), (SAMPLES,), generator=torch.Generator().manual_seed(seed))
-            if device.type == "cuda":  # the host does not wait for a copy from pinned memory
-                where = where.pin_memory()
-            rows.append(residual[where.to(device, non_blocking=True)])
+            rows.append(residual[to_device(where, device)])
         return torch.cat(rows)
 
     def measure(self, names: Sequence[str], own: Tensor, mean: Tensor) -> None:

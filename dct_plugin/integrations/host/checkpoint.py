@@ -258,8 +258,7 @@ def mean_residuals(
         sizes: The entries of the parameters by name, in the same order on all ranks.
         group: The ranks.
     """
-    content = checkpoint.content_of(state, rank=0, world_size=1, unit=1.0)
-    streams = checkpoint.reshard([content])["streams"]
+    streams = checkpoint.reshard([{"state": state, "unit": 1.0}])["streams"]
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     means = {}
     for name, numel in sizes.items():
