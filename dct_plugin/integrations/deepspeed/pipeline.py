@@ -11,6 +11,7 @@ buffer, on both sides, so that both know which activation the next gradient answ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class PipelinePath(ActivationPath):
         # Both ends of a boundary belong to the same replica.
         replica = self.engine.grid.get_data_parallel_id
         self.streams = ActivationStreams(_PREFIX, context.config.kernels, replica)
+        self._pass_metrics = PipelineMetrics(lambda: context.metrics, self.streams)
         self._number = 0
         # By pipeline buffer, one for each floating-point tensor.
         self._sent: dict[int, list[_Compressed]] = {}
@@ -190,11 +192,6 @@ class PipelinePath(ActivationPath):
 
     # -- metrics ---
 
-    @property
-    def _pass_metrics(self) -> PipelineMetrics:
-        """The metrics of the current pass."""
-        return PipelineMetrics(self.metrics, self.streams.training)
-
     def _count(self, nbytes: float) -> None:
         """Count what crosses as it is after the start."""
         if self.streams.training and self.streams.step >= self.config.warmup_steps:
@@ -210,22 +207,19 @@ def _sections(engine: Any, config: PipelineConfig) -> list[PipelineConfig]:
     return [config.at(boundary) for boundary in range(engine.num_stages - 1)]
 
 
+@dataclass
 class _Transfers:
     """A replacement of the module ``p2p`` while one instruction runs.
 
     Args:
-        expected: Returns the tensors that are handled, in the order in which they are transferred; whatever
+        _expected: Returns the tensors that are handled, in the order in which they are transferred; whatever
             else comes is transferred as it is. None: all tensors are handled.
-        handle: Transfers one of them.
+        _handle: Transfers one of them.
     """
 
-    def __init__(
-        self,
-        expected: Callable[[], Sequence[Tensor] | None],
-        handle: _Handle,
-    ) -> None:
-        self._expected, self._handle = expected, handle
-        self._position = 0
+    _expected: Callable[[], Sequence[Tensor] | None]
+    _handle: _Handle
+    _position: int = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_p2p, name)

@@ -74,22 +74,22 @@ class ActivationStreams:
 
 
 class PipelineMetrics(NamedTuple):
-    """Metrics of the messages of one pass.
+    """Metrics of the messages of pipeline boundaries. Passes without a backward pass have record classes of
+    their own, and no times.
 
     Attributes:
-        metrics: The metrics that take the records.
-        training: Whether the pass has a backward pass. Other passes have record classes of their own, and no
-            times.
+        metrics: Returns the metrics that take the records.
+        streams: The streams of the boundaries.
     """
 
-    metrics: Metrics
-    training: bool
+    metrics: Callable[[], Metrics]
+    streams: ActivationStreams
 
     def sent(self, cls: str, tensor: Tensor, message: Tensor, encoded: Encoded) -> None:
         """Record a message (uint8) that was sent in place of a tensor."""
-        self.metrics.record(
+        self.metrics().record(
             encoded.record(
-                cls if self.training else f"{cls}_evaluation",
+                cls if self.streams.training else f"{cls}_evaluation",
                 dense_bytes=tensor.numel() * tensor.element_size(),
                 sent_bytes=message.numel(),
             )
@@ -98,7 +98,7 @@ class PipelineMetrics(NamedTuple):
     def sent_whole(self, tensor: Tensor) -> None:
         """Record a tensor that was sent as it is."""
         nbytes = tensor.numel() * tensor.element_size()
-        self.metrics.record(Record(f"{HOST}send", nbytes, nbytes, tensor.numel()))
+        self.metrics().record(Record(f"{HOST}send", nbytes, nbytes, tensor.numel()))
 
     @contextmanager
     def timed(self, what: Literal["exchange", "decode"]) -> Iterator[None]:
@@ -106,5 +106,5 @@ class PipelineMetrics(NamedTuple):
         record = Record("pipeline")
         with record.timed(what):
             yield
-        if self.training:
-            self.metrics.record(record)
+        if self.streams.training:
+            self.metrics().record(record)

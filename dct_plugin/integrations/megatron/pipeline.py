@@ -11,6 +11,7 @@ tensor, and recognises the gradient to send as that tensor's ``.grad``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,7 @@ class PipelineHook(Hook):
         # Tensor-parallel ranks send the same activation (unless their sequences differ, and with them what
         # they send): it must stay the same behind the boundary.
         self.streams = session.streams_of(_PREFIX, lambda: RankCoordinates.of_this_rank().data)
+        self.pipeline_metrics = PipelineMetrics(lambda: session.metrics, self.streams)
         self._p2p = p2p_communication
         self._count = 0
         self._sent: dict[int, Kept] = {}
@@ -107,7 +109,8 @@ class PipelineHook(Hook):
         received = moved["recv_prev"], moved["recv_next"]
         if not wait_on_reqs:
             handles = {
-                key: _Handle(self, request, finish.get(key), messages) for key, request in requests.items()
+                key: _Handle(self.pipeline_metrics, request, finish.get(key), messages)
+                for key, request in requests.items()
             }
             return *received, handles
         with self.pipeline_metrics.timed("exchange"):
@@ -195,37 +198,28 @@ class PipelineHook(Hook):
             messages = self._messages(boundary, number_of(message))
             messages.decode_gradient(message, self._sent, out.detach())
 
-    # -- metrics --------------------------------------------------------------------------------------------
 
-    @property
-    def pipeline_metrics(self) -> PipelineMetrics:
-        """The metrics of the current pass."""
-        return PipelineMetrics(self.session.metrics, self.session.training)
-
-
+@dataclass
 class _Handle:
     """The handle that Megatron waits for with ``overlap_p2p_comm``: the transfer, then decoding.
 
     ``messages`` must live until they are sent, so the handle holds them.
     """
 
-    def __init__(
-        self, hook: PipelineHook, request: Any, finish: Callable[[], None] | None, messages: dict[str, Tensor]
-    ) -> None:
-        self._hook = hook
-        self._request: Any = request
-        self._finish = finish
-        self._messages = messages
+    metrics: PipelineMetrics
+    request: Any
+    finish: Callable[[], None] | None
+    messages: dict[str, Tensor]
 
     def wait(self, *arguments: Any) -> None:
         """Wait for the transfer and fill the tensor; further calls do nothing."""
-        request, self._request = self._request, None
+        request, self.request = self.request, None
         if request is not None:
-            with self._hook.pipeline_metrics.timed("exchange"):
+            with self.metrics.timed("exchange"):
                 request.wait()
-            if self._finish is not None:
-                self._finish()
-            self._messages = {}
+            if self.finish is not None:
+                self.finish()
+            self.messages = {}
 
 
 def _empty(shape: Any, config: Any) -> Tensor:
