@@ -20,25 +20,12 @@ class OptionDoc(NamedTuple):
     """The value of the option, as JSON."""
     model: type[BaseModel]
     """The section that has it."""
-
-    @property
-    def default(self) -> Any:
-        """The default, as JSON."""
-        return as_json(self._field.get_default(call_default_factory=True))
-
-    @property
-    def allowed(self) -> str:
-        """The allowed values, in words."""
-        return allowed(self._field)
-
-    @property
-    def _field(self) -> FieldInfo:
-        return self.model.model_fields[self.path.rpartition(".")[2]]
-
-    @property
-    def description(self) -> str:
-        """The text that says what the option does."""
-        return documentation(self.model, self.path.rpartition(".")[2])[0]
+    default: Any
+    """The default, as JSON."""
+    allowed: str
+    """The allowed values, in words."""
+    description: str
+    """The text that says what the option does."""
 
 
 def options(section: BaseModel, prefix: str = "dct") -> Iterator[OptionDoc]:
@@ -46,13 +33,16 @@ def options(section: BaseModel, prefix: str = "dct") -> Iterator[OptionDoc]:
 
     An object that a key such as ``"kind"`` selects, and a section that is absent, are one option.
     """
-    for name in type(section).model_fields:
+    model = type(section)
+    for name, field in model.model_fields.items():
         value = getattr(section, name)
         path = f"{prefix}.{name}"
         if isinstance(value, BaseModel) and not hasattr(value, "label"):
             yield from options(value, path)
         else:
-            yield OptionDoc(path, as_json(value), type(section))
+            default = as_json(field.get_default(call_default_factory=True))
+            description, _ = documentation(model, name)
+            yield OptionDoc(path, as_json(value), model, default, allowed(field), description)
 
 
 def as_json(value: Any) -> Any:
