@@ -42,11 +42,10 @@ def attach(
             state.metrics.add_sink(partial(_log, accelerator))
         # Scripts call save_state on the main process alone; for FSDP Accelerate's own part is a collective.
         save = state.save_alone if isinstance(state, DCTState) else state.save
-        for handle in (
-            accelerator.register_save_state_pre_hook(lambda models, weights, folder: save(folder)),
-            accelerator.register_load_state_pre_hook(lambda models, folder: state.load(folder)),
-        ):
-            state.ends.callback(handle.remove)
+        hook = accelerator.register_save_state_pre_hook(lambda models, weights, folder: save(folder))
+        state.ends.enter_context(hook)
+        hook = accelerator.register_load_state_pre_hook(lambda models, folder: state.load(folder))
+        state.ends.enter_context(hook)
     return state
 
 

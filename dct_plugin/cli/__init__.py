@@ -65,8 +65,13 @@ def _command(help: str, needs: tuple[str, ...] = (), extra: str | None = None) -
     """Register a command that the decorated function imports, by the name of the function."""
 
     def register(load: _Load) -> _Load:
-        name = load.__name__.strip("_").replace("_", "-")
-        COMMANDS.append(LazyCommand(name, help, load, needs, extra))
+        entry = LazyCommand(load.__name__.strip("_").replace("_", "-"), help, load, needs, extra)
+        COMMANDS.append(entry)
+
+        @app.command(entry.name, cls=Forward, help=help)
+        def forward(context: typer.Context) -> None:
+            _run(entry, context.args)
+
         return load
 
     return register
@@ -163,12 +168,6 @@ def _run(entry: LazyCommand, arguments: list[str]) -> None:
         raise _missing(entry, [name]) from error
 
 
-def _register(entry: LazyCommand) -> None:
-    @app.command(entry.name, cls=Forward, help=entry.help)
-    def forward(context: typer.Context) -> None:
-        _run(entry, context.args)
-
-
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"dct-plugin {__version__}")
@@ -185,8 +184,6 @@ def _options(
 
 
 app.add_typer(config.app, name="config")
-for _entry in COMMANDS:
-    _register(_entry)
 
 
 def main() -> None:

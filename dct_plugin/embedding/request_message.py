@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
+from io import BytesIO
 from typing import NamedTuple
 
 import numpy as np
@@ -166,18 +167,13 @@ def _checked(data: bytes) -> tuple[Sequence[int], bytes]:
     return fields[2:-1], body
 
 
-class _Reader:
+class _Reader(BytesIO):
     """Takes bytes from the front of a body that may be shorter than it says."""
 
-    def __init__(self, body: bytes) -> None:
-        self._body = body
-        self._at = 0
-
     def take(self, count: int) -> bytes:
-        part = self._body[self._at : self._at + count]
+        part = self.read(count)
         if len(part) != count:
             raise PayloadError("it is shorter than it says")
-        self._at += count
         return part
 
     def integers(self, count: int) -> Tensor:
@@ -185,5 +181,5 @@ class _Reader:
         return torch.from_numpy(np.frombuffer(self.take(4 * count), dtype="<i4").astype(np.int64))
 
     def end(self) -> None:
-        if self._at != len(self._body):
+        if self.read(1):
             raise PayloadError("it is longer than it says")

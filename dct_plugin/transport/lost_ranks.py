@@ -12,7 +12,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -151,9 +150,7 @@ class reported:  # used as a statement
         self._outer = waits.get(thread)
         waits[thread] = Wait(time.monotonic(), self._what, self._step, self._group)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._outer is None:
             waits.pop(threading.get_ident(), None)
         else:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .exchange import Exchange
-from .node_transport import NodeTransport, bytes_of
+from .node_transport import NodeTransport, Rows, bytes_of
 from .tcp_connect import VARIABLE
 
 logger = logging.getLogger("dct_plugin.transport")
@@ -47,9 +47,7 @@ class SharedMemory(NodeTransport):
         self._memories = memories
         self._turn = 0
 
-    def all_to_all(
-        self, outgoing: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], fingerprint: int
-    ) -> list[list[Tensor]]:
+    def all_to_all(self, outgoing: Rows, like: Rows, fingerprint: int) -> list[list[Tensor]]:
         """See :meth:`.NodeTransport.all_to_all`. One list that several ranks get is written once."""
         self._turn ^= 1
         with self._exchange.preparing():
@@ -62,7 +60,7 @@ class SharedMemory(NodeTransport):
             for sender, (memory, tensors) in enumerate(sent)
         ]
 
-    def _write(self, outgoing: Sequence[Sequence[Tensor]]) -> None:
+    def _write(self, outgoing: Rows) -> None:
         exchange, end = self._exchange, _begin(len(outgoing))
         own = self._memories[exchange.rank][self._turn]
         places: dict[int, int] = {}

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 import typer
@@ -153,12 +153,15 @@ def greet(
 
 @pytest.fixture
 def entry(monkeypatch: pytest.MonkeyPatch) -> cli.LazyCommand:
-    app = typer.Typer()
-    monkeypatch.setattr(cli, "app", app)
-    made = cli.LazyCommand("greet", "Say hello.", lambda: greet)
-    app.callback()(lambda: None)
-    cli._register(made)
-    return made
+    monkeypatch.setattr(cli, "app", typer.Typer())
+    monkeypatch.setattr(cli, "COMMANDS", made := [])
+    cli.app.callback()(lambda: None)
+
+    @cli._command("Say hello.")
+    def _greet() -> Any:
+        return greet
+
+    return made[0]
 
 
 def test_lazy_command_gets_its_arguments_as_they_are(entry: cli.LazyCommand) -> None:

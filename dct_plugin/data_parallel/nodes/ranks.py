@@ -13,7 +13,7 @@ from torch import Tensor
 from ...compression.feedback import unpacked
 from ...metrics import Metrics, Record
 from ...transport import Exchange
-from ...transport.node_transport import NodeCollectives, NodeTransport, copy_all
+from ...transport.node_transport import NodeCollectives, NodeTransport, Rows, copy_all
 from ...transport.nodes import Nodes
 from ...transport.shared_memory import open_shared_memory
 from ..plan import Entries, Part, common, divided, fingerprint_of
@@ -126,11 +126,7 @@ class NodeRanks:
         copy_all(incoming, self.all_to_all_in_node(operation, outgoing, incoming, entries))
 
     def all_to_all_in_node(
-        self,
-        operation: str,
-        outgoing: Sequence[Sequence[Tensor]],
-        like: Sequence[Sequence[Tensor]],
-        entries: Entries,
+        self, operation: str, outgoing: Rows, like: Rows, entries: Entries
     ) -> list[list[Tensor]]:
         """Send ``outgoing[r]`` to rank ``r`` of the node; return what it sends, tensors like ``like[r]``.
 
