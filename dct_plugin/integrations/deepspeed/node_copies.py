@@ -73,8 +73,7 @@ class HeldSlice(GatheredSlice):
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.parameter.ds_tensor.device
-        return device
+        return self.parameter.ds_tensor.device
 
     @property
     def requires_grad(self) -> bool:

@@ -202,8 +202,7 @@ class UpdatedWeights(WeightUpdates):
 
     def _part(self, index: int) -> Tensor:
         """Return this rank's part of the flat weights of a group."""
-        part: Tensor = getattr(self._optimizer, self._layout.partitions)[index][self.updates.group_rank]
-        return part
+        return getattr(self._optimizer, self._layout.partitions)[index][self.updates.group_rank]
 
     def _place(self, name: str, parameter: Any, flat: Tensor) -> _FlatParameter:
         start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()

@@ -223,8 +223,7 @@ class ParameterHook(Hook):
             chunk.module.register_load_state_dict_post_hook(lambda *_: owner.read_fp32())
 
     def _owner_of(self, group: Any) -> _Owner | None:
-        owner: _Owner | None = getattr(group.buckets[0], _OWNER, None) if group.buckets else None
-        return owner
+        return getattr(group.buckets[0], _OWNER, None) if group.buckets else None
 
     def _alive(self) -> list[_Owner]:
         self._owners = [owner for owner in self._owners if owner.optimizer() is not None]
