@@ -27,7 +27,7 @@ from ..metrics import Metrics, Record
 from .embedding_exchange import EmbeddingExchange, Route
 from .placement import Table, check_placement, draw_table, seed_of_tables
 from .request_message import Bags, RowRequest
-from .requests import BatchLookup, RequestExchange
+from .requests import RequestExchange
 
 Pooling = Literal["sum", "mean"]
 
@@ -184,7 +184,9 @@ class ShardedTables(nn.Module):
             own_tables=[len(tables) for tables in self.placement],
         )
         received = self.embedding_exchange(self._look_up(requests), route, self.group)
-        return self._assemble(received, lookup).to(weight.dtype)
+        pooled = [_pool(*each, received, self.pooling) for each in lookup.pooled.values()]
+        rows = torch.cat([received, *pooled]) if pooled else received
+        return take_rows(rows, lookup.positions).to(weight.dtype)
 
     def _look_up(self, requests: Sequence[RowRequest]) -> Tensor:
         """Return the vectors for every rank, [rows, dim], in rank order; one gather for all of them."""
@@ -202,11 +204,6 @@ class ShardedTables(nn.Module):
         )
         pairs = zip(singles.split(row_counts), bags.split(bag_counts), strict=True)
         return torch.cat([part for pair in pairs for part in pair])
-
-    def _assemble(self, received: Tensor, lookup: BatchLookup) -> Tensor:
-        """Put [B, F, dim] together from the rows that arrived."""
-        pooled = [_pool(*each, received, self.pooling) for each in lookup.pooled.values()]
-        return take_rows(torch.cat([received, *pooled]) if pooled else received, lookup.positions)
 
     # -- state of the whole ---
 

@@ -6,7 +6,6 @@ Large temporaries are kept from call to call, per thread and device: fresh pages
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -114,14 +113,6 @@ class ReferenceBackend(Backend):
 
     def __init__(self, encodings: Collection[IndexEncoding] = tuple(CODECS)) -> None:
         self.encodings = encodings
-        self._local = threading.local()
-
-    def _scratch(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        buffers = self._local.__dict__.setdefault("buffers", {})
-        buffer = buffers.get((name, device))
-        if buffer is None or buffer.numel() < numel:
-            buffer = buffers[name, device] = torch.empty(numel, dtype=dtype, device=device)
-        return buffer[:numel]
 
     def compress(self, job: Job) -> Stats:
         grad, residual, numel, tau = job.grad, job.residual, job.numel, applied_tau(job.tau)
@@ -141,7 +132,7 @@ class ReferenceBackend(Backend):
             above = nnz = numel
             values = acc
         else:
-            idx = self._select(acc, tau)
+            idx = (acc.abs() >= tau).nonzero().reshape(-1)
             above = idx.numel()
             idx = _limit(idx, job.capacity, job.start)
             nnz = idx.numel()
@@ -171,18 +162,9 @@ class ReferenceBackend(Backend):
 
     def _accumulate(self, grad: Tensor, residual: Tensor | None, residual_out: Tensor | None) -> Tensor:
         """Return fp32(grad) + residual, in ``residual_out`` if there is one; else it must not be written."""
-        if residual is None:
-            if residual_out is None:
-                return grad.to(torch.float32)
-            return residual_out.copy_(grad)
-        if residual_out is None:
-            residual_out = self._scratch("acc", grad.numel(), torch.float32, grad.device)
-        return torch.add(residual, grad, out=residual_out)
-
-    def _select(self, acc: Tensor, tau: Tau) -> Tensor:
-        magnitude = torch.abs(acc, out=self._scratch("abs", acc.numel(), torch.float32, acc.device))
-        mask = torch.ge(magnitude, tau, out=self._scratch("mask", acc.numel(), torch.bool, acc.device))
-        return mask.nonzero().reshape(-1)
+        if residual is not None:
+            return torch.add(residual, grad, out=residual_out)
+        return grad.to(torch.float32) if residual_out is None else residual_out.copy_(grad)
 
     def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))

@@ -60,10 +60,6 @@ class Models:
         for model in self:
             yield from groups_of(model)
 
-    def has_bucket_of(self, parameter: Any) -> bool:
-        """Return whether a bucket has the gradient of a parameter."""
-        return any(parameter in group.params for group in self.groups())
-
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients of all models by the names of the parameters."""
         for group in self.groups():

@@ -180,7 +180,7 @@ class DataParallelHook(Hook):
                     ddp.module.named_parameters(),
                     "Megatron's DistributedDataParallel has no buckets for them, and does not train them; "
                     "make it and the optimizer anew",
-                    self.models.has_bucket_of,
+                    lambda parameter: any(parameter in group.params for group in self.models.groups()),
                 )
             )
         if self._steps.skips and ddp.ddp_config.check_for_nan_in_grad and is_first:

@@ -164,7 +164,8 @@ class Transformed(ActivationCompressor[TransformMethod]):
         unknown = torch.eye(hidden, device=device)
         covariance = torch.where(torch.isfinite(covariance).all(), covariance, unknown)
         if before is None:
-            basis = to_device(_random_directions(self.name, hidden, sizes.directions), device)
+            generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
+            basis = to_device(torch.randn(hidden, sizes.directions, generator=generator), device)
         else:
             basis = before.on(device).basis
         for _ in range(_ITERATIONS if before is None else _MORE_ITERATIONS):
@@ -200,12 +201,6 @@ def _groups(n: int) -> int:
 def _nbytes(directions: int, bits: int, n: int) -> int:
     """Return the bytes of ``n`` numbers of each direction, with ``bits`` bits in all."""
     return 2 * directions + bits * _groups(n)
-
-
-def _random_directions(name: str, hidden: int, count: int) -> Tensor:
-    """Return directions, fp32 [hidden, count], that depend on the name alone."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(hidden, count, generator=generator)
 
 
 class _Sizes(NamedTuple):
