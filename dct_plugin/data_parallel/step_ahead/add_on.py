@@ -310,8 +310,10 @@ class StepAhead:
             parameter, held = self._parameters[name], self._held[name]
             known = self._node.part(name, parameter.numel())
             if held != known and residual.numel() == known[1] - known[0]:
-                residual = _entries_of(held, residual, known, self._scratch.take("held", parameter.data))
-                lasting = False
+                # Hosts and nodes divide a tensor at places that differ by a few entries.
+                (start, stop), out = common(held, known), self._scratch.take("held", parameter.data).zero_()
+                out[start - held[0] : stop - held[0]] = residual[start - known[0] : stop - known[0]]
+                residual, lasting = out, False
         if residual is None or self.moments.of(name) is None or residual.numel() != numel:
             return None, 0.0, False
         coefficient = self.coefficients.of(name)
@@ -352,15 +354,6 @@ class StepAhead:
         saved = state or {"moments": {}}
         self.moments.load_state_dict(saved["moments"], step=step)
         self.coefficients.load_state_dict(saved)
-
-
-def _entries_of(held: Part, residual: Tensor, part: Part, out: Tensor) -> Tensor:
-    """Set ``out`` to the residual of the entries in the range ``held``. Entries outside of ``part``, the
-    range of ``residual``, are zero. Hosts and nodes divide a tensor at places that differ by a few entries.
-    """
-    start, stop = common(held, part)
-    out.zero_()[start - held[0] : stop - held[0]] = residual[start - part[0] : stop - part[0]]
-    return out
 
 
 class StepAheadAddOn(AddOn):

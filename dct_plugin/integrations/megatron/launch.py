@@ -20,7 +20,7 @@ from dct_plugin._version import __version__
 from dct_plugin.errors import ConfigError, DesyncError, VersionError
 
 from ..host.patching import Function, Patches, when_imported
-from .options import CommandLine, help_text, hook_states, launcher_rank, parse, wants_help
+from .options import CommandLine, help_text, hook_states, launcher_rank, parse
 
 if TYPE_CHECKING:
     from dct_plugin.config import DCTConfig
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        if wants_help(arguments):
+        # Before the script -h and --help are ours; behind it they are the script's.
+        if "--dct-help" in arguments or arguments[:1] in (["-h"], ["--help"]):
             _print(help_text())
             return 0
         run(parse(arguments, os.environ))

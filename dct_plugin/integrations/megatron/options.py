@@ -64,12 +64,6 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> CommandLi
     return CommandLine(target, is_module, rest, config, source)
 
 
-def wants_help(arguments: Sequence[str]) -> bool:
-    """Return whether a command line asks for :func:`help_text`."""
-    # Before the script -h and --help are ours; behind it they are the script's.
-    return "--dct-help" in arguments or arguments[:1] in (["-h"], ["--help"])
-
-
 def help_text() -> str:
     """Return the usage, and every ``--dct-`` option with what it does, its default and what is allowed."""
     lines = [

@@ -94,7 +94,7 @@ class ParameterHook(Hook):
         patches.intercept(bucket_group, "start_param_sync", self._start_param_sync)
 
     @torch.no_grad()
-    def gather(self) -> None:
+    def before_save(self) -> None:
         """Bring all weights to the masters, in full; a collective, between two iterations."""
         for owner in self._alive():
             optimizer = owner.optimizer()
@@ -104,9 +104,6 @@ class ParameterHook(Hook):
                 for group in groups_of(model):
                     if self._owner_of(group) is owner:
                         self._gather(group, force_sync=True)
-
-    def before_save(self) -> None:
-        self.gather()
 
     def state_dict(self) -> dict[str, Any]:
         own = {str(i): owner.updates.state_dict() for i, owner in enumerate(self._alive())}

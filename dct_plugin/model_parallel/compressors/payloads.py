@@ -47,7 +47,6 @@ class Whole(ActivationCompressor[Settings]):
 
     def _observe(self, encoded: Encoded) -> None:
         """Take note of the figures of messages."""
-        return
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         code = self.value_type(dtype)
