@@ -19,7 +19,7 @@ from ..host.activation_streams import ActivationStreams
 from ..host.startup import nodes_of
 from ..host.versions import Target
 from .buckets import ScaleFactors, is_expert
-from .engine import EngineContext, EnginePart, require_targets
+from .engine import EngineContext, EnginePart, precision_of, require_targets
 from .weight_updates import UpdatedWeights, WeightLayout, WeightUpdates
 
 #: The attributes in which DeepSpeed's wrappers keep the model's parameters, a list for each parameter group.
@@ -39,6 +39,7 @@ class GradientPath(EnginePart, ABC):
         trains_unfrozen: Whether DeepSpeed trains parameters that are unfrozen during the training.
         unit: Factor that DeepSpeed has multiplied into gradients before the path reduces them.
         averages: Whether the gradient is the mean over the ranks, and not their sum.
+        setting: ZeRO stage and precision, in words.
         reducer: Sums the gradients; holds residuals and thresholds.
         experts: The same for experts, by the name of their group; empty unless they are thresholded.
 
@@ -59,6 +60,7 @@ class GradientPath(EnginePart, ABC):
         engine, config = context.engine, context.config
         self.engine, self.optimizer, self.steps = engine, engine.optimizer, context.steps
         self.metrics, self.averages = context.metrics, bool(engine.gradient_average)
+        self.setting = f"ZeRO stage {int(engine.zero_optimization_stage())}, {precision_of(engine)}"
         self.scaled = self.loss_scaled and bool(engine.fp16_enabled())
         # With dynamic loss scaling (fp16) the optimizer learns in step(), after all gradients were reduced,
         # that they overflowed: such a step is rolled back. In fp32 and bf16 only non-finite gradients skip a

@@ -133,8 +133,7 @@ class Bf16Path(Stage0Path):
         return type(engine.optimizer) is bf16_optimizer.BF16_Optimizer
 
     def describe(self) -> str:
-        stage, precision = int(self.engine.zero_optimization_stage()), precision_of(self.engine)
-        return f"ZeRO stage {stage}, {precision} with fp32 accumulation, all-reduce"
+        return f"{self.setting} with fp32 accumulation, all-reduce"
 
     def name_of(self, group: int, parameter: Any) -> str:
         names = self.optimizer.param_names

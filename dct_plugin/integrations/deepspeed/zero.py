@@ -31,7 +31,7 @@ from dct_plugin.data_parallel.reducer import Reduction
 
 from ..host.patching import Function, Patches, given
 from .buckets import BucketReductions, CommunicationBuffer, DeferredReductions, is_expert
-from .engine import EngineContext, precision_of, targets_of, tied_weights
+from .engine import EngineContext, targets_of, tied_weights
 from .path import GradientPath
 from .weight_updates import WeightLayout, gather_target
 
@@ -98,10 +98,9 @@ class ZeroPath(GradientPath):
         return type(engine.optimizer) is stage_1_and_2.DeepSpeedZeroOptimizer
 
     def describe(self) -> str:
-        stage, precision = int(self.engine.zero_optimization_stage()), precision_of(self.engine)
         form = "reduce-scatter" if self._to_owners else "all-reduce"
         layout = "contiguous" if self.optimizer.contiguous_gradients else "separate"
-        return f"ZeRO stage {stage}, {precision}, {form}, {layout} gradients"
+        return f"{self.setting}, {form}, {layout} gradients"
 
     def install(self, patches: Patches) -> None:
         self._reductions.install(patches)
@@ -130,12 +129,9 @@ class ZeroPath(GradientPath):
     ) -> None:
         """Note which bucket DeepSpeed's ``average_tensor`` is about to reduce."""
         self.steps.begin()
-        self._bucket = tensor
-        try:
-            with self.uncompressed("unknown_bucket"):
-                original(tensor, communication_data_type)
-        finally:
-            self._bucket = None
+        with self.uncompressed("unknown_bucket"), Patches() as patches:
+            patches.replace(self, "_bucket", tensor)
+            original(tensor, communication_data_type)
 
     def _allreduce_and_scatter(
         self,

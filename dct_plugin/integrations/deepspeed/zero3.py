@@ -20,7 +20,7 @@ from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.plan import shards_in
 
 from ..host.patching import Function, Patches
-from .engine import EngineContext, precision_of, targets_of
+from .engine import EngineContext, targets_of
 from .node_copies import NodeCopies
 from .path import GradientPath
 
@@ -54,8 +54,7 @@ class Zero3Path(GradientPath):
         return type(engine.optimizer).__name__ == _CLASS
 
     def describe(self) -> str:
-        stage, precision = int(self.engine.zero_optimization_stage()), precision_of(self.engine)
-        return f"ZeRO stage {stage}, {precision}, reduce-scatter, residuals in {self._residual_dtype}"
+        return f"{self.setting}, reduce-scatter, residuals in {self._residual_dtype}"
 
     def weight_updates(self, context: EngineContext) -> NodeCopies:
         pairs = [pair for group in self.named_parameters() for pair in group]

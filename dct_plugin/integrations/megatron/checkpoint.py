@@ -29,7 +29,7 @@ from dct_plugin.errors import DCTError, VersionError
 from dct_plugin.transport.nodes import layout_of
 
 from ..host.checkpoint import load_together, report_spread, save_together
-from ..host.patching import Function
+from ..host.patching import Function, when_imported
 from .buckets import nodes_in
 from .session import Hook, RankCoordinates, Session
 
@@ -191,7 +191,7 @@ class CheckpointHook(Hook):
         self._folder: str | None = None
         self._written = False
         self._loaded: tuple[str | None, bool] | None = None
-        session.when_imported(_MODULE, self._patch)
+        session.ends.callback(when_imported(_MODULE, self._patch))
 
     # -- wrappers -------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.host_traffic import count_group, counted_by
 from dct_plugin.policy import Training
 
-from ..host.patching import Function, given
+from ..host.patching import Function, given, when_imported
 from ..host.replica_checksums import ReplicaChecksums
 from ..host.settings import resolve_settings
 from ..host.steps import FrozenParameters, PoisonedSteps
@@ -79,7 +79,8 @@ class DataParallelHook(Hook):
         for kind in optimizer.MixedPrecisionOptimizer, optimizer.FP32Optimizer:
             intercept(kind, "prepare_grads", self._steps.prepare_grads)
         for module, name in _SHARDING:
-            self.session.when_imported(module, functools.partial(_refuse, self.session, name))
+            refuse = functools.partial(_refuse, self.session, name)
+            self.session.ends.callback(when_imported(module, refuse))
 
     def resolve(self, exact_unavailable: str | None = None) -> None:
         """Let the settings follow the optimizers, which Megatron has made by now; once.

@@ -136,11 +136,9 @@ class EngineLinears:
     # -- the gather inside a fused linear -------------------------------------------------------------------
 
     def _during(self, gather: _Gather | None, function: Function, *arguments: Any) -> Any:
-        previous, self._gather = self._gather, gather
-        try:
+        with Patches() as patches:
+            patches.replace(self, "_gather", gather)
             return function(*arguments)
-        finally:
-            self._gather = previous
 
     def _gathered(self, original: Function, inp: Tensor, *arguments: Any, **keywords: Any) -> Any:
         if self._gather is None:

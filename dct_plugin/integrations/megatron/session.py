@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from dct_plugin.metrics import Event, Metrics
 from dct_plugin.metrics.sinks import write_scalars
 
 from ..host.activation_streams import ActivationStreams
-from ..host.patching import Patches, when_imported
+from ..host.patching import Patches
 from ..host.reporting import start_reporting
 
 
@@ -146,12 +145,6 @@ class Session:
             metrics.add_sink(_print_line)
         self.ends.callback(start_reporting(metrics, before_finish=self.end_step))
         return metrics
-
-    def when_imported(self, module: str, function: Callable[[ModuleType], None]) -> None:
-        """Call ``function(module)`` as soon as that module has run, if it does before the hooks are taken
-        out.
-        """
-        self.ends.callback(when_imported(module, function))
 
     def begin(self, training: bool) -> None:
         """Begin an iteration."""
