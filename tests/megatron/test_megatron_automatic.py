@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 AHEAD = {"data_parallel": {"sparsity": "auto", "feedback": "step_ahead", "min_numel": 256}}
 AHEAD["data_parallel"] |= {"warmup_steps": 5, "sparsity_warmup_steps": 5}
 LOCAL = {"data_parallel": {"quality": "bytes", "min_numel": 256}}
-STEPS = 26
+STEPS = 40
 
 
 class Course(NamedTuple):
