@@ -70,7 +70,7 @@ class Slots:
         leaving[rank] = 0
         self._sizes_to = [] if self._equal else leaving
         self.memory = torch.empty(total + sum(self._sizes_to), dtype=torch.uint8, device=device)
-        self.received = self.memory[:total]
+        self.received = self.memory if self._equal else self.memory[:total]
         self.bounds_to = [self.bounds[rank]]
         if not shared:
             self.bounds_to = list(itertools.pairwise(itertools.accumulate(leaving, initial=total)))

@@ -303,7 +303,8 @@ class Batch:
     def _tau(self, tau: float | Tensor) -> tuple[float | Tensor, int, int]:
         """Return a threshold that stays, its slot and 0, or -1 and its bits."""
         if not isinstance(tau, Tensor):
-            tau = float(applied_tau(tau))
+            if not SMALLEST_TAU <= tau <= 1.0:  # most often it need not be checked
+                tau = float(applied_tau(tau))
             return tau, -1, _float_bits(tau)
         slot, beyond = divmod(tau.data_ptr() - self._taus.data_ptr(), 4)
         if not (0 <= slot < self._thresholds and beyond == 0):  # not one that is found here
