@@ -8,7 +8,8 @@ ranks. Parts have the same size on all ranks, so their processor time is that of
 a link. ``tests/links/test_scale.py`` compares bytes and messages with ranks that exchange theirs. Gradients
 are noise, which is shifted in every step, and are reduced as one bucket. Figures are medians over the steps
 after the first ones; with nodes, bytes and messages are those between nodes. Memory is what the rank keeps
-from step to step beside gradients and weights; inside a node, the shared memory of one rank is in it.
+from step to step beside gradients and weights; inside a node, the shared memory of one rank is in it. Rows
+are left out where tensors have fewer parts than there are ranks: ranks differ there.
 
 Dense rows are one ring over all gradients: its additions and copies are measured, its bytes and messages are
 computed. In bf16 the rank keeps a copy of the gradients.
@@ -38,6 +39,7 @@ from many_streams import nodes_of
 
 from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.plan import MIN_SHARD
 from dct_plugin.metrics import Metrics, format_bytes
 from dct_plugin.output import Table
 from dct_plugin.recommender.plots import png
@@ -197,6 +199,12 @@ def ring_costs(count: int, dtype: torch.dtype, parameters: int, steps: int) -> l
     return [(*each, kept) for each in found[1:]]
 
 
+def stands_for_all(count: int, way: str, parameters: int) -> bool:
+    """Return whether every rank owns a part of each tensor, so that one stands for all."""
+    owners = {"two_phase": count, "nodes": count // PER_NODE}.get(way, 1)
+    return parameters // TENSORS // MIN_SHARD >= owners
+
+
 def measure(count: int, way: str, parameters: int, steps: int, sparsity: float) -> Cost:
     """Return the cost of rank 0."""
     if way in DENSE:
@@ -294,7 +302,7 @@ def main() -> None:
         parameters, found = UNIT * round(1e6 * size / UNIT), list[Cost]()
         for way in args.ways:
             for count in args.ranks:
-                if way != "nodes" or count > PER_NODE:
+                if (way != "nodes" or count > PER_NODE) and stands_for_all(count, way, parameters):
                     found.append(measure(count, way, parameters, args.steps, args.sparsity))
                     print(found[-1], file=sys.stderr, flush=True)
         print("\n".join(table(found).markdown()), end="\n\n")

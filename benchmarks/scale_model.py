@@ -226,6 +226,7 @@ def main() -> None:
             for way in scale.WAYS
             for ranks in (*options.ranks, *options.simulated)
             if way != "nodes" or ranks > scale.PER_NODE
+            if scale.stands_for_all(ranks, way, options.parameters)
         ]
     if found:
         flat = [cost for cost in costs if cost.way in ("direct", "two_phase")]
