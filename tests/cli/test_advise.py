@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.deepspeed_launch import torchrun
 from support.forked import forked_interpreters
 from typer.testing import CliRunner
 
@@ -224,18 +225,6 @@ while True:
 """
 
 
-def _torchrun(*arguments: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        *arguments,
-    ]
-
-
 @pytest.fixture
 def script(tmp_path: Path) -> str:
     (tmp_path / "train.py").write_text(_SCRIPT)
@@ -250,7 +239,7 @@ def test_an_unmodified_script_is_measured_and_stopped(
     if how == "hooked":  # these ranks load the plugin when they import torch; the others are forks
         monkeypatch.setenv("PYTHON_EXEC", sys.executable)
     with forked_interpreters():
-        line = ["advise", "--json", "--link", "100mbit", "--", *_torchrun(script, how)]
+        line = ["advise", "--json", "--link", "100mbit", "--", *torchrun(2, script, how)]
         result = CliRunner().invoke(cli.app, line, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert ("hook of its own (bf16_compress_hook)" in result.stderr) == (how == "hooked")
@@ -271,5 +260,5 @@ def test_an_unmodified_script_is_measured_and_stopped(
 def test_a_model_without_replicas_is_refused_by_name(script: str) -> None:
     message = "Pass fully_shard a mesh of two dimensions"
     with forked_interpreters(), pytest.raises(DCTError, match=message) as caught:
-        _measured(_torchrun(script, "sharded"), 60)
+        _measured(torchrun(2, script, "sharded"), 60)
     assert "ChildFailedError" not in str(caught.value)  # torchrun's own report
