@@ -157,7 +157,8 @@ class Batch:
     @property
     def full(self) -> bool:
         """True if the batch should be launched, and another one begun."""
-        return max(self._tensors, self._thresholds) >= self._room or self._entries >= MOST_ENTRIES
+        room = self._room
+        return self._tensors >= room or self._thresholds >= room or self._entries >= MOST_ENTRIES
 
     def compress(self, job: Job) -> Stats:
         """See :meth:`.backend.Backend.compress`."""
