@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -39,6 +40,8 @@ CASES: dict[str, Any] = {
     ),
     "fp16": settings(fp16=FP16),
 }
+#: Those that run once a week.
+WEEKLY = ("bf16-twice-communicate-fp32", "fp16")
 #: Cases with thresholded updates. The other is "bf16" with other gathers and sums of gradients around them.
 UPDATED = ["fp32", "bf16", "fp16"]
 
@@ -52,6 +55,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+def each_of(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.long) if name in WEEKLY else name for name in names]
+
+
 def run(kind: str, name: str, steps: int, section: dict[str, Any] | None, **more: Any) -> Run:
     dct = {} if section is None else {"dct": {"data_parallel": section}}
     return {"id": f"{kind}/{name}", "config": {**CASES[name], **dct}, "steps": steps, **more}
@@ -62,10 +69,10 @@ def tolerance(name: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("hpz")
+def four(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
+    folder, weekly = tmp_path_factory.mktemp("hpz"), request.config.getoption("--long")
     plan: list[Run] = []
-    for name in CASES:
+    for name in [name for name in CASES if (name in WEEKLY) == weekly]:
         save = str(folder / name)
         plan += [
             run("plain", name, 3, None),
@@ -80,6 +87,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
                 run("updated", name, 6, SPARSE | UPDATES, save=save, save_after=3),
                 run("rest", name, 6, SPARSE | UPDATES, load=save, seed=2),
             ]
+    if weekly:
+        return launch(4, plan, folder / "four", DCT_TEST_FP16_ON_CPU="1")
     plan += [
         run(kind, "fp32", 4, SPARSE | UPDATES, between=kind == "between") for kind in ("same", "between")
     ]
@@ -92,7 +101,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return launch(4, plan, folder / "four", DCT_TEST_FP16_ON_CPU="1")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_of(CASES))
 def test_sparsity_0_is_deepspeed(four: Results, name: str) -> None:
     """With the same gradients the same bits; nodes add up gradients in another order than DeepSpeed."""
     for rank in four:
@@ -104,7 +113,7 @@ def test_sparsity_0_is_deepspeed(four: Results, name: str) -> None:
         assert full["losses"] == pytest.approx(plain["losses"], rel=tolerance(name))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_of(CASES))
 def test_copies_that_get_every_update_are_the_weights(four: Results, name: str) -> None:
     for rank in four:
         gathered, updated = rank[f"gathered/{name}"], rank[f"all/{name}"]
@@ -115,7 +124,7 @@ def test_copies_that_get_every_update_are_the_weights(four: Results, name: str) 
     assert four[0][f"all/{name}"]["classes"]["parameter"]["sent"] > 0
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "fp32"])
+@pytest.mark.parametrize("name", each_of([name for name in CASES if name != "fp32"]))
 def test_exact_updates_of_copies_are_gathers(four: Results, name: str) -> None:
     for rank in four:
         gathered, exact = rank[f"gathered/{name}"], rank[f"exactly/{name}"]
@@ -124,7 +133,7 @@ def test_exact_updates_of_copies_are_gathers(four: Results, name: str) -> None:
     assert four[0][f"exactly/{name}"]["classes"]["parameter_exact"]["sent"] > 0
 
 
-@pytest.mark.parametrize("name", UPDATED)
+@pytest.mark.parametrize("name", each_of(UPDATED))
 def test_the_loss_falls_and_ranks_stay_in_step(four: Results, name: str) -> None:
     for rank in four:
         found = rank[f"updated/{name}"]
@@ -163,7 +172,7 @@ def test_what_cannot_be_done_is_refused(four: Results, name: str) -> None:
         assert REFUSED[name][2] in rank[name]["error"]
 
 
-@pytest.mark.parametrize("name", UPDATED)
+@pytest.mark.parametrize("name", each_of(UPDATED))
 def test_a_resumed_run_goes_on_bitwise(four: Results, name: str) -> None:
     """Also the run that wrote the checkpoint has dropped its copies."""
     for rank in four:

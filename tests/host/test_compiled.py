@@ -394,9 +394,18 @@ def _weights(net: nn.Module) -> Tensor:
     return torch.cat([each.reshape(-1) for each in local])
 
 
-def _trainings(rank: int, world_size: int, host: str) -> list[str]:
+#: Orders with one of these words are variants of others: they run once a week.
+RARE = ("optimize_ddp", "fullgraph", "ZeRO-")
+
+
+def _chosen(host: str, *, weekly: bool) -> dict[str, Training]:
+    orders = ORDERS[host].items()
+    return {words: each for words, each in orders if weekly or not any(rare in words for rare in RARE)}
+
+
+def _trainings(rank: int, world_size: int, host: str, weekly: bool) -> list[str]:
     """Return the result of each order, in words."""
-    orders = list(ORDERS[host].values())
+    orders = list(_chosen(host, weekly=weekly).values())
     plain = _end(orders[0], _leave, rank)
     results = []
     for training in orders:
@@ -425,10 +434,13 @@ def _end(training: Training, compiled: Callable[..., Any], rank: int) -> Tensor:
     return found if isinstance(found, Tensor) else _weights(net)
 
 
+@pytest.mark.parametrize("weekly", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("host", ORDERS)
-def test_the_table_of_orders(host: str) -> None:
-    first, second = run(2, _trainings, host)
+def test_the_table_of_orders(host: str, weekly: bool) -> None:
+    first, second = run(2, _trainings, host, weekly)
     assert first == second
-    rows = [f"| {host} | {words} | {result} |" for words, result in zip(ORDERS[host], first, strict=True)]
+    orders = _chosen(host, weekly=weekly)
+    rows = [f"| {host} | {words} | {result} |" for words, result in zip(orders, first, strict=True)]
     page = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {host} | `")]
-    assert page == rows, "\n".join(rows)
+    assert [row for row in page if row in rows] == rows, "\n".join(rows)
+    assert [row.split(" | ")[1] for row in page] == list(ORDERS[host])

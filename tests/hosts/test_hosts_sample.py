@@ -37,7 +37,7 @@ SAMPLE = {
 }
 
 
-@pytest.mark.parametrize("host", SAMPLE)
+@pytest.mark.parametrize("host", ["torch", pytest.param("accelerate", marks=pytest.mark.long), "torchft"])
 def test_sample(host: str) -> None:
     """All pass, and the plugin took part in each."""
     if host == "torchft":
