@@ -199,9 +199,13 @@ def ring_costs(count: int, dtype: torch.dtype, parameters: int, steps: int) -> l
     return [(*each, kept) for each in found[1:]]
 
 
-def stands_for_all(count: int, way: str, parameters: int) -> bool:
-    """Return whether every rank owns a part of each tensor, so that one stands for all."""
-    owners = {"two_phase": count, "nodes": count // PER_NODE}.get(way, 1)
+def is_measurable(count: int, way: str, parameters: int) -> bool:
+    """Return whether one rank stands for all: there are several nodes, and each owner has a part of each
+    tensor.
+    """
+    if way == "nodes" and count <= PER_NODE:
+        return False
+    owners = {"two_phase": count, "nodes": count // PER_NODE}.get(way, 0)
     return parameters // TENSORS // MIN_SHARD >= owners
 
 
@@ -302,7 +306,7 @@ def main() -> None:
         parameters, found = UNIT * round(1e6 * size / UNIT), list[Cost]()
         for way in args.ways:
             for count in args.ranks:
-                if (way != "nodes" or count > PER_NODE) and stands_for_all(count, way, parameters):
+                if is_measurable(count, way, parameters):
                     found.append(measure(count, way, parameters, args.steps, args.sparsity))
                     print(found[-1], file=sys.stderr, flush=True)
         print("\n".join(table(found).markdown()), end="\n\n")

@@ -225,8 +225,7 @@ def main() -> None:
             scale.measure(ranks, way, options.parameters, options.steps, options.sparsity)
             for way in scale.WAYS
             for ranks in (*options.ranks, *options.simulated)
-            if way != "nodes" or ranks > scale.PER_NODE
-            if scale.stands_for_all(ranks, way, options.parameters)
+            if scale.is_measurable(ranks, way, options.parameters)
         ]
     if found:
         flat = [cost for cost in costs if cost.way in ("direct", "two_phase")]

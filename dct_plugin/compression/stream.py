@@ -252,8 +252,7 @@ class Compressor(Stream):
         Raises:
             DCTError: A CUDA graph is recorded.
         """
-        if grad.is_cuda:
-            refuse_capture(grad.device)
+        refuse_capture(grad.device)
         numel, step = grad.numel(), self.threshold.step
         encoded = Encoded(numel=numel, density=self.schedule.density(step) if density is None else density)
         if self._transactional and self._saved_threshold is None:

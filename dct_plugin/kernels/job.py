@@ -131,6 +131,12 @@ class Parts:
         """The most that each payload needs."""
         self.total = sum(self.nbytes)
 
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def whole(numel: int, capacity: int, value_dtype: ValueDtype) -> Parts:
+        """Return one part, which is all of a tensor."""
+        return Parts([(0, numel)], [capacity], value_dtype)
+
     @cached_property
     def aligned(self) -> bool:
         """True if each part begins at a multiple of 16 bytes, whatever the type, if the tensor does."""
@@ -141,12 +147,6 @@ class Parts:
         """int64 [parts, 3]: first entry, entries, and the most in the payload."""
         bounds = np.array(self.bounds, dtype=np.int64).reshape(-1, 2)
         return np.stack([bounds[:, 0], bounds[:, 1] - bounds[:, 0], np.array(self.capacities)], axis=1)
-
-
-@lru_cache(maxsize=4096)
-def whole(numel: int, capacity: int, value_dtype: ValueDtype) -> Parts:
-    """Return one part, which is all of a tensor."""
-    return Parts([(0, numel)], [capacity], value_dtype)
 
 
 class Spans:

@@ -1,7 +1,4 @@
-"""Kernels in plain torch, for any device. They define the results of compiled backends, and are the fallback.
-
-Large temporaries are kept from call to call, per thread and device: fresh pages cost more than arithmetic.
-"""
+"""Kernels in plain torch, for any device: they define the results of compiled ones, and are the fallback."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 from uuid import uuid4
 
+# torch's own code uses it: it costs 0.2 us where nobody profiles, and torch.profiler.record_function 5 us.
 from torch._C._profiler import _RecordFunctionFast as profiled
 
 from .._version import __version__

@@ -180,9 +180,8 @@ class TritonBackend(Backend):
             nonlocal units
             layout, placed, units = _slots_of(writer.layout, count)
             table, where = layout.copy(), [(each.address, each.stats.address) for each in writer.placed]
-            table[:count, 2:] += bounds
-            table[:count, 2] += buffer.data_ptr()
-            table[:count, 3] -= table[:count, 2] - buffer.data_ptr() + PREFIX
+            begins, ends = np.array(bounds).T
+            table[:count, 2], table[:count, 3] = begins + buffer.data_ptr(), ends - begins - PREFIX
             table[count:, ::2] += np.array(where, dtype=np.int64).reshape(-1, 2)[placed]
             return table
 

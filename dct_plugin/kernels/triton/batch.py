@@ -22,7 +22,7 @@ from ...codecs.index import IndexEncoding
 from ...codecs.message import Key, MessageWriter
 from ...codecs.splitmix import signed
 from ...codecs.stats import Figures, Stats
-from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, Parts, applied_tau, whole
+from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, Parts, applied_tau
 from . import selection_kernels as device
 from .launch import launch
 
@@ -92,9 +92,9 @@ class _Write(NamedTuple):
     job: Job | PartedJob
     parts: Parts
     columns: Sequence[int]
-    """What the payloads have in common: addresses of the gradient, of both residuals, and of the first
-    payload, behind whose bound the others follow; their turn; the row of the first figures; slot and bits of
-    the threshold.
+    """These numbers are the same for all payloads: addresses of the gradient, of both residuals, and of the
+    first payload, behind whose bound the others follow; their turn; the row of the first figures; slot and
+    bits of the threshold.
     """
 
     def undo(self) -> None:
@@ -113,7 +113,7 @@ class _Entrywise(NamedTuple):
     entries: int
     places: Sequence[int]
     numbers: Sequence[int]
-    """What stands at these places of its row, behind the addresses of the tensors."""
+    """They stand at these places of its row, which begins with the addresses of the tensors."""
 
 
 class _Noted(NamedTuple):
@@ -162,7 +162,7 @@ class Batch:
 
     def compress(self, job: Job) -> Stats:
         """See :meth:`.backend.Backend.compress`."""
-        parts = whole(job.numel, job.capacity, job.value_dtype)
+        parts = Parts.whole(job.numel, job.capacity, job.value_dtype)
         return self._add(job, parts, job.start, lambda _: job.out.data_ptr(), job.encoding)
 
     def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
@@ -304,7 +304,7 @@ class Batch:
     def _tau(self, tau: float | Tensor) -> tuple[float | Tensor, int, int]:
         """Return a threshold that stays, its slot and 0, or -1 and its bits."""
         if not isinstance(tau, Tensor):
-            if not SMALLEST_TAU <= tau <= 1.0:  # most often it need not be checked
+            if not SMALLEST_TAU <= tau <= 1.0:  # such numbers, the most frequent ones, are good as they are
                 tau = float(applied_tau(tau))
             return tau, -1, _float_bits(tau)
         slot, beyond = divmod(tau.data_ptr() - self._taus.data_ptr(), 4)

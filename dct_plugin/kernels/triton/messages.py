@@ -35,7 +35,7 @@ class UnopenedMessages(NamedTuple):
     bounds: Sequence[tuple[int, int]]
     """First byte of each, and the one behind it."""
     spans: Spans
-    """What their payloads are for: one row for all messages, or one for each."""
+    """The parts that their payloads are for: one row counts for all messages, or each has one."""
     targets: np.ndarray
     """See :func:`_targets`."""
     slots: bool = False
@@ -58,9 +58,8 @@ class UnopenedMessages(NamedTuple):
         buffer, bounds, spans, targets, slots, spare, bits = self
         where, count, several, layout = buffer.device, targets.shape[1], len(bounds), _layout(spans)
         longest = max([end - begin for begin, end in bounds])
-        room = min(
-            8 * longest // (bits + 1), layout.entries
-        )  # an entry has a value, and a bit or more of position
+        # An entry has a value, and a bit or more of position.
+        room = min(8 * longest // (bits + 1), layout.entries)
         meta, stride = table[3 * several :], targets[0].size if len(targets) > 1 else 0
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
         missing = torch.empty(several, dtype=torch.int64, device=where)
@@ -183,7 +182,7 @@ def _placed(spans: Spans, outs: tuple[tuple[int, int, int, int], ...]) -> np.nda
 
 
 class _Layout(NamedTuple):
-    """What tables of messages have in every step."""
+    """The numbers in tables of messages that are the same in every step."""
 
     which: np.ndarray
     """int64 [1 or messages, payloads]: the number of each payload's tensor; -1 where there are fewer."""
