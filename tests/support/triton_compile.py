@@ -15,7 +15,7 @@ from dct_plugin.kernels.triton.launch import OPTIONS
 _POINTERS = {
     **dict.fromkeys(("source", "taus", "beside"), "*fp32"),
     **dict.fromkeys(("words", "positions", "kept_counts", "errors", "others", "magnitudes"), "*i32"),
-    **dict.fromkeys(("table", "state", "sums", "counts", "bounds", "meta", "rows", "row"), "*i64"),
+    **dict.fromkeys(("table", "state", "states", "counts", "bounds", "meta", "rows", "row"), "*i64"),
     **dict.fromkeys(("mask_rows", "missing", "places", "offsets", "incomplete"), "*i64"),
     **dict.fromkeys(("out", "mask", "buffer", "slot", "planes"), "*u8"),
     "numbers": "*i32",
@@ -50,7 +50,6 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     ],
     "compact": [{}],
     "skips": [{}],
-    "plan": [{"FORCED": -1, "SKIPS": True}],
     "write": [
         {
             "GRAD": 0,
@@ -64,7 +63,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     ]
     + [
         {
-            **dict.fromkeys(("words", "positions", "kept_counts", "sums")),
+            **dict.fromkeys(("words", "positions", "kept_counts")),
             "GRAD": _BF16,
             "HAS_RESIDUAL": True,
             "ENTRIES": 0,

@@ -31,7 +31,7 @@ from .launch import launch
 ROOM, MOST_ENTRIES = 256, 1 << 26
 
 _NOTHING = torch.empty(0, 4, dtype=torch.int64)
-_SELECTED = -1  # which entries a kernel writes: those that were selected, with their positions
+_SELECTED = -1  # which entries a kernel writes: those that were selected, in the smallest encoding
 _DENSE = int(IndexEncoding.DENSE)
 _LANES = 1 << 14  # samples that the search for a threshold looks at in one step, at most
 _ALIGNMENT = 16
@@ -73,15 +73,13 @@ class _Variant(NamedTuple):
     """The constants that the kernels of a payload are compiled for."""
 
     entries: int
-    """:data:`_DENSE` or :data:`_SELECTED`."""
+    """:data:`_DENSE` (all), :data:`_SELECTED`, or the index encoding of the selected ones."""
     grad: int
     residual: bool
     left: bool
     """True if a new residual is written."""
     in_place: bool
     value: int
-    forced: int
-    """An index encoding, or :data:`_SELECTED`."""
     clear: bool
     aligned: bool
 
@@ -185,13 +183,12 @@ class Batch:
         at, source, target = addresses = [*map(_address, (grad, residual, left))]
         dense = not isinstance(job.tau, Tensor) and job.tau == 0.0 and encoding in (None, IndexEncoding.DENSE)
         variant = _Variant(
-            _DENSE if dense else _SELECTED,
+            _DENSE if dense else _SELECTED if encoding is None else int(encoding),
             GRAD_CODES[grad.dtype],
             residual is not None,
             left is not None,
             residual is not None and source == target,
             int(parts.value_dtype),
-            _SELECTED if encoding is None else int(encoding),
             job.clear,
             not (at | source | target) % _ALIGNMENT,
         )
@@ -288,8 +285,7 @@ class Batch:
                 self._pass(next(parts), len(rows) - 1, key, chunks)
             for key, rows, chunks in drawn:
                 self._find(next(parts), len(rows) - 1, key, chunks, max(each.entries for each in samples))
-            sizes = [len(rows) * STATE + counts_and_sums(units[1], len(rows)) for rows, units in laid]
-            sizes = [-(-size // 2) * 2 for size in sizes]
+            sizes = [_state_size(len(rows), units) for rows, units in laid]
             states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where)
             each = states.split(sizes) if len(sizes) > 1 else [states] * len(sizes)
             for variant, (rows, units), state in zip(writes, laid, each, strict=True):
@@ -336,27 +332,24 @@ class Batch:
         tiles, blocks, chunks, entry_chunks, room = units
         types = {"GRAD": variant.grad, "HAS_RESIDUAL": variant.residual}
         aligned = {**types, "ALIGNED": variant.aligned}
-        selected = variant.entries == _SELECTED
-        words = positions = kept_counts = sums = None
+        selected = variant.entries != _DENSE
+        words = positions = kept_counts = None
         if variant.in_place or not selected:
             launch(device.overflow, tiles, table, state, count, GRAD=variant.grad, ALIGNED=variant.aligned)
         if selected:
             words = self._empty(blocks * (BLOCK // 32), torch.int32)
             positions = self._empty(room, torch.int32)
             kept_counts = self._empty(blocks, torch.int32)
-            sums = self._empty(entry_chunks, torch.int64)
             options = {"HAS_LEFT": variant.left, "IN_PLACE": variant.in_place, **aligned}
             launch(device.select, tiles, table, words, state, self._taus, count, **options)
             launch(device.compact, blocks, table, words, state, positions, kept_counts, count)
-            skips = variant.forced in (_SELECTED, IndexEncoding.GAPS8)
-            if skips:
-                launch(device.skips, entry_chunks, table, positions, state, sums, count)
-            launch(device.plan, count, table, state, sums, FORCED=variant.forced, SKIPS=skips)
+            if variant.entries in (_SELECTED, IndexEncoding.GAPS8):
+                launch(device.skips, entry_chunks, table, positions, state, count)
         constants = {"ENTRIES": variant.entries, "VALUE": variant.value}
         accumulated = selected and variant.left
         if accumulated:  # one form of the kernel serves all types of gradients
             types = {"GRAD": 0, "HAS_RESIDUAL": False}
-        written = table, words, positions, kept_counts, state, sums, count
+        written = table, words, positions, kept_counts, state, count
         options = {"ACCUMULATED": accumulated, "HAS_LEFT": variant.left, **types, **constants}
         launch(device.write, chunks, *written, **options)
         put_back = variant.left and not variant.in_place
@@ -367,6 +360,11 @@ class Batch:
 
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self.where)
+
+
+def _state_size(rows: int, units: Sequence[int]) -> int:
+    """Return the numbers of ``state``: even, as kernels are compiled for memory at multiples of 16 bytes."""
+    return -(-(rows * STATE + sum([counts_and_sums(each, rows) for each in units[1::2]])) // 2) * 2
 
 
 def _rows(variant: _Variant, writes: Sequence[_Write]) -> tuple[np.ndarray, list[int]]:

@@ -30,9 +30,9 @@ GROUP = tl.constexpr(256)
 HEADER = tl.constexpr(40)
 
 #: Places in ``state``: whether the input overflows, selected entries below ``start`` in its block, checksums
-#: of the body, and what ``plan`` and ``compact`` found. Behind the last job's, there is a count per block,
-#: and then sums of the counts (:func:`_sums_of`).
-FLAG, BEFORE, CHECK1, CHECK2, ENCODING, NNZ, ABOVE, INDEX_NBYTES = map(tl.constexpr, range(8))
+#: of the body, what ``compact`` found, and the bytes that ``skips`` found. Behind the last job's, there are
+#: counts of selected entries per block (:func:`_counts_of`), and of bytes per chunk (:func:`_skips_of`).
+FLAG, BEFORE, CHECK1, CHECK2, NNZ, ABOVE, SKIPPED = map(tl.constexpr, range(7))
 STATE = tl.constexpr(16)  # its size
 
 ROW = tl.constexpr(16)
@@ -320,12 +320,10 @@ def select(
     number, job, tile = _job_of(table, count, TILES)
     numel = tl.load(job + NUMEL)
     start = tl.load(job + START)
-    first_block = tl.load(job + BLOCKS)
     grad = _grad_of(job, GRAD, ALIGNED)
-    counts = state + count * STATE + first_block
-    sums = _sums_of(state + count * STATE + tl.load(table + count * ROW + BLOCKS), first_block, number)
+    counts, sums = _counts_of(state + count * STATE, table, count, number, BLOCKS)
     state += number * STATE
-    words += first_block * (BLOCK // 32)
+    words += tl.load(job + BLOCKS) * (BLOCK // 32)
     rows = tl.arange(0, TILE // 32)
     columns = tl.arange(0, 32)
     at = tile * TILE + (rows[:, None] * 32 + columns[None, :])
@@ -407,6 +405,16 @@ def settle(
 
 
 @triton.jit
+def _counts_of(counts, table, count, number, WHAT: tl.constexpr):
+    """Return pointers to the counts of a job's units of work, and to the sums of COUNTED of them each; those
+    of all jobs lie behind all counts.
+    """
+    first = tl.load(table + number * ROW + WHAT)
+    sums = counts + tl.load(table + count * ROW + WHAT)
+    return counts + first, _sums_of(sums, first, number)
+
+
+@triton.jit
 def _sums_of(sums, first, row):
     """Return the pointer to the sums of a row's counts, of which the first is the ``first`` of all rows."""
     return sums + first // COUNTED + row
@@ -437,8 +445,7 @@ def compact(table, words, state, positions, kept_counts, count):
     start = tl.load(job + START)
     first_block = tl.load(job + BLOCKS)
     blocks = tl.load(job + ROW + BLOCKS) - first_block
-    counts = state + count * STATE + first_block
-    sums = _sums_of(state + count * STATE + tl.load(table + count * ROW + BLOCKS), first_block, job_number)
+    counts, sums = _counts_of(state + count * STATE, table, count, job_number, BLOCKS)
     state += job_number * STATE
     words += first_block * (BLOCK // 32)
     kept_counts += first_block
@@ -491,68 +498,57 @@ def _gaps(positions, rank, mask):
     return tl.where(mask, here - tl.where(back, before, -1) - 1, 0)
 
 
+@triton.jit
+def _skips_of(state, table, count, number):
+    """Return pointers to what :func:`skips` counts for a job's chunks, and to the sums of it."""
+    blocks = tl.load(table + count * ROW + BLOCKS)
+    counts = state + count * STATE + blocks + blocks // COUNTED + count
+    return _counts_of(counts, table, count, number, ENTRY_CHUNKS)
+
+
 @triton.jit(do_not_specialize=["count"])
-def skips(table, positions, state, sums, count):
-    """Write the bytes that ``gaps8`` needs beyond one per entry, per chunk of entries."""
+def skips(table, positions, state, count):
+    """Count the bytes that ``gaps8`` needs beyond one per entry: of each chunk of entries, and of all."""
     number, job, chunk = _job_of(table, count, ENTRY_CHUNKS)
+    counts, sums = _skips_of(state, table, count, number)
     positions += tl.load(job + ROOM)
+    state += number * STATE
     rank = chunk * CHUNK + tl.arange(0, CHUNK)
-    gaps = _gaps(positions, rank, rank < tl.load(state + number * STATE + NNZ))
-    tl.store(sums + tl.program_id(0), tl.sum(gaps // 255, 0))
+    found = tl.sum(_gaps(positions, rank, rank < tl.load(state + NNZ)) // 255, 0)
+    tl.store(counts + chunk, found)
+    tl.atomic_add(sums + chunk // COUNTED, found)
+    tl.atomic_add(state + SKIPPED, found)
 
 
 @triton.jit
-def plan(table, state, sums, FORCED: tl.constexpr, SKIPS: tl.constexpr):
-    """Choose the encoding, if none is FORCED (-1); write its size. ``sums`` (SKIPS) become those before a
-    chunk.
-    """
-    number = tl.program_id(0).to(tl.int64)
-    job = table + number * ROW
-    state += number * STATE
-    sums += tl.load(job + ENTRY_CHUNKS)
+def _index_of(job, state, ENTRIES: tl.constexpr):
+    """Return the encoding of a job's index section, ENTRIES or (-1) the smallest one, and its bytes."""
     numel = tl.load(job + NUMEL)
     nnz = tl.load(state + NNZ)
-    blocks = (numel + BLOCK - 1) // BLOCK
-    skipped = tl.zeros((), tl.int64)
-    if SKIPS:
-        lanes = tl.arange(0, STEP)
-        chunks = (nnz + CHUNK - 1) // CHUNK
-        first = chunks * 0
-        while first < chunks:
-            at = first + lanes
-            here = tl.load(sums + at, mask=at < chunks, other=0)
-            tl.store(sums + at, skipped + tl.cumsum(here, 0) - here, mask=at < chunks)
-            skipped += tl.sum(here, 0)
-            first += STEP
     bitmap = ((numel + 7) // 8).to(tl.int64)
-    gaps8 = nnz + skipped
-    block16 = blocks * 4 + 2 * nnz
-    if FORCED == -1:
-        size = bitmap
-        encoding = tl.full((), BITMAP, tl.int64)
+    gaps8 = nnz + tl.load(state + SKIPPED)
+    block16 = (numel + BLOCK - 1) // BLOCK * 4 + 2 * nnz
+    encoding = tl.full((), BITMAP if ENTRIES == -1 else ENTRIES, tl.int64)
+    size = bitmap
+    if ENTRIES == -1:
         encoding = tl.where(gaps8 < size, GAPS8, encoding)
         size = tl.minimum(gaps8, size)
         encoding = tl.where(block16 < size, BLOCK16, encoding)
         size = tl.minimum(block16, size)
         encoding = tl.where(nnz == numel, DENSE, encoding)
         size = tl.where(nnz == numel, 0, size)
-    else:
-        encoding = tl.full((), FORCED, tl.int64)
-        if FORCED == BITMAP:
-            size = bitmap
-        elif FORCED == GAPS8:
-            size = gaps8
-        else:
-            size = block16
-    tl.store(state + ENCODING, encoding)
-    tl.store(state + INDEX_NBYTES, size)
+    elif ENTRIES == GAPS8:
+        size = gaps8
+    elif ENTRIES == BLOCK16:
+        size = block16
+    return encoding, size
 
 
 # ---- writing a payload --------------------------------------------------------------------------------
 
 
 @triton.jit
-def _write_index(job, words, positions, kept_counts, state, sums, chunk, nnz):
+def _write_index(job, words, positions, kept_counts, state, counts, sums, chunk, nnz, encoding):
     """Write a part of a job's index section: of a chunk of entries, of words and of blocks."""
     lanes = tl.arange(0, CHUNK)
     body = _bytes_of(job, OUT_AT) + HEADER
@@ -560,10 +556,8 @@ def _write_index(job, words, positions, kept_counts, state, sums, chunk, nnz):
     first_block = tl.load(job + BLOCKS)
     words += first_block * (BLOCK // 32)
     kept_counts += first_block
-    sums += tl.load(job + ENTRY_CHUNKS)
     rank = chunk * CHUNK + lanes
     kept = rank < nnz
-    encoding = tl.load(state + ENCODING)
     check1 = tl.zeros((CHUNK,), tl.int64)
     check2 = tl.zeros((CHUNK,), tl.int64)
     if encoding == BITMAP:
@@ -586,7 +580,8 @@ def _write_index(job, words, positions, kept_counts, state, sums, chunk, nnz):
     if encoding == GAPS8:
         gaps = _gaps(positions, rank, kept)
         skip = gaps // 255
-        end = rank + tl.load(sums + chunk, mask=chunk * CHUNK < nnz, other=0) + tl.cumsum(skip, 0)
+        before = _before(counts, sums, tl.minimum(chunk, (nnz + CHUNK - 1) // CHUNK))
+        end = rank + before + tl.cumsum(skip, 0)
         a, b = _put(body, end, (gaps - skip * 255).to(tl.int32), kept, 1)
         check1 += a
         check2 += b
@@ -686,26 +681,27 @@ def _put_codes(body, values_at, chunk, code, rank, nnz, VALUE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def write(
-    table, words, positions, kept_counts, state, sums, count, ENTRIES: tl.constexpr,
-    ACCUMULATED: tl.constexpr, VALUE: tl.constexpr, GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
+    table, words, positions, kept_counts, states, count, ENTRIES: tl.constexpr, ACCUMULATED: tl.constexpr,
+    VALUE: tl.constexpr, GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk of the body: positions and values. What the values do not carry stays in what is left.
 
-    ENTRIES says which they are: -1, those of ``positions``, written here as ``plan`` found best; DENSE, all.
+    ENTRIES says which they are: DENSE, all; else those of ``positions``, in this encoding, or (-1) in the
+    smallest one.
     ACCUMULATED: their values are in what is left.
     """
     number, job, chunk = _job_of(table, count, CHUNKS)
-    state += number * STATE
+    state = states + number * STATE
     if tl.load(state + FLAG) == 0:
         left = _floats_of(job, LEFT_AT, False)
         nnz = tl.load(job + NUMEL)
         values_at = nnz * 0
-        if ENTRIES == -1:
+        if ENTRIES != DENSE:
             positions += tl.load(job + ROOM)
             nnz = tl.load(state + NNZ)
-            values_at = tl.load(state + INDEX_NBYTES)
-            _write_index(job, words, positions, kept_counts, state, sums, chunk, nnz)
+            encoding, values_at = _index_of(job, state, ENTRIES)
+            counts, sums = _skips_of(states, table, count, number)
+            _write_index(job, words, positions, kept_counts, state, counts, sums, chunk, nnz, encoding)
         rank = chunk * CHUNK + tl.arange(0, CHUNK)
         if VALUE >= INT8:
             rank = tl.reshape(rank, (CHUNK // GROUP, GROUP))
@@ -751,15 +747,15 @@ def _seal(table, state, counts, errors, number, ENTRIES: tl.constexpr, VALUE: tl
     counts += tl.load(job + SLOT) * 4
     numel = tl.load(job + NUMEL)
     flagged = tl.load(state + FLAG) != 0
-    encoding = tl.load(state + ENCODING)
-    nnz = tl.load(state + NNZ)
-    above = tl.load(state + ABOVE)
-    index_nbytes = tl.load(state + INDEX_NBYTES)
-    if ENTRIES != -1:
-        encoding = tl.full((), ENTRIES, tl.int64)
+    if ENTRIES == DENSE:
+        encoding = tl.full((), DENSE, tl.int64)
         nnz = numel
         above = nnz
         index_nbytes = tl.full((), 0, tl.int64)
+    else:
+        encoding, index_nbytes = _index_of(job, state, ENTRIES)
+        nnz = tl.load(state + NNZ)
+        above = tl.load(state + ABOVE)
     nnz = tl.where(flagged, 0, nnz)
     encoding = tl.where(flagged, 0, encoding)
     index_nbytes = tl.where(flagged, 0, index_nbytes)
