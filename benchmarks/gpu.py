@@ -229,7 +229,7 @@ class BackToSender:
             slot = torch.empty(slot_bytes(self.size), dtype=torch.uint8, device=DEVICE)
             self.kernels.write_slots(self.writer, slot, [(0, slot.numel())], 0)
             wrong, missing = self.kernels.prepare_sum(slot, [(0, slot.numel())], grads, 1.0)()
-            _, (late,) = read_figures(stats, [wrong.to(torch.int64), missing])
+            _, (late,) = read_figures(stats, [wrong, missing])
             if late:
                 for grad in grads:
                     grad.zero_()

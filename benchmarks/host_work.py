@@ -118,8 +118,12 @@ def counted() -> Iterator[Counter[str]]:
             arguments[2][:] = torch.tensor([_NBYTES, _KEPT, _KEPT, 0])
         elif name == "kth_largest":
             arguments[2].fill_(1.0)
+        elif name == "open_messages":
+            words, bounds, heads = arguments[1], arguments[2], arguments[6]
+            firsts = bounds[: 3 * len(heads)].view(-1, 3)[:, :1] // 8
+            heads.copy_(torch.zeros(()) if words is None else words[firsts + torch.arange(WORDS)])
         elif name == "fill_slots":
-            places, slots, fingerprint = arguments[0].view(-1, 4).tolist(), *arguments[2:]
+            places, slots, fingerprint = arguments[0].view(-1, 4).tolist(), *arguments[2:4]
             for first, parts, address, _ in places[:slots]:
                 payloads = places[slots + first :][:parts]
                 nbytes = sum(ctypes.c_int64.from_address(figures).value for _, _, figures, _ in payloads)

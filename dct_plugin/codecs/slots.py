@@ -15,6 +15,11 @@ offset type field
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
 #: Bytes, and 64-bit words, before the message.
 PREFIX = 32
 WORDS = 4
@@ -32,3 +37,9 @@ def slot_bytes(largest: int, most: int = 1 << 62) -> int:
     """
     room = min(largest * 9 // 8, most)
     return PREFIX + -(-room // ALIGNMENT) * ALIGNMENT
+
+
+def first_words(buffer: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the words before the messages, int64 [slots, WORDS], of slots that begin at these bytes."""
+    words = buffer.view(torch.int64)
+    return torch.stack([words[begin // 8 : begin // 8 + WORDS] for begin, _ in bounds])

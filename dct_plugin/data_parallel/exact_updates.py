@@ -20,6 +20,7 @@ from torch import Tensor
 from ..codecs.changes import add_steps, record_bound, steps_between
 from ..codecs.copies import to_device
 from ..codecs.message import MessageWriter
+from ..codecs.slots import first_words
 from ..codecs.stats import Figures, Stats
 from ..codecs.values import ValueDtype
 from ..compression.stream import Encoded, encode_all
@@ -93,8 +94,8 @@ class ChangesToAll(OwnersToAll):
         def add() -> tuple[Tensor, Tensor]:  # the tensors of the sums are made then
             ranks = range(self.group.world_size)
             found = [_ChangedWeights(self.group, [o], plan.views_of(o)).add_slots(slots) for o in ranks]
-            errors, missing = zip(*found, strict=True)
-            return torch.cat(errors), torch.cat(missing)
+            heads, missing = zip(*found, strict=True)
+            return torch.cat(heads), torch.cat(missing)
 
         return add
 
@@ -126,8 +127,7 @@ class _ChangedWeights(Destination):
     def add_slots(self, slots: Slots) -> tuple[Tensor, Tensor]:
         group, bounds = self.group, slots.bounds[self.senders[0]]
         if self.senders[0] == group.rank:
-            nothing = slots.received.new_zeros(1, dtype=torch.int32)
-            return nothing, nothing.to(torch.int64)
+            return first_words(slots.received, [bounds]), slots.received.new_zeros(1, dtype=torch.int64)
         with self._steps() as outs:
             return group.backend.prepare_sum(slots.received, [bounds], outs, 1.0, spare=True)()
 

@@ -147,7 +147,7 @@ class PendingExchanges:
             (sent, slots) for chunk in chunks for sent in chunk.sent if (slots := sent.slots) is not None
         ]
         stats = [part for sent, _ in phases for each in sent.written for part in each.encoded.stats]
-        also = [t for sent, slots in phases for t in (slots.headers(), sent.errors)]
+        also = [sent.heads for sent, _ in phases]
         names = [each.name for exchange in pending for each in exchange.plan.tensors]
         which = " to ".join(dict.fromkeys([*names[:1], *names[-1:]]))
         what = f"exchange of messages of {len(names)} tensors, {which},"
@@ -155,7 +155,7 @@ class PendingExchanges:
         with self._group.exchange.guard(what):  # here the host waits, not where it sends
             lost_ranks.await_device(self._group.device, limit)
             figures = iter(read_figures(stats, also))
-        results = iter([_Result(sent, slots, next(figures), next(figures)) for sent, slots in phases])
+        results = iter([_Result(sent, slots, next(figures)) for sent, slots in phases])
         with self._group.recorded(self._cls) as exchange_record:
             for exchange in pending:
                 for chunk in exchange.chunks:
@@ -184,7 +184,7 @@ class PendingExchanges:
     def _check(self, plan: ReductionPlan, result: _Result) -> None:
         bounds = result.sent.phase.largest_messages(plan)
         self._group.exchange.checked_sizes([row[:2] for row in result.headers], plan.fingerprint, bounds)
-        for sender, error in enumerate(result.errors):
+        for sender, (*_, error) in enumerate(result.headers):
             if error:
                 own, problem = self._group.rank, KERNEL_ERRORS[error]
                 raise PayloadError(f"rank {own}: message from rank {sender} of the group: {problem}")
@@ -234,18 +234,17 @@ class _Result:
     """The figures of one phase, as the host reads them.
 
     Attributes:
-        headers: First words of the slot from each sender.
-        errors: What is wrong with the message of each sender (0: nothing).
+        headers: First words of the slot from each sender; the last is what is wrong with its message.
         sent_bytes, received_bytes: Bytes of the messages by receiver, and by sender.
         truncated_from: Senders whose message did not fit.
         invalid_from: Senders whose message stands for nothing, since they lacked another.
     """
 
-    def __init__(self, sent: SentPhase, slots: Slots, words: Sequence[int], errors: Sequence[int]) -> None:
-        self.sent, self.slots, self.errors = sent, slots, errors
-        self.headers = [list(words[WORDS * r : WORDS * (r + 1)]) for r in range(len(errors))]
+    def __init__(self, sent: SentPhase, slots: Slots, words: Sequence[int]) -> None:
+        self.sent, self.slots = sent, slots
+        self.headers = [words[first : first + WORDS] for first in range(0, len(words), WORDS)]
         sizes = sent.writer.sizes()
-        sizes *= len(errors) if sent.phase.to_all else 1
+        sizes *= len(self.headers) if sent.phase.to_all else 1
         self.sent_bytes = dict(enumerate(sizes))
         self.received_bytes = {r: row[0] for r, row in enumerate(self.headers)}
         self.truncated_from = {r for r, size in self.received_bytes.items() if size > slots.room_from[r]}

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from ..codecs.message import MessageWriter
@@ -36,7 +35,8 @@ class SentPhase:
         received: Bytes of the messages by sender, as soon as the host knows them.
         slots: Those of messages whose lengths are on a device; else None.
         add_up: Adds up the messages in slots, see :meth:`.Phase.prepare_sum`.
-        errors: int64 [ranks]: what kernels found wrong with the message of each sender in a slot.
+        heads: int64 [ranks, WORDS]: the first words of the slot from each sender, the last of which is what
+            kernels found wrong with its message.
     """
 
     phase: Phase
@@ -46,7 +46,7 @@ class SentPhase:
     received: dict[int, int] = field(default_factory=dict)
     slots: Slots | None = None
     add_up: Callable[[], tuple[Tensor, Tensor]] | None = None
-    errors: Tensor = field(init=False)
+    heads: Tensor = field(init=False)
 
 
 @dataclass
@@ -58,7 +58,7 @@ class ExchangedChunk:
     """That of messages to each rank, and that of a message to all of them."""
     sent: list[SentPhase] = field(default_factory=list)
     incomplete: Tensor | None = None
-    """int64 []: whether a message of the last phase did not fit its slot; None if all lengths are known."""
+    """int64 [ranks]: which messages of the last phase did not fit; None if all lengths are known."""
 
 
 class SendOrder:
@@ -195,10 +195,7 @@ class PlanExchange:
                 for destination in sent.phase.destinations(chunk.plan):
                     destination.add_messages([messages[sender] for sender in destination.senders])
                 return
-            errors, missing = sent.add_up()
-        sent.errors = errors.to(torch.int64)
-        if len(chunk.sent) < len(self._phases):
-            chunk.incomplete = missing.amax()
+            sent.heads, chunk.incomplete = sent.add_up()
 
     @contextmanager
     def _preparing(self, count: int) -> Iterator[None]:

@@ -93,8 +93,8 @@ class Phase(ABC):
         """Return the tensors that messages are added to, by senders."""
 
     def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Return a function that adds the messages in slots once they are there; it returns what is wrong
-        with each, and whether each did not fit, as that of :meth:`.kernels.Backend.prepare_sum` does.
+        """Return a function that adds the messages in slots once they are there, and returns the first words
+        of each slot, and whether its message did not fit, as :meth:`.kernels.Backend.prepare_sum` says.
         """
         group, scale, spans = self.group, plan.scale, None
         if self.from_owners:

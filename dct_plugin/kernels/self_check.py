@@ -152,9 +152,9 @@ def _batches(backend: Backend, where: torch.device) -> Results:
     if not backend.lengths_on_host:
         slot = torch.zeros(PREFIX + 16_384, dtype=torch.uint8, device=where)
         backend.write_slots(writer, slot, [(0, slot.numel())], 7)
-        wrong, missing = backend.prepare_sum(slot, [(0, slot.numel())], outs, 1.0)()
-        if int(wrong.amax()) or int(missing.amax()):
-            raise _Difference(f"a message in a slot is refused: {wrong.tolist()}, {missing.tolist()}")
+        heads, missing = backend.prepare_sum(slot, [(0, slot.numel())], outs, 1.0)()
+        if int(heads[0, -1]) or int(missing):
+            raise _Difference(f"a message in a slot is refused: {heads.tolist()}, {missing.tolist()}")
     message = writer.message
     if backend.lengths_on_host:
         backend.sum_messages([message], outs)

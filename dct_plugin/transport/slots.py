@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..codecs.copies import to_device
 from ..codecs.message import MessageWriter
-from ..codecs.slots import FAILED, PREFIX, WORDS, slot_bytes
+from ..codecs.slots import FAILED, PREFIX, WORDS, first_words, slot_bytes
 from .exchange import Exchange
 
 #: Number of messages whose lengths decide the next capacity.
@@ -86,12 +86,7 @@ class Slots:
 
     def headers(self) -> Tensor:
         """Return the first words of all slots, int64 [ranks, WORDS]."""
-        words = self.received.view(torch.int64)
-        if self._equal:
-            ranks = len(self.bounds)
-            return words.as_strided((ranks, WORDS), (words.numel() // ranks, 1))
-        firsts = [words[begin // 8 : begin // 8 + WORDS] for begin, _ in self.bounds]
-        return torch.cat([words[:0], *firsts]).view(-1, WORDS)
+        return first_words(self.received, self.bounds)
 
     def send(self, exchange: Exchange) -> None:
         """Exchange the slots."""

@@ -71,7 +71,7 @@ class DeferredBackend(ReferenceBackend):
         fingerprint: int,
         incomplete: Tensor | None = None,
     ) -> None:
-        lacking = 0 if incomplete is None else int(incomplete.as_subclass(Tensor))
+        lacking = 0 if incomplete is None else int(incomplete.as_subclass(Tensor).amax())
         for receiver, (begin, end) in enumerate(bounds):
             out = buffer[begin:end]
             parts = [
@@ -101,7 +101,7 @@ class DeferredBackend(ReferenceBackend):
             parts = [[outs[w][start:stop] for w, start, stop in each] for each in spans.of]
             pairs = zip(bounds, parts, strict=True)
             found = [self._sum_slots(buffer, [place], own, scale, spare) for place, own in pairs]
-            return torch.cat([errors for errors, _ in found]), torch.cat([missing for _, missing in found])
+            return torch.cat([heads for heads, _ in found]), torch.cat([missing for _, missing in found])
 
         return add_up
 
@@ -119,7 +119,6 @@ class DeferredBackend(ReferenceBackend):
             int(not 0 <= size <= slot.numel() - PREFIX or incomplete)
             for slot, (size, _, incomplete, _) in zip(slots, heads, strict=True)
         ]
-        errors = [0] * len(slots)
         if any(missing):
             for out in outs if not spare else ():
                 out.fill_(torch.nan)
@@ -132,8 +131,8 @@ class DeferredBackend(ReferenceBackend):
                 else:
                     self.sum_messages(messages, outs, scale)
             except PayloadError as error:
-                errors[error.message] = 7
-        return on_device(errors, torch.int32), on_device(missing, torch.int64)
+                heads[error.message][-1] = 7
+        return on_device(heads, torch.int64), on_device(missing, torch.int64)
 
     def exact_threshold(  # type: ignore[override]
         self, grad: Tensor, residual: Tensor | None, k: int

@@ -14,9 +14,9 @@ from dct_plugin.kernels.triton.launch import OPTIONS
 
 _POINTERS = {
     **dict.fromkeys(("source", "taus", "beside"), "*fp32"),
-    **dict.fromkeys(("words", "positions", "kept_counts", "errors", "others", "magnitudes"), "*i32"),
+    **dict.fromkeys(("words", "positions", "kept_counts", "others", "magnitudes"), "*i32"),
     **dict.fromkeys(("table", "state", "states", "counts", "bounds", "meta", "rows", "row"), "*i64"),
-    **dict.fromkeys(("mask_rows", "missing", "places", "offsets", "incomplete"), "*i64"),
+    **dict.fromkeys(("mask_rows", "missing", "heads", "places", "offsets", "incomplete", "errors"), "*i64"),
     **dict.fromkeys(("out", "mask", "buffer", "slot", "planes"), "*u8"),
     "numbers": "*i32",
     **dict.fromkeys(("outs", "x", "decoded"), "*fp32"),

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...codecs.index import IndexEncoding
 from ...codecs.message import Key, MessageWriter, order_of
 from ...codecs.payload import Payload
-from ...codecs.slots import PREFIX
+from ...codecs.slots import PREFIX, first_words
 from ...codecs.stats import KERNEL_ERRORS, Stats
 from ...errors import PayloadError
 from ..backend import Backend
@@ -118,12 +118,12 @@ class TritonBackend(Backend):
             batch.launch()
 
     def _error(self, where: torch.device) -> Tensor:
-        """Return what is wrong with payloads that were read on the current stream of a device, int32 [1]; the
+        """Return what is wrong with payloads that were read on the current stream of a device, int64 [1]; the
         next payload that is written on that stream takes it to the host.
         """
         key = where, stream_number(where)
         if key not in self._errors:  # two threads of one stream get one tensor
-            self._errors.setdefault(key, torch.zeros(1, dtype=torch.int32, device=where))
+            self._errors.setdefault(key, torch.zeros(1, dtype=torch.int64, device=where))
         return self._errors[key]
 
     # -- reading ---
@@ -134,7 +134,7 @@ class TritonBackend(Backend):
         opened = open_payload(payload, out.numel(), verify=False)
         if opened.header.encoding is IndexEncoding.RICE:
             return self._reference.decode_add(opened, out)
-        OpenedMessages.of(opened, out).add(self._error(out.device), 1.0)
+        OpenedMessages.of(opened, out).add(1.0, wrong=self._error(out.device))
         return opened.nnz
 
     def positions(self, payload: Payload | Tensor, numel: int) -> Tensor:
@@ -158,8 +158,8 @@ class TritonBackend(Backend):
         ends = itertools.accumulate((message.numel() for message in messages), initial=0)
         with self._batch(outs[0].device) as batch:
             add_up = prepared_sum(batch, torch.cat([*messages]), [*itertools.pairwise(ends)], outs, scale)
-        wrongs, _ = add_up()
-        for which, wrong in enumerate(wrongs.cpu().tolist()):
+        heads, _ = add_up()
+        for which, wrong in enumerate(heads[:, -1].cpu().tolist()):
             if wrong:
                 with naming_message(which):
                     raise PayloadError(KERNEL_ERRORS[wrong])
@@ -186,7 +186,8 @@ class TritonBackend(Backend):
             return table
 
         def fill(places: Tensor) -> None:
-            arguments = places, incomplete, count, fingerprint
+            senders = 0 if incomplete is None else incomplete.numel()
+            arguments = places, incomplete, count, fingerprint, senders
             grid = max(units, 1), count
             launch(reading.fill_slots, grid, *arguments, ANSWERS=incomplete is not None)
 
@@ -206,7 +207,7 @@ class TritonBackend(Backend):
     ) -> Callable[[], tuple[Tensor, Tensor]]:
         if not outs:
             nothing = torch.zeros(len(bounds), dtype=torch.int64, device=buffer.device)
-            return lambda: (nothing, nothing)
+            return lambda: (first_words(buffer, bounds), nothing)
         with self._batch(buffer.device) as batch:
             return prepared_sum(batch, buffer, bounds, outs, scale, spans, slots=True, spare=spare, bits=bits)
 

@@ -130,7 +130,7 @@ class Batch:
 
     Args:
         where: The device.
-        errors: int32 [1], what was wrong with payloads read before. It goes to the host with the next
+        errors: int64 [1], what was wrong with payloads read before. It goes to the host with the next
         figures.
         room: The most tensors, and the most thresholds, that the batch takes.
         at_once: Launch it behind its ``with`` block.

@@ -73,8 +73,8 @@ META = tl.constexpr(5)
 #: Entries that such a program owns, and messages that it searches at once.
 RANGE, SEARCHED = map(tl.constexpr, (16384, 32))
 
-#: Bytes of a slot before its message; words of it: size, fingerprint, incomplete.
-PREFIX = tl.constexpr(32)
+#: Bytes of a slot before its message, and the words in them: size, fingerprint, incomplete, 0.
+PREFIX, WORDS = map(tl.constexpr, (32, 4))
 #: Numbers of a slot, and of a payload that is put into one.
 PART = tl.constexpr(4)
 #: Bytes that a program copies into a slot.
@@ -137,7 +137,7 @@ def _read_header(buffer, at, end, numel):
 
 @triton.jit(do_not_specialize=["count", "stride", "room"])
 def open_messages(
-    buffer, words, bounds, meta, rows, missing, count, stride, room, SLOTS: tl.constexpr,
+    buffer, words, bounds, meta, rows, missing, heads, count, stride, room, SLOTS: tl.constexpr,
     ABSENT: tl.constexpr,
 ):  # fmt: skip
     """Make the rows of messages, which lie between two bytes of ``buffer`` (``words``: the same memory).
@@ -147,7 +147,8 @@ def open_messages(
     ``bounds``, int64 [messages, 3], has the two bytes, and the number of payloads. ``meta``, int64 [count,
     META], has the entries of the tensors that the payloads are for; that of the next message begins
     ``stride`` numbers on. A header that is damaged, or has more positions than there is ``room`` for,
-    ends the walk. ABSENT: the state of what is missing.
+    ends the walk. ABSENT: the state of what is missing. ``heads``, int64 [messages, WORDS], become the first
+    words of the slots; zeros without.
     """
     message = tl.program_id(0).to(tl.int64)
     rows += message * (count + 1) * ROW
@@ -156,13 +157,17 @@ def open_messages(
     end = tl.load(bounds + 3 * message + 1)
     payloads = tl.load(bounds + 3 * message + 2)
     absent = at * 0
+    lanes = tl.arange(0, WORDS)
+    head = tl.zeros((WORDS,), tl.int64)
     if SLOTS:
         size = tl.load(words + at // 8)
         stands_for_nothing = tl.load(words + at // 8 + 2) != 0
+        head = tl.load(words + at // 8 + lanes)
         absent = ((size < 0) | (at + PREFIX + size > end) | stands_for_nothing).to(tl.int64)
         at += PREFIX
         end = tl.where(absent != 0, at, at + size)
     tl.store(missing + message, absent)
+    tl.store(heads + WORDS * message + lanes, tl.where(lanes < WORDS - 1, head, 0))
     checks = absent * 0
     scans = absent * 0
     places = absent * 0
@@ -416,13 +421,15 @@ def _count_below(positions, count, limit):
     return low
 
 
-@triton.jit(do_not_specialize=["messages", "count", "stride", "room"])
+@triton.jit(do_not_specialize=["error_stride", "messages", "count", "stride", "room"])
 def add(
-    buffer, rows, meta, positions, beside, errors, scale, messages, count, stride, room,
+    buffer, rows, meta, positions, beside, errors, error_stride, scale, messages, count, stride, room,
     SCALED: tl.constexpr, SCALED_SUM: tl.constexpr,
 ):  # fmt: skip
     """Add the payloads with which nothing is wrong of so many ``messages``, one after the other, to the same
     tensors; those of the next so many, whose numbers in ``meta`` begin ``stride`` further, to others.
+
+    ``errors``, int64, ``error_stride`` from one message's to the next one's, become what is wrong with it.
 
     A program owns RANGE entries of a tensor, so each sum has the order of the messages. Where several are
     added to a tensor that is not fp32, the sum is made ``beside`` it (fp32, zeros) and rounded once.
@@ -459,7 +466,7 @@ def add(
             here = rows + message * width
             error = _error_of(here)
             if first == 0:
-                tl.atomic_max(errors + message, error.to(tl.int32))
+                tl.atomic_max(errors + message * error_stride, error.to(tl.int64))
             rank = tl.sum(tl.where(each == message, begins, 0), 0)
             last = tl.where(error == 0, tl.sum(tl.where(each == message, ends, 0), 0), 0)
             body = buffer + tl.load(here + BODY)
@@ -506,8 +513,8 @@ def _sizes(places, part, mask):
     return tl.load(figures, mask=mask, other=0)
 
 
-@triton.jit(do_not_specialize=["slots", "fingerprint"])
-def fill_slots(places, incomplete, slots, fingerprint, ANSWERS: tl.constexpr):
+@triton.jit(do_not_specialize=["slots", "fingerprint", "senders"])
+def fill_slots(places, incomplete, slots, fingerprint, senders, ANSWERS: tl.constexpr):
     """Copy payloads into their slots, as far as there is room, and write the first words of the slots.
 
     ``places``, int64 [slots + payloads, PART]. Of a slot: its first payload, number of payloads, address, and
@@ -546,7 +553,10 @@ def fill_slots(places, incomplete, slots, fingerprint, ANSWERS: tl.constexpr):
         tl.store(words, total)
         tl.store(words + 1, fingerprint.to(tl.int64))
         lacking = total * 0
-        if ANSWERS:
-            lacking = tl.load(incomplete)
+        first = 0
+        while ANSWERS and first < senders:
+            flags = tl.load(incomplete + first + lanes, mask=first + lanes < senders, other=0)
+            lacking = tl.maximum(lacking, tl.max(flags, 0))
+            first += SEARCHED
         tl.store(words + 2, lacking)
         tl.store(words + 3, total * 0)

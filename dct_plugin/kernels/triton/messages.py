@@ -63,18 +63,19 @@ class UnopenedMessages(NamedTuple):
         meta, stride = table[3 * several :], targets[0].size if len(targets) > 1 else 0
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
         missing = torch.empty(several, dtype=torch.int64, device=where)
+        heads = torch.empty(several, device.WORDS.value, dtype=torch.int64, device=where)
         words = buffer.view(torch.int64) if slots else None
         absent = device.ADDED if spare else device.POISONED
         units = layout.blocks + longest // CHUNK + count
         with launched_on(where):
-            arguments = buffer, words, table, meta, rows, missing, count, stride, room
+            arguments = buffer, words, table, meta, rows, missing, heads, count, stride, room
             launch(device.open_messages, several, *arguments, SLOTS=slots, ABSENT=absent.value)
             counts = torch.zeros(several, 2, counts_and_sums(units, count), dtype=torch.int64, device=where)
             positions = torch.empty(several, room, dtype=torch.int32, device=where)
             sizes, checks = (count, stride, units, counts.shape[-1]), -(-longest // (4 * CHUNK)) + count
             launch(device.scan, (checks + units, several), buffer, rows, meta, counts, *sizes, checks)
             launch(device.place, (units, several), buffer, rows, meta, counts, positions, *sizes, room)
-        return OpenedMessages(buffer, rows, positions, missing, layout.programs, meta, stride)
+        return OpenedMessages(buffer, rows, positions, missing, heads, layout.programs, meta, stride)
 
 
 class OpenedMessages(NamedTuple):
@@ -86,6 +87,8 @@ class OpenedMessages(NamedTuple):
     positions: Tensor
     missing: Tensor
     """int64 [messages]. 1 where a message is missing, or has no payloads to add."""
+    heads: Tensor
+    """int64 [messages, WORDS]: the first words of slots (zeros without); the last one is 0."""
     sums: int
     """Programs that add one of the messages up."""
     targets: Tensor
@@ -102,7 +105,7 @@ class OpenedMessages(NamedTuple):
         return messages.open(upload(messages.table(), payload.data.device))
 
     def entries(self, payload: Payload) -> tuple[Tensor, Tensor]:
-        """Return the positions of a single payload, int64 [nnz], and what is wrong with it, int32 [1].
+        """Return the positions of a single payload, int64 [nnz], and what is wrong with it, int64 [1].
 
         If something is, positions are any in the tensor.
         """
@@ -113,21 +116,29 @@ class OpenedMessages(NamedTuple):
             positions = torch.arange(payload.nnz, device=self.buffer.device)
         else:
             positions = self.positions[0, : payload.nnz].to(torch.int64) & 0xFFFFFFFF
-        return positions.clamp_(max=max(payload.numel - 1, 0)), wrong.to(torch.int32).view(1)
+        return positions.clamp_(max=max(payload.numel - 1, 0)), wrong.view(1)
 
-    def add(self, wrong: Tensor, scale: float, together: int = 1, apart: int = 0) -> None:
-        """Add messages to their tensors, so many ``together`` to the same ones; ``wrong``, int32 [messages],
-        becomes what is wrong with each. ``apart``: entries whose sums are made in other memory, in fp32.
+    def add(
+        self, scale: float, together: int = 1, apart: int = 0, wrong: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Add messages to their tensors, so many ``together`` to the same ones. Return :attr:`heads`, with
+        what is wrong with each message as its last word, and :attr:`missing`.
+
+        Args:
+            apart: Entries whose sums are made in other memory, in fp32.
+            wrong: int64 [1], becomes what is wrong with a single message.
         """
         several, room = self.positions.shape
         grid = self.sums, several // together
         beside = torch.zeros(apart, dtype=torch.float32, device=self.buffer.device)
         read = self.buffer, self.rows, self.targets, self.positions, beside
-        numbers = scale, together, self.rows.shape[1] - 1, self.stride, room
+        errors = self.heads[:, -1] if wrong is None else wrong
+        numbers = errors.stride(0), scale, together, self.rows.shape[1] - 1, self.stride, room
         early = scales_first(together, scale)
         scaled = {"SCALED": scale != 1.0 and early, "SCALED_SUM": scale != 1.0 and not early}
         with launched_on(self.buffer.device):
-            launch(device.add, grid, *read, wrong, *numbers, **scaled)
+            launch(device.add, grid, *read, errors, *numbers, **scaled)
+        return self.heads, self.missing
 
 
 def prepared_sum(
@@ -154,10 +165,7 @@ def prepared_sum(
 
     def add_up() -> tuple[Tensor, Tensor]:
         batch.launch()  # unless that is done
-        opened = messages.open(*table)
-        wrong = torch.zeros(count, dtype=torch.int32, device=buffer.device)
-        opened.add(wrong, scale, 1 if once else count, apart)
-        return wrong, opened.missing
+        return messages.open(*table).add(scale, 1 if once else count, apart)
 
     return add_up
 

@@ -774,7 +774,7 @@ def _seal(table, state, counts, errors, number, ENTRIES: tl.constexpr, VALUE: tl
     tl.store(counts, index_nbytes + HEADER + _value_nbytes(nnz, nnz * 0 + VALUE))
     tl.store(counts + 1, nnz)
     tl.store(counts + 2, tl.where(flagged, 0, above))
-    error = tl.atomic_xchg(errors, tl.full((), 0, tl.int32)).to(tl.int64)
+    error = tl.atomic_xchg(errors, tl.full((), 0, tl.int64))
     tl.store(counts + 3, 2 * error + flagged.to(tl.int64))
 
 
