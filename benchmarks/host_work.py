@@ -123,12 +123,12 @@ def counted() -> Iterator[Counter[str]]:
             firsts = bounds[: 3 * len(heads)].view(-1, 3)[:, :1] // 8
             heads.copy_(torch.zeros(()) if words is None else words[firsts + torch.arange(WORDS)])
         elif name == "fill_slots":
-            places, slots, fingerprint = arguments[0].view(-1, 4).tolist(), *arguments[2:4]
-            for first, parts, address, _ in places[:slots]:
+            places, buffer, _, slots, fingerprint = arguments[0].view(-1, 4).tolist(), *arguments[1:5]
+            for first, parts, begin, _ in places[:slots]:
                 payloads = places[slots + first :][:parts]
                 nbytes = sum(ctypes.c_int64.from_address(figures).value for _, _, figures, _ in payloads)
                 head = torch.tensor([nbytes, fingerprint, 0, 0])
-                ctypes.memmove(address, head.data_ptr(), 8 * WORDS)
+                ctypes.memmove(buffer.data_ptr() + begin, head.data_ptr(), 8 * WORDS)
 
     def counted_upload(table: Any, where: torch.device) -> Tensor:
         counts["uploads"] += 1

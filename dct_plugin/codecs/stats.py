@@ -126,10 +126,11 @@ class Stats:
         if self._figures is not None:
             if not self._figures.read:
                 read_stats([self])
-            found = self._figures.read[slice(*self._numbers)]
+            begin, end = self._numbers
+            found = self._figures.read[begin:end]
             self._sizes = found[::4]
-            nonfinite = 1 in [flags & 1 for flags in found[3::4]]
-            self._counts = (sum(self._sizes), sum(found[1::4]), sum(found[2::4]), nonfinite)
+            nbytes, nnz, above, flags = found if end == begin + 4 else _sums(found)
+            self._counts = (nbytes, nnz, above, flags & 1 == 1)
             self._figures = None
         return self._counts
 
@@ -161,6 +162,12 @@ class Stats:
             read_stats([self])
         assert isinstance(self._tau, float)
         return self._tau
+
+
+def _sums(found: list[int]) -> tuple[int, int, int, int]:
+    """Return the sums of figures, and whether one is flagged."""
+    nonfinite = 1 in [flags & 1 for flags in found[3::4]]
+    return sum(found[::4]), sum(found[1::4]), sum(found[2::4]), int(nonfinite)
 
 
 class Totals(NamedTuple):

@@ -180,11 +180,11 @@ class Residual(_Transaction[Tensor]):
 
         The residual stays as it is until :meth:`end`, also if the pass fails before.
         """
-        source = self._newest
         if self._pending is not None:
-            self._written = self._pending
+            source, self._written = self._newest, self._pending
         else:
-            self._written = source.new_empty(self.numel) if self._beside else source
+            source = self._committed
+            self._written = torch.empty_like(source) if self._beside else source
         return source, self._written
 
     def end(self, step: int) -> None:

@@ -109,8 +109,9 @@ class Stream:
 
     def propose(self, encoded: Encoded, flat: Tensor, residual: Tensor | None = None) -> Tau:
         """Return the threshold for ``flat``."""
-        tau = self.threshold.propose(self.backend(flat.device), flat, residual, encoded.density)
-        encoded.refreshes = int(self.threshold.measuring)
+        kernels = self._backend or self.backend(flat.device)
+        tau, measured = self.threshold.propose(kernels, flat, residual, encoded.density)
+        encoded.refreshes = int(measured)
         return tau
 
 
@@ -262,7 +263,8 @@ class Compressor(Stream):
         tau = 0.0 if dense else self.propose(encoded, grad, buffers[0])
         parts = _parts_of(bounds, numel, 1.0 if dense else encoded.density, self._value_dtype)
         job = PartedJob(grad, buffers[0], tau, buffers[1], parts, step * _START_STRIDE, clear)
-        encoded.stats = self.backend(grad.device).compress_parts(job, writer, receivers)
+        kernels = self._backend or self.backend(grad.device)
+        encoded.stats = kernels.compress_parts(job, writer, receivers)
         if self.residual is not None:
             self.residual.end(step)
         return encoded
@@ -411,7 +413,7 @@ def backend_beside(kernels: KernelConfig | None, device: torch.device) -> Backen
 
 def as_flat(tensor: Tensor) -> Tensor:
     """``tensor`` as the kernels read it: detached, 1-D, contiguous; fp32, bf16, fp16 (fp64 is rounded)."""
-    flat = tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
+    flat = tensor if tensor.ndim == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
     return flat if flat.dtype in GRAD_DTYPES else flat.to(torch.float32)
 
 

@@ -99,9 +99,11 @@ class Threshold:
             or (self.step & (self.step - 1)) == 0  # steps 0, 1, 2, 4, 8, ...: the residual is still filling
         )
 
-    def propose(self, kernels: Backend, grad: Tensor, residual: Tensor | None, density: float) -> Tau:
+    def propose(
+        self, kernels: Backend, grad: Tensor, residual: Tensor | None, density: float
+    ) -> tuple[Tau, bool]:
         """The threshold of the coming step, at which about a share of ``density`` of ``|grad + residual|``
-        passes; it stays on the device if the kernels leave it there.
+        passes, and whether it was measured anew; it stays on the device if the kernels leave it there.
 
         Args:
             kernels: Backend of the tensors' device.
@@ -118,12 +120,7 @@ class Threshold:
             samples = sample_size(density, tracking=not measured)
             tau = kernels.sample_threshold(grad, residual, density, samples, seed)
         self._proposed = tau, density, measured
-        return tau
-
-    @property
-    def measuring(self) -> bool:
-        """True if the proposed threshold was measured anew."""
-        return self._proposed is not None and self._proposed[2]
+        return tau, measured
 
     def accept(self, applied: float) -> None:
         """The proposed threshold, on the host ``applied``, is the current one from now on."""

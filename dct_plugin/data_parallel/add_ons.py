@@ -33,6 +33,7 @@ class AddOns:
     def __init__(self, context: ReducerContext) -> None:
         self._context = context
         self._each = [add_on for kind in ADD_ONS if (add_on := kind.configured(context)) is not None]
+        self._by_key: dict[str, Any] = {each.key: each for each in self._each}
         self.earlier: dict[str, Tensor] = {}
 
     def __iter__(self) -> Iterator[AddOn]:
@@ -45,19 +46,18 @@ class AddOns:
         Raises:
             ConfigError: The configuration does not ask for it.
         """
-        found: Any = next((each for each in self._each if each.key == "ahead"), None)
-        if found is None:
+        if "ahead" not in self._by_key:
             raise ConfigError(
                 "step-ahead needs dct.data_parallel.feedback = 'step_ahead', it is "
                 f"'{self._context.config.feedback.label()}'"
             )
+        found: StepAheadAddOn = self._by_key["ahead"]
         return found
 
     @property
     def local_steps(self) -> LocalSteps | None:
         """The add-on of local steps; hosts tell it which weights are trained."""
-        found: Any = next((each for each in self._each if each.key == "local"), None)
-        return found
+        return self._by_key.get("local")
 
     @property
     def dense(self) -> bool:

@@ -151,9 +151,9 @@ class PendingExchanges:
         names = [each.name for exchange in pending for each in exchange.plan.tensors]
         which = " to ".join(dict.fromkeys([*names[:1], *names[-1:]]))
         what = f"exchange of messages of {len(names)} tensors, {which},"
-        limit = time_limit(self._group.exchange.peers.group, self._group.device.type)
+        group, where = self._group.exchange.peers.group, self._group.device
         with self._group.exchange.guard(what):  # here the host waits, not where it sends
-            lost_ranks.await_device(self._group.device, limit)
+            lost_ranks.await_device(where, lambda: time_limit(group, where.type))
             figures = iter(read_figures(stats, also))
         results = iter([_Result(sent, slots, next(figures)) for sent, slots in phases])
         with self._group.recorded(self._cls) as exchange_record:
@@ -171,10 +171,11 @@ class PendingExchanges:
         affected = results[-1].truncated_from | results[-1].invalid_from
         if len(results) == 2 and affected:
             messages = self._answer_again(chunk.plan, results, affected, messages)
-        with exchange_record.timed("decode"):
-            for destination in results[-1].sent.phase.destinations(chunk.plan) if affected else ():
-                if affected & set(destination.senders):
-                    destination.add_again([messages[sender] for sender in destination.senders])
+        if affected:
+            with exchange_record.timed("decode"):
+                for destination in results[-1].sent.phase.destinations(chunk.plan):
+                    if affected & set(destination.senders):
+                        destination.add_again([messages[sender] for sender in destination.senders])
         for capacities, result in zip(known, results, strict=True):
             result.sent.received = result.received_bytes
             capacities.remember(result.sent_bytes, result.received_bytes)

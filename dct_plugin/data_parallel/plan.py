@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -205,6 +206,8 @@ class ReductionPlan:
             entries: Entries sent that are worth a message of their own; more in tensors of many parts, since
                 each part has a message.
         """
+        if entries == math.inf:
+            return [self]
         parts = max((len(tensor.shards) for tensor in self.tensors), default=1)
         entries *= max(1.0, parts / MESSAGES_OF_CHUNK)
         groups: list[list[PlannedTensor]] = []

@@ -206,11 +206,12 @@ class GradientReducer(StreamGroup):
 
     def reduce_dense(self, entries: Entries, scale: float, exchange_record: Record) -> bool:
         """Sum tensors as the host framework would, if this step is dense; return whether it is."""
-        if self._dense.active:
-            tensors = [PlannedTensor(n, t, shards_of(n, t.numel(), 1), False) for n, t in entries]
-            plan = ReductionPlan(self.operation("dense"), tensors, scale * self.ranks_inside)
-            self._dense.reduce(plan, exchange_record)
-        return self._dense.active
+        if not self._dense.active:
+            return False
+        tensors = [PlannedTensor(n, t, shards_of(n, t.numel(), 1), False) for n, t in entries]
+        plan = ReductionPlan(self.operation("dense"), tensors, scale * self.ranks_inside)
+        self._dense.reduce(plan, exchange_record)
+        return True
 
     def keep(self, entries: Entries, scale: float) -> bool:
         """Leave gradients as those of this rank alone, if they stay there in this step; return whether."""

@@ -91,24 +91,27 @@ def look_for_failure() -> None:
     failure[:] = filter(None, [stated(_FAILED)])
 
 
-def await_device(device: torch.device, limit: float) -> None:
+def await_device(device: torch.device, limit: Callable[[], float]) -> None:
     """Wait for the messages that are queued on the current stream. nccl waits for a rank that is gone, and
     would let the host wait with it.
 
     Args:
         device: The device.
-        limit: Seconds that the group waits for its ranks.
+        limit: Returns the seconds that the group waits for its ranks.
 
     Raises:
         DesyncError: A rank ended with an error, which it has stated in the store.
         RuntimeError: The messages did not come in time: an error of the transport (:func:`of_transport`).
     """
-    is_there, until = queued(device), time.monotonic() + _PATIENCE * limit
+    is_there = queued(device)
+    if is_there():
+        return
+    until = time.monotonic() + (patience := _PATIENCE * limit())
     while not is_there():
         if failure:
             raise DesyncError(f"rank {dist.get_rank()}: {failure[0]}; see its own output")
         if time.monotonic() > until:
-            raise RuntimeError(f"Operation timed out after {_PATIENCE * limit:.0f} s")
+            raise RuntimeError(f"Operation timed out after {patience:.0f} s")
         time.sleep(_PAUSE)
 
 

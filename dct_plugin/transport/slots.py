@@ -119,7 +119,7 @@ class AgreedCapacities:
 
     def slots(self, device: torch.device) -> Slots:
         """Return empty slots for messages to and from all ranks."""
-        leaving = [slot_bytes(max(last)) for last in zip(*self._sent, strict=True)]
+        leaving = [] if self.shared else [slot_bytes(max(last)) for last in zip(*self._sent, strict=True)]
         largest = map(max, zip(*self._received, strict=True))
         arriving = list(map(slot_bytes, largest, self._bounds))
         return Slots(self.exchange.rank, leaving, arriving, device, shared=self.shared)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...codecs.index import IndexEncoding
 from ...codecs.message import Key, MessageWriter, order_of
 from ...codecs.payload import Payload
-from ...codecs.slots import PREFIX, first_words
+from ...codecs.slots import first_words
 from ...codecs.stats import KERNEL_ERRORS, Stats
 from ...errors import PayloadError
 from ..backend import Backend
@@ -51,6 +51,12 @@ _FIGURES_NBYTES = 32  # of a payload
 _MOST_SAMPLES = 1 << 17  # that one program finds the threshold of
 
 
+class _Waiting(threading.local):
+    """The batches that are open in a thread, by device."""
+
+    batches: dict[torch.device, Batch] | None = None
+
+
 class TritonBackend(Backend):
     """Kernels that never wait for the host; see :class:`~dct_plugin.kernels.backend.Backend`.
 
@@ -69,7 +75,7 @@ class TritonBackend(Backend):
 
     def __init__(self) -> None:
         self._errors: dict[tuple[torch.device, int], Tensor] = {}
-        self._waiting = threading.local()
+        self._waiting = _Waiting()
         self._reference = ReferenceBackend(WRITTEN)
 
     def __repr__(self) -> str:
@@ -104,7 +110,7 @@ class TritonBackend(Backend):
 
     def _batch(self, where: torch.device) -> Batch:
         """Return the open batch, or one that is launched behind its ``with`` block."""
-        batches: dict[torch.device, Batch] | None = getattr(self._waiting, "batches", None)
+        batches = self._waiting.batches
         if batches is None:
             return Batch(where, self._error(where), 1, at_once=True)
         if where not in batches or batches[where].full:
@@ -114,7 +120,7 @@ class TritonBackend(Backend):
 
     def _catch_up(self) -> None:
         """Launch the open batches: the next kernel may need their results."""
-        for batch in (getattr(self._waiting, "batches", None) or {}).values():
+        for batch in (self._waiting.batches or {}).values():
             batch.launch()
 
     def _error(self, where: torch.device) -> Tensor:
@@ -180,14 +186,13 @@ class TritonBackend(Backend):
             nonlocal units
             layout, placed, units = _slots_of(writer.layout, count)
             table, where = layout.copy(), [(each.address, each.stats.address) for each in writer.placed]
-            begins, ends = np.array(bounds).T
-            table[:count, 2], table[:count, 3] = begins + buffer.data_ptr(), ends - begins - PREFIX
+            table[:count, 2:] = bounds
             table[count:, ::2] += np.array(where, dtype=np.int64).reshape(-1, 2)[placed]
             return table
 
         def fill(places: Tensor) -> None:
             senders = 0 if incomplete is None else incomplete.numel()
-            arguments = places, incomplete, count, fingerprint, senders
+            arguments = places, buffer, incomplete, count, fingerprint, senders
             grid = max(units, 1), count
             launch(reading.fill_slots, grid, *arguments, ANSWERS=incomplete is not None)
 

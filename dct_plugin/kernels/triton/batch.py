@@ -54,10 +54,10 @@ def readable(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
-ROW, NUMEL, START, TILES, CHUNKS, SLOT, *_SAMPLE = (
+ROW, OUT_AT, NUMEL, START, TILES, CHUNKS, SLOT, *_SAMPLE = (
     each.value
     for each in (
-        *(device.ROW, device.NUMEL, device.START, device.TILES, device.CHUNKS, device.SLOT),
+        *(device.ROW, device.OUT_AT, device.NUMEL, device.START, device.TILES, device.CHUNKS, device.SLOT),
         *(device.NUMEL, device.SAMPLES, device.SEED, device.ALL, device.SHARE, device.RANK, device.SLOT),
     )
 )
@@ -65,8 +65,8 @@ _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 class _Variant(NamedTuple):
@@ -90,9 +90,9 @@ class _Write(NamedTuple):
     job: Job | PartedJob
     parts: Parts
     columns: Sequence[int]
-    """These numbers are the same for all payloads: addresses of the gradient, of both residuals, and of the
-    first payload, behind whose bound the others follow; their turn; the row of the first figures; slot and
-    bits of the threshold.
+    """A row of which each payload's differs by what :func:`_layout` says: addresses of the gradient, of both
+    residuals, and of the first payload, behind whose bound the others follow; their turn; the row of the
+    first figures; slot and bits of the threshold.
     """
 
     def undo(self) -> None:
@@ -180,7 +180,8 @@ class Batch:
         count = len(parts.bounds)
         grad, residual = job.grad, job.residual
         left = residual if job.residual_out is None else job.residual_out
-        at, source, target = addresses = [*map(_address, (grad, residual, left))]
+        at, source = grad.data_ptr(), 0 if residual is None else residual.data_ptr()
+        target = source if left is residual else 0 if left is None else left.data_ptr()
         dense = not isinstance(job.tau, Tensor) and job.tau == 0.0 and encoding in (None, IndexEncoding.DENSE)
         variant = _Variant(
             _DENSE if dense else _SELECTED if encoding is None else int(encoding),
@@ -194,7 +195,7 @@ class Batch:
         )
         applied, *tau = (job.tau, -1, 0) if dense else self._tau(job.tau)
         stats = Stats.on_device(self._figures, self._payloads, count, tau=applied)
-        columns = [*addresses, place(stats), turn, self._payloads, *tau]
+        columns = [at, source, target, place(stats), 0, 0, turn, 0, 0, 0, 0, 0, self._payloads, *tau, 0]
         self._noted.writes.setdefault(variant, []).append(_Write(job, parts, columns))
         self._tensors += 1
         self._payloads += count
@@ -231,7 +232,7 @@ class Batch:
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
         """See :meth:`.backend.Backend.unpack`; before thresholds are found."""
         packed = readable(packed)
-        if any(_address(each.tensors[1]) == packed.data_ptr() for each in self._noted.after):
+        if any(_addresses(each.tensors)[1] == packed.data_ptr() for each in self._noted.after):
             self.launch()  # these are the values that are packed there now
         self._entries += (numel := out.numel())
         key, tensors = ("unpack", "GROUPED", exponents is not None), (out, packed, exponents)
@@ -372,20 +373,14 @@ def _rows(variant: _Variant, writes: Sequence[_Write]) -> tuple[np.ndarray, list
     chunks of the body and of entries, positions.
     """
     of, size = tuple([write.parts for write in writes]), GRAD_DTYPES[variant.grad].itemsize
-    layout, units, which, offsets, moduli = _layout(of, size, dense=variant.entries == _DENSE)
-    columns = np.array([write.columns for write in writes])[which]
+    layout, units, which = _layout(of, size, dense=variant.entries == _DENSE)
     rows = layout.copy()
-    payloads = rows[:-1]
-    payloads[:, :NUMEL] = columns[:, :NUMEL] + offsets
-    payloads[:, START] = columns[:, NUMEL] % moduli
-    payloads[:, SLOT : SLOT + 3] += columns[:, NUMEL + 1 :]
+    rows[:-1] += np.array([write.columns for write in writes])[which]
     return rows, units
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(
-    of: tuple[Parts, ...], size: int, *, dense: bool
-) -> tuple[np.ndarray, list[int], np.ndarray, np.ndarray, np.ndarray]:
+def _layout(of: tuple[Parts, ...], size: int, *, dense: bool) -> tuple[np.ndarray, list[int], np.ndarray]:
     """Return what the rows of payloads have in every step.
 
     Args:
@@ -394,8 +389,8 @@ def _layout(
         dense: Whether the payloads hold every entry.
 
     Returns:
-        The rows without addresses; the totals of units of work; for each payload, the number of its tensor,
-        the bytes before it in gradient, residuals and message, and what its first position is taken modulo.
+        The rows, with the bytes before each payload in place of addresses; the totals of units of work; for
+        each payload, the number of its tensor.
     """
     counts = [len(each.numbers) for each in of]
     start, numel, most = np.concatenate([each.numbers for each in of]).T
@@ -409,16 +404,16 @@ def _layout(
     work = np.stack([_programs(numel, TILE), _programs(numel, BLOCK), *units], axis=1)
     rows[1:, TILES:SLOT] = np.cumsum(work, axis=0)
     rows[:-1, SLOT] = np.concatenate([*map(np.arange, counts)])
-    places = np.concatenate([np.cumsum(each.nbytes) - each.nbytes for each in of])
-    offsets = np.column_stack([np.outer(start, [size, 4, 4]), places])
-    which = np.repeat(np.arange(len(of)), counts)
-    return rows, rows[-1, TILES:SLOT].tolist(), which, offsets, np.maximum(numel, 1)
+    rows[:-1, :OUT_AT] = np.outer(start, [size, 4, 4])
+    rows[:-1, OUT_AT] = np.concatenate([np.cumsum(each.nbytes) - each.nbytes for each in of])
+    return rows, rows[-1, TILES:SLOT].tolist(), np.repeat(np.arange(len(of)), counts)
 
 
 def _programs(count: np.ndarray, each: int) -> np.ndarray:
     return np.maximum(1, -(-count // each))
 
 
+@functools.lru_cache(maxsize=1024)
 def _float_bits(number: float) -> int:
     """Return the bits of the fp32 number that ``number`` is rounded to."""
     bits: int = struct.unpack("<i", struct.pack("<f", number))[0]
@@ -436,7 +431,7 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
 def _counted(group: Sequence[_Entrywise]) -> tuple[np.ndarray, int]:
     """Return the rows of operations, and the chunks of all."""
     rows, places = np.zeros((len(group) + 1, ROW), dtype=np.int64), group[0].places
-    numbers = [[*map(_address, each.tensors), *each.numbers] for each in group]
+    numbers = [[*_addresses(each.tensors), *each.numbers] for each in group]
     rows[:-1, [*range(len(group[0].tensors)), *places]] = numbers
     rows[1:, CHUNKS] = np.cumsum([programs(each.entries, CHUNK) for each in group])
     return rows, int(rows[-1, CHUNKS])

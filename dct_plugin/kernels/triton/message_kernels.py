@@ -514,18 +514,19 @@ def _sizes(places, part, mask):
 
 
 @triton.jit(do_not_specialize=["slots", "fingerprint", "senders"])
-def fill_slots(places, incomplete, slots, fingerprint, senders, ANSWERS: tl.constexpr):
+def fill_slots(places, buffer, incomplete, slots, fingerprint, senders, ANSWERS: tl.constexpr):
     """Copy payloads into their slots, as far as there is room, and write the first words of the slots.
 
-    ``places``, int64 [slots + payloads, PART]. Of a slot: its first payload, number of payloads, address, and
-    bytes for its message. Of a payload: address, first unit of work in its slot, address of its figures, and
-    0.
+    ``places``, int64 [slots + payloads, PART]. Of a slot: its first payload, number of payloads, first byte
+    in the buffer, and the one behind it. Of a payload: address, first unit of work in its slot, address of
+    its figures, and 0.
     """
     unit = tl.program_id(0).to(tl.int64)
     head = places + tl.program_id(1).to(tl.int64) * PART
     begin = tl.load(head)
     parts = tl.load(head + 1).to(tl.int32)
-    slot = tl.load(head + 2)
+    slot = buffer + tl.load(head + 2)
+    room = tl.load(head + 3) - tl.load(head + 2) - PREFIX
     places += (slots + begin) * PART
     mine = tl.full((), 0, tl.int32)
     if parts > 0:
@@ -545,9 +546,9 @@ def fill_slots(places, incomplete, slots, fingerprint, senders, ANSWERS: tl.cons
         within = (unit - tl.load(places + mine * PART + 1)) * COPIED + tl.arange(0, COPIED)
         nbytes = tl.load(tl.load(places + mine * PART + 2).to(tl.pointer_type(tl.int64)))
         target = before + within
-        there = (within < nbytes) & (target < tl.load(head + 3))
+        there = (within < nbytes) & (target < room)
         byte = tl.load(source + within, mask=there, other=0)
-        tl.store(slot.to(tl.pointer_type(tl.uint8)) + PREFIX + target, byte, mask=there)
+        tl.store(slot + PREFIX + target, byte, mask=there)
     if unit == 0:
         words = slot.to(tl.pointer_type(tl.int64))
         tl.store(words, total)

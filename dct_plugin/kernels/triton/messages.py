@@ -175,7 +175,7 @@ def _targets(spans: Spans, outs: Sequence[Tensor], apart: Sequence[int]) -> np.n
     sum that is made in other memory, or -1.
     """
     pairs = zip(outs, apart, strict=True)
-    each = [(out.data_ptr(), GRAD_CODES.get(out.dtype, 0), at, out.element_size()) for out, at in pairs]
+    each = [(out.data_ptr(), GRAD_CODES.get(out.dtype, 0), at, out.itemsize) for out, at in pairs]
     return _placed(spans, tuple(each))
 
 

@@ -36,8 +36,9 @@ FLAG, BEFORE, CHECK1, CHECK2, NNZ, ABOVE, SKIPPED = map(tl.constexpr, range(7))
 STATE = tl.constexpr(16)  # its size
 
 ROW = tl.constexpr(16)
-#: Places in a job's row: addresses; sizes; the first tile, block, chunk of the body, chunk of entries; where
-#: its positions begin; the row of its figures; the threshold's place on the device, or -1, and its bits.
+#: Places in a job's row: addresses; sizes; where it is filled from (:func:`_start_of`); the first tile,
+#: block, chunk of the body, chunk of entries; where its positions begin; the row of its figures; the
+#: threshold's place on the device, or -1, and its bits.
 GRAD_AT, RESIDUAL_AT, LEFT_AT, OUT_AT, NUMEL, CAPACITY, START = map(tl.constexpr, range(7))
 TILES, BLOCKS, CHUNKS, ENTRY_CHUNKS, ROOM, SLOT, TAU_SLOT, TAU_BITS = map(tl.constexpr, range(7, 15))
 #: Places in a sample's row; GRAD_AT, RESIDUAL_AT, NUMEL and CHUNKS are the same.
@@ -103,6 +104,12 @@ def _job_of(table, count, WHAT: tl.constexpr):
         number = _row_of(table, count, unit, WHAT)
     job = table + number * ROW
     return number.to(tl.int64), job, unit - tl.load(job + WHAT)
+
+
+@triton.jit
+def _start_of(job, numel):
+    """Return the position from which on a payload of limited capacity is filled: a number, modulo ``numel``."""
+    return tl.load(job + START) % tl.maximum(numel, 1)
 
 
 @triton.jit
@@ -319,7 +326,7 @@ def select(
     """
     number, job, tile = _job_of(table, count, TILES)
     numel = tl.load(job + NUMEL)
-    start = tl.load(job + START)
+    start = _start_of(job, numel)
     grad = _grad_of(job, GRAD, ALIGNED)
     counts, sums = _counts_of(state + count * STATE, table, count, number, BLOCKS)
     state += number * STATE
@@ -442,7 +449,7 @@ def compact(table, words, state, positions, kept_counts, count):
     job_number, job, block = _job_of(table, count, BLOCKS)
     numel = tl.load(job + NUMEL)
     capacity = tl.load(job + CAPACITY)
-    start = tl.load(job + START)
+    start = _start_of(job, numel)
     first_block = tl.load(job + BLOCKS)
     blocks = tl.load(job + ROW + BLOCKS) - first_block
     counts, sums = _counts_of(state + count * STATE, table, count, job_number, BLOCKS)
