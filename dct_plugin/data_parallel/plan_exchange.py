@@ -9,8 +9,8 @@ their lengths. Where lengths stay on a device, messages travel in slots of agree
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -197,15 +197,12 @@ class PlanExchange:
                 return
             sent.heads, chunk.incomplete = sent.add_up()
 
-    @contextmanager
-    def _preparing(self, count: int) -> Iterator[None]:
+    def _preparing(self, count: int) -> AbstractContextManager[None]:
         """Surround the work that sends so many messages to each rank. If it fails, the other ranks, which may
         be waiting for them already, are told.
         """
-        try:
-            with self._exchange.preparing(posts=0 if self.in_slots else count):
-                yield
-        except BaseException:
-            for capacities in self._unsent:
-                capacities.fail(self._group.device)
-            raise
+        return self._exchange.preparing(posts=0 if self.in_slots else count, failed=self._fail)
+
+    def _fail(self) -> None:
+        for capacities in self._unsent:
+            capacities.fail(self._group.device)

@@ -184,10 +184,8 @@ class GradientReducer(StreamGroup):
         with self.exchange.preparing():
             tensors = []
             for index, (name, tensor) in enumerate(entries):
-                small = self.is_small(name, tensor.numel())
-                parts = (
-                    topology.shards(name, tensor.numel(), small=small) if shards is None else shards[index]
-                )
+                small = self.is_small(name, numel := tensor.numel())
+                parts = topology.shards(name, numel, small=small) if shards is None else shards[index]
                 tensors.append(PlannedTensor(name, tensor, parts, small))
             large = [each.name for each in tensors if not each.small]
             plan = ReductionPlan(

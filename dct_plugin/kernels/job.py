@@ -129,7 +129,7 @@ class Parts:
         sizes = [(stop - start, most) for (start, stop), most in zip(bounds, capacities, strict=True)]
         self.nbytes = Key([payload_bound(numel, most, value_dtype) for numel, most in sizes])
         """The most that each payload needs."""
-        self.total = sum(self.nbytes)
+        self.total, self.numel = sum(self.nbytes), sum([numel for numel, _ in sizes])
 
     @staticmethod
     @lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ and a rank that fails can tell the others before it stops. :mod:`.transports` ch
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -243,15 +243,18 @@ class Exchange:
 
     # -- failures --------------------------------------------------------------------------------------------
 
-    def preparing(self, *, posts: int = 1) -> AbstractContextManager[None]:
+    def preparing(
+        self, *, posts: int = 1, failed: Callable[[], None] = lambda: None
+    ) -> AbstractContextManager[None]:
         """Surround the work that makes the messages of the next exchange. The other ranks, which may be
         waiting in the exchange already, are told of an error.
 
         Args:
             posts: Number of exchanges that are prepared here; the block may have posted some when it fails. 0
                 where it collects what was posted: after an error the rest is received, and forgotten.
+            failed: Called after an error, too.
         """
-        return _Preparing(self, posts, self._announced)
+        return _Preparing(self, posts, failed, self._announced)
 
     def abort(self, posts: int = 1) -> None:
         """Tell the ranks that wait in their next ``posts`` exchanges that this one failed. Never raises."""
@@ -307,10 +310,12 @@ class _Recorded:
 class _Preparing:
     """See :meth:`Exchange.preparing`."""
 
-    __slots__ = ("_announced", "_before", "_exchange", "_posts")
+    __slots__ = ("_announced", "_before", "_exchange", "_failed", "_posts")
 
-    def __init__(self, exchange: Exchange, posts: int, announced: AnnouncedMessages) -> None:
-        self._exchange, self._posts, self._announced = exchange, posts, announced
+    def __init__(
+        self, exchange: Exchange, posts: int, failed: Callable[[], None], announced: AnnouncedMessages
+    ) -> None:
+        self._exchange, self._posts, self._failed, self._announced = exchange, posts, failed, announced
 
     def __enter__(self) -> None:
         self._before = self._announced.posts
@@ -318,3 +323,4 @@ class _Preparing:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._exchange.abort(self._posts - (self._announced.posts - self._before))
+            self._failed()

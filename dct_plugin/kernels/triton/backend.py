@@ -36,7 +36,7 @@ try:
 
     from . import message_kernels as reading
     from . import planes, step_ahead
-    from .batch import ROOM, Batch, stream_number
+    from .batch import ROOM, Batch, launched_on, stream_number
     from .launch import launch
     from .messages import OpenedMessages, prepared_sum
     from .selection_kernels import VALUE_DTYPES
@@ -87,14 +87,12 @@ class TritonBackend(Backend):
         if job.encoding is IndexEncoding.RICE:
             self._catch_up()
             return self._reference.compress(job)
-        with self._batch(job.grad.device) as batch:
-            return batch.compress(job)
+        return self._batch(job.grad.device).compress(job)
 
     def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
         if not job.parts.aligned:  # kernels of some parts read fewer bytes at once
             return super().compress_parts(job, writer, receivers)
-        with self._batch(job.grad.device) as batch:
-            return batch.compress_parts(job, writer, receivers)
+        return self._batch(job.grad.device).compress_parts(job, writer, receivers)
 
     @contextlib.contextmanager
     def batched(self) -> Iterator[None]:
@@ -109,7 +107,7 @@ class TritonBackend(Backend):
                 self._waiting.batches = None
 
     def _batch(self, where: torch.device) -> Batch:
-        """Return the open batch, or one that is launched behind its ``with`` block."""
+        """Return the open batch, or one that is launched at once."""
         batches = self._waiting.batches
         if batches is None:
             return Batch(where, self._error(where), 1, at_once=True)
@@ -140,7 +138,8 @@ class TritonBackend(Backend):
         opened = open_payload(payload, out.numel(), verify=False)
         if opened.header.encoding is IndexEncoding.RICE:
             return self._reference.decode_add(opened, out)
-        OpenedMessages.of(opened, out).add(1.0, wrong=self._error(out.device))
+        with launched_on(out.device):
+            OpenedMessages.of(opened, out).add(1.0, wrong=self._error(out.device))
         return opened.nnz
 
     def positions(self, payload: Payload | Tensor, numel: int) -> Tensor:
@@ -148,7 +147,8 @@ class TritonBackend(Backend):
         opened = open_payload(payload, numel, verify=False)
         if opened.header.encoding is IndexEncoding.RICE:
             return self._reference.positions(opened, numel)
-        positions, wrong = OpenedMessages.of(opened).entries(opened)
+        with launched_on(opened.data.device):
+            positions, wrong = OpenedMessages.of(opened).entries(opened)
         error = self._error(wrong.device)
         torch.maximum(error, wrong, out=error)
         return positions
@@ -162,8 +162,8 @@ class TritonBackend(Backend):
             return
         self._catch_up()
         ends = itertools.accumulate((message.numel() for message in messages), initial=0)
-        with self._batch(outs[0].device) as batch:
-            add_up = prepared_sum(batch, torch.cat([*messages]), [*itertools.pairwise(ends)], outs, scale)
+        batch, buffer = self._batch(outs[0].device), torch.cat([*messages])
+        add_up = prepared_sum(batch, buffer, [*itertools.pairwise(ends)], outs, scale)
         heads, _ = add_up()
         for which, wrong in enumerate(heads[:, -1].cpu().tolist()):
             if wrong:
@@ -196,8 +196,7 @@ class TritonBackend(Backend):
             grid = max(units, 1), count
             launch(reading.fill_slots, grid, *arguments, ANSWERS=incomplete is not None)
 
-        with self._batch(buffer.device) as batch:
-            batch.then(rows, fill)
+        self._batch(buffer.device).then(rows, fill)
 
     def prepare_sum(
         self,
@@ -213,8 +212,8 @@ class TritonBackend(Backend):
         if not outs:
             nothing = torch.zeros(len(bounds), dtype=torch.int64, device=buffer.device)
             return lambda: (first_words(buffer, bounds), nothing)
-        with self._batch(buffer.device) as batch:
-            return prepared_sum(batch, buffer, bounds, outs, scale, spans, slots=True, spare=spare, bits=bits)
+        batch = self._batch(buffer.device)
+        return prepared_sum(batch, buffer, bounds, outs, scale, spans, slots=True, spare=spare, bits=bits)
 
     # -- thresholds ---
 
@@ -228,10 +227,8 @@ class TritonBackend(Backend):
                 where = sample_positions(grad.numel(), samples, seed, grad.device)
                 grad, residual = grad[where], None if residual is None else residual[where]
             return _kth_largest(grad, residual, share=keep_fraction)
-        with self._batch(grad.device) as batch:
-            return batch.threshold(
-                grad, residual, samples, seed=seed, everything=everything, share=keep_fraction
-            )
+        batch = self._batch(grad.device)
+        return batch.threshold(grad, residual, samples, seed=seed, everything=everything, share=keep_fraction)
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> Tensor:
         numel = grad.numel()
@@ -239,26 +236,22 @@ class TritonBackend(Backend):
         if numel > _MOST_SAMPLES:
             self._catch_up()
             return _kth_largest(grad, residual, rank=k)
-        with self._batch(grad.device) as batch:
-            return batch.threshold(grad, residual, numel, everything=True, rank=k)
+        return self._batch(grad.device).threshold(grad, residual, numel, everything=True, rank=k)
 
     # -- residuals ---
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
-        with self._batch(values.device) as batch:
-            batch.pack(values, out, exponents, seed)
+        self._batch(values.device).pack(values, out, exponents, seed)
 
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
-        with self._batch(out.device) as batch:
-            batch.unpack(packed, exponents, out)
+        self._batch(out.device).unpack(packed, exponents, out)
 
     def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
         if wanted.dtype != torch.float32 or held.dtype not in GRAD_DTYPES:
             self._catch_up()
             self._reference.difference(wanted, held, out)
             return
-        with self._batch(held.device) as batch:
-            batch.difference(wanted, held, out)
+        self._batch(held.device).difference(wanted, held, out)
 
     # -- whole numbers of few bits ---
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -119,7 +120,8 @@ class _Noted(NamedTuple):
 
     before: list[_Entrywise]
     samples: list[_Entrywise]
-    writes: dict[_Variant, list[_Write]]
+    writes: dict[tuple[Any, ...], list[_Write]]
+    """By what a :class:`_Variant` holds."""
     after: list[_Entrywise]
     behind: list[tuple[Callable[[], np.ndarray], Callable[[Tensor], None]]]
     """See :meth:`Batch.then`."""
@@ -133,7 +135,7 @@ class Batch:
         errors: int64 [1], what was wrong with payloads read before. It goes to the host with the next
         figures.
         room: The most tensors, and the most thresholds, that the batch takes.
-        at_once: Launch it behind its ``with`` block.
+        at_once: Launch each operation when it is noted.
     """
 
     def __init__(self, where: torch.device, errors: Tensor, room: int, *, at_once: bool = False) -> None:
@@ -144,13 +146,6 @@ class Batch:
         self._room = room
         self._tensors = self._thresholds = self._payloads = self._entries = 0
         self._noted = _Noted([], [], {}, [], [])
-
-    def __enter__(self) -> Batch:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._at_once and kind is None:
-            self.launch()
 
     @property
     def full(self) -> bool:
@@ -183,7 +178,7 @@ class Batch:
         at, source = grad.data_ptr(), 0 if residual is None else residual.data_ptr()
         target = source if left is residual else 0 if left is None else left.data_ptr()
         dense = not isinstance(job.tau, Tensor) and job.tau == 0.0 and encoding in (None, IndexEncoding.DENSE)
-        variant = _Variant(
+        variant = (  # a plain tuple, since it is made for each tensor
             _DENSE if dense else _SELECTED if encoding is None else int(encoding),
             GRAD_CODES[grad.dtype],
             residual is not None,
@@ -199,8 +194,13 @@ class Batch:
         self._noted.writes.setdefault(variant, []).append(_Write(job, parts, columns))
         self._tensors += 1
         self._payloads += count
-        self._entries += job.grad.numel()
+        self._entries += parts.numel
+        self._noted_one()
         return stats
+
+    def _noted_one(self) -> None:
+        if self._at_once:
+            self.launch()
 
     def threshold(
         self,
@@ -221,6 +221,7 @@ class Batch:
         key, numbers = (GRAD_CODES[grad.dtype], residual is not None), (signed(seed), everything, bits, rank)
         sample = _Entrywise(key, (grad, residual), samples, _SAMPLE, (grad.numel(), samples, *numbers, slot))
         self._noted.samples.append(sample)
+        self._noted_one()
         return self._taus[slot]
 
     def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
@@ -228,6 +229,7 @@ class Batch:
         self._entries += (numel := held.numel())
         key, tensors = ("difference", "GRAD", GRAD_CODES[held.dtype]), (readable(held), wanted, out)
         self._noted.before.append(_Entrywise(key, tensors, numel, [NUMEL], [numel]))
+        self._noted_one()
 
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
         """See :meth:`.backend.Backend.unpack`; before thresholds are found."""
@@ -237,12 +239,14 @@ class Batch:
         self._entries += (numel := out.numel())
         key, tensors = ("unpack", "GROUPED", exponents is not None), (out, packed, exponents)
         self._noted.before.append(_Entrywise(key, tensors, numel, [NUMEL], [numel]))
+        self._noted_one()
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
         """See :meth:`.backend.Backend.pack`; when payloads are written."""
         key, tensors = ("pack", "GROUPED", exponents is not None), (values, readable(out), exponents)
         numel, places = values.numel(), [NUMEL, device.SEED.value]
         self._noted.after.append(_Entrywise(key, tensors, numel, places, [numel, signed(seed, 32)]))
+        self._noted_one()
 
     def then(self, rows: Callable[[], np.ndarray], run: Callable[[Tensor], None]) -> None:
         """Upload a table with that of the batch, and call ``run`` with it behind all other operations.
@@ -253,6 +257,7 @@ class Batch:
                 what this one does next.
         """
         self._noted.behind.append((rows, run))
+        self._noted_one()
 
     def launch(self) -> None:
         """Do what was noted since the last launch."""
@@ -272,9 +277,12 @@ class Batch:
 
     def _launch(self, counts: Tensor, noted: _Noted) -> None:
         before, samples, writes, after, behind = noted
-        laid = [_rows(variant, group) for variant, group in writes.items()]
+        variants = [*itertools.starmap(_Variant, writes)]
+        laid = [_rows(*each) for each in zip(variants, writes.values(), strict=True)]
         first, drawn, last = (
             [(key, *_counted(group)) for key, group in grouped(each, lambda one: one.key).items()]
+            if each
+            else []
             for each in (before, samples, after)
         )
         every = [rows for _, rows, _ in first + drawn] + [rows for rows, _ in laid]
@@ -289,7 +297,7 @@ class Batch:
             sizes = [_state_size(len(rows), units) for rows, units in laid]
             states = torch.zeros(sum(sizes), dtype=torch.int64, device=self.where)
             each = states.split(sizes) if len(sizes) > 1 else [states] * len(sizes)
-            for variant, (rows, units), state in zip(writes, laid, each, strict=True):
+            for variant, (rows, units), state in zip(variants, laid, each, strict=True):
                 self._write(next(parts), len(rows) - 1, variant, units, state, counts)
             for key, rows, chunks in last:
                 self._pass(next(parts), len(rows) - 1, key, chunks)

@@ -54,7 +54,7 @@ class UnopenedMessages(NamedTuple):
         return table
 
     def open(self, table: Tensor) -> OpenedMessages:
-        """Check the messages, and find their positions; ``table`` is :meth:`table` on the device."""
+        """Check the messages, and find their positions; ``table`` is :meth:`table` on the current device."""
         buffer, bounds, spans, targets, slots, spare, bits = self
         where, count, several, layout = buffer.device, targets.shape[1], len(bounds), _layout(spans)
         longest = max([end - begin for begin, end in bounds])
@@ -67,14 +67,13 @@ class UnopenedMessages(NamedTuple):
         words = buffer.view(torch.int64) if slots else None
         absent = device.ADDED if spare else device.POISONED
         units = layout.blocks + longest // CHUNK + count
-        with launched_on(where):
-            arguments = buffer, words, table, meta, rows, missing, heads, count, stride, room
-            launch(device.open_messages, several, *arguments, SLOTS=slots, ABSENT=absent.value)
-            counts = torch.zeros(several, 2, counts_and_sums(units, count), dtype=torch.int64, device=where)
-            positions = torch.empty(several, room, dtype=torch.int32, device=where)
-            sizes, checks = (count, stride, units, counts.shape[-1]), -(-longest // (4 * CHUNK)) + count
-            launch(device.scan, (checks + units, several), buffer, rows, meta, counts, *sizes, checks)
-            launch(device.place, (units, several), buffer, rows, meta, counts, positions, *sizes, room)
+        arguments = buffer, words, table, meta, rows, missing, heads, count, stride, room
+        launch(device.open_messages, several, *arguments, SLOTS=slots, ABSENT=absent.value)
+        counts = torch.zeros(several, 2, counts_and_sums(units, count), dtype=torch.int64, device=where)
+        positions = torch.empty(several, room, dtype=torch.int32, device=where)
+        sizes, checks = (count, stride, units, counts.shape[-1]), -(-longest // (4 * CHUNK)) + count
+        launch(device.scan, (checks + units, several), buffer, rows, meta, counts, *sizes, checks)
+        launch(device.place, (units, several), buffer, rows, meta, counts, positions, *sizes, room)
         return OpenedMessages(buffer, rows, positions, missing, heads, layout.programs, meta, stride)
 
 
@@ -136,8 +135,7 @@ class OpenedMessages(NamedTuple):
         numbers = errors.stride(0), scale, together, self.rows.shape[1] - 1, self.stride, room
         early = scales_first(together, scale)
         scaled = {"SCALED": scale != 1.0 and early, "SCALED_SUM": scale != 1.0 and not early}
-        with launched_on(self.buffer.device):
-            launch(device.add, grid, *read, errors, *numbers, **scaled)
+        launch(device.add, grid, *read, errors, *numbers, **scaled)
         return self.heads, self.missing
 
 
@@ -165,7 +163,8 @@ def prepared_sum(
 
     def add_up() -> tuple[Tensor, Tensor]:
         batch.launch()  # unless that is done
-        return messages.open(*table).add(scale, 1 if once else count, apart)
+        with launched_on(buffer.device):
+            return messages.open(*table).add(scale, 1 if once else count, apart)
 
     return add_up
 

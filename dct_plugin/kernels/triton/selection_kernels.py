@@ -108,7 +108,7 @@ def _job_of(table, count, WHAT: tl.constexpr):
 
 @triton.jit
 def _start_of(job, numel):
-    """Return the position from which on a payload of limited capacity is filled: a number, modulo ``numel``."""
+    """Return the position from which on a payload of limited capacity is filled."""
     return tl.load(job + START) % tl.maximum(numel, 1)
 
 
