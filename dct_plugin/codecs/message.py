@@ -150,7 +150,7 @@ class MessageWriter:
 
     def _place(self, where: int, receivers: Key, sizes: Key, total: int, stats: Stats) -> int:
         """Note payloads in the memory that was reserved in the buffer of the receiver ``where``."""
-        for receiver, length in enumerate([] if self.placed else self._lengths):
+        for receiver, length in () if self.placed else enumerate(self._lengths):
             if length:
                 buffer, known = self._buffers[receiver], Stats(length, 0, 0, False)
                 self.placed.append(Placed(buffer, buffer.data_ptr(), Key((receiver,)), Key((length,)), known))

@@ -181,7 +181,7 @@ class Totals(NamedTuple):
 
 
 def read_stats(stats: Iterable[Stats]) -> list[Stats]:
-    """Read statistics that are still on a device, in one device-to-host copy per device.
+    """Read statistics that are still on a device, in one device-to-host copy.
 
     Returns:
         the same objects, whose statistics are now on the host.
@@ -196,34 +196,27 @@ def read_stats(stats: Iterable[Stats]) -> list[Stats]:
 
 
 def read_figures(stats: Iterable[Stats], also: Sequence[Tensor]) -> list[list[int]]:
-    """Do what :func:`read_stats` does; return what ``also`` holds, int64 [any] each, read in the same
-    copy.
+    """Do what :func:`read_stats` does; return what ``also`` holds, int64 [any] each on the same device, read
+    in the same copy.
     """
     stats = list(stats)
-    figures = {id(f): f for each in stats if (f := each._figures) is not None and not f.read}
+    tables = {id(f): f for each in stats if (f := each._figures) is not None and not f.read}.values()
     taus = {id(each._tau): each._tau for each in stats if isinstance(each._tau, Tensor)}
-    parts: dict[torch.device, list[Tensor]] = {}
-    for table in figures.values():
-        parts.setdefault(table.start().device, []).append(table.counts.view(-1))
-    thresholds: dict[torch.device, list[Tensor]] = {}
-    for tau in taus.values():
-        thresholds.setdefault(tau.device, []).append(tau)
-    for where, several in thresholds.items():  # their bits travel along
-        bits = torch.stack(several).view(torch.int32).to(torch.int64)
-        parts.setdefault(where, []).append(bits)
-    for tensor in also:
-        parts.setdefault(tensor.device, []).append(tensor.reshape(-1))
-    found = {where: iter(to_host(torch.cat(several)).tolist()) for where, several in parts.items()}
+    parts = [table.start().view(-1) for table in tables]
+    if taus:  # their bits travel along
+        parts.append(torch.stack([*taus.values()]).view(torch.int32).to(torch.int64))
+    parts += [tensor.reshape(-1) for tensor in also]
+    found = iter(to_host(torch.cat(parts)).tolist() if parts else ())
     wrong = 0
-    for table in figures.values():
-        table.read = list(itertools.islice(found[table.counts.device], table.counts.numel()))
+    for table in tables:
+        table.read = list(itertools.islice(found, table.counts.numel()))
         wrong = wrong or max(table.read[3::4], default=0) >> 1
     if taus:
-        bits = torch.tensor([next(found[tau.device]) for tau in taus.values()], dtype=torch.int32)
+        bits = torch.tensor([*itertools.islice(found, len(taus))], dtype=torch.int32)
         known = dict(zip(taus, bits.view(torch.float32).tolist(), strict=True))
         for each in stats:
             if isinstance(each._tau, Tensor):
                 each._tau = known[id(each._tau)]
     if wrong:
         raise PayloadError(f"a payload decoded before: {KERNEL_ERRORS[wrong]}")
-    return [list(itertools.islice(found[tensor.device], tensor.numel())) for tensor in also]
+    return [list(itertools.islice(found, tensor.numel())) for tensor in also]

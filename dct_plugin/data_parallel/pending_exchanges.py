@@ -59,10 +59,10 @@ class PendingExchanges:
         chunks = plan.chunks(group.backend.message_entries)
         known = [self._known(phases, chunk) for chunk in chunks]
         in_slots = bool(chunks) and all(known)
-        names = {tensor.name for tensor in plan.tensors}
         if chunks and not in_slots:
             self._compare_unknown(chunks[0].fingerprint)
         # The stream of a pending tensor needs to know what it sent.
+        names = {tensor.name for tensor in plan.tensors} if self._pending else ()
         again = any(t.name in names for each in self._pending for t in each.plan.tensors)
         if not in_slots or again or self._kept > MOST_PENDING:
             self.finish()
@@ -95,8 +95,8 @@ class PendingExchanges:
         if self._group.backend.lengths_on_host or not self._capacities.has(chunk.fingerprint):
             return []
         known = self._capacities[chunk.fingerprint]
-        fits = len(known) == len(phases) and all(each.tensor.dtype in GRAD_DTYPES for each in chunk.tensors)
-        return known if fits else []
+        fits = {each.tensor.dtype for each in chunk.tensors}.issubset(GRAD_DTYPES)
+        return known if fits and len(known) == len(phases) else []
 
     def _compare_unknown(self, fingerprint: int) -> None:
         """Compare a plan that this rank does not know with those of the others, before its messages travel

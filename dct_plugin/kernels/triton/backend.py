@@ -36,7 +36,7 @@ try:
 
     from . import message_kernels as reading
     from . import planes, step_ahead
-    from .batch import ROOM, Batch, launched_on, stream_number
+    from .batch import ROOM, Batch, launched_on, stream_number, table_of
     from .launch import launch
     from .messages import OpenedMessages, prepared_sum
     from .selection_kernels import VALUE_DTYPES
@@ -186,8 +186,8 @@ class TritonBackend(Backend):
             nonlocal units
             layout, placed, units = _slots_of(writer.layout, count)
             table, where = layout.copy(), [(each.address, each.stats.address) for each in writer.placed]
-            table[:count, 2:] = bounds
-            table[count:, ::2] += np.array(where, dtype=np.int64).reshape(-1, 2)[placed]
+            table[:count, 2:] = table_of(bounds, 2)
+            table[count:, ::2] += table_of(where, 2)[placed]
             return table
 
         def fill(places: Tensor) -> None:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +50,11 @@ def counts_and_sums(units: int, rows: int) -> int:
     return units + units // device.COUNTED.value + rows
 
 
+def table_of(rows: Iterable[Iterable[int]], width: int) -> np.ndarray:
+    """Return numbers, int64 [rows, width]; ``np.array`` would look at their types first."""
+    return np.fromiter(itertools.chain.from_iterable(rows), np.int64).reshape(-1, width)
+
+
 def readable(tensor: Tensor) -> Tensor:
     """Return a gradient as the kernels read it: bf16 as its bits."""
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
@@ -85,22 +90,11 @@ class _Variant(NamedTuple):
     aligned: bool
 
 
-class _Write(NamedTuple):
-    """The payloads of a tensor that are to be written."""
-
-    job: Job | PartedJob
-    parts: Parts
-    columns: Sequence[int]
-    """A row of which each payload's differs by what :func:`_layout` says: addresses of the gradient, of both
-    residuals, and of the first payload, behind whose bound the others follow; their turn; the row of the
-    first figures; slot and bits of the threshold.
-    """
-
-    def undo(self) -> None:
-        """Put the old residual into memory that the launch, which failed, should have written."""
-        residual, left = self.job.residual, self.job.residual_out
-        if left is not None and residual is not None and left.data_ptr() != residual.data_ptr():
-            left.copy_(residual)
+_Write: TypeAlias = tuple[Job | PartedJob, Parts, Sequence[int]]
+"""The payloads of a tensor that are to be written: the parts, and a row of which each payload's differs by
+what :func:`_layout` says: addresses of the gradient, of both residuals, and of the first payload, behind
+whose bound the others follow; their turn; the row of the first figures; slot and bits of the threshold.
+"""
 
 
 class _Entrywise(NamedTuple):
@@ -191,7 +185,7 @@ class Batch:
         applied, *tau = (job.tau, -1, 0) if dense else self._tau(job.tau)
         stats = Stats.on_device(self._figures, self._payloads, count, tau=applied)
         columns = [at, source, target, place(stats), 0, 0, turn, 0, 0, 0, 0, 0, self._payloads, *tau, 0]
-        self._noted.writes.setdefault(variant, []).append(_Write(job, parts, columns))
+        self._noted.writes.setdefault(variant, []).append((job, parts, columns))
         self._tensors += 1
         self._payloads += count
         self._entries += parts.numel
@@ -270,9 +264,8 @@ class Batch:
         try:
             self._launch(figures.counts, noted)
         except BaseException:
-            for writes in noted.writes.values():
-                for write in writes:
-                    write.undo()
+            for job, *_ in itertools.chain.from_iterable(noted.writes.values()):
+                _undo(job)
             raise
 
     def _launch(self, counts: Tensor, noted: _Noted) -> None:
@@ -371,6 +364,13 @@ class Batch:
         return torch.empty(size, dtype=dtype, device=self.where)
 
 
+def _undo(job: Job | PartedJob) -> None:
+    """Put the old residual into memory that the launch, which failed, should have written."""
+    residual, left = job.residual, job.residual_out
+    if left is not None and residual is not None and left.data_ptr() != residual.data_ptr():
+        left.copy_(residual)
+
+
 def _state_size(rows: int, units: Sequence[int]) -> int:
     """Return the numbers of ``state``: even, as kernels are compiled for memory at multiples of 16 bytes."""
     return -(-(rows * STATE + sum([counts_and_sums(each, rows) for each in units[1::2]])) // 2) * 2
@@ -380,10 +380,10 @@ def _rows(variant: _Variant, writes: Sequence[_Write]) -> tuple[np.ndarray, list
     """Return the rows of payloads of one variant, and the totals of their units of work: tiles, blocks,
     chunks of the body and of entries, positions.
     """
-    of, size = tuple([write.parts for write in writes]), GRAD_DTYPES[variant.grad].itemsize
+    of, size = tuple([parts for _, parts, _ in writes]), GRAD_DTYPES[variant.grad].itemsize
     layout, units, which = _layout(of, size, dense=variant.entries == _DENSE)
     rows = layout.copy()
-    rows[:-1] += np.array([write.columns for write in writes])[which]
+    rows[:-1] += table_of([columns for *_, columns in writes], ROW)[which]
     return rows, units
 
 

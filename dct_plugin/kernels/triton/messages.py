@@ -18,7 +18,7 @@ from ...codecs.payload import Payload
 from ..checks import scales_first
 from ..job import GRAD_CODES, Spans
 from . import message_kernels as device
-from .batch import BLOCK, CHUNK, Batch, _programs, counts_and_sums, launched_on, upload
+from .batch import BLOCK, CHUNK, Batch, _programs, counts_and_sums, launched_on, table_of, upload
 from .launch import launch
 
 _ROW, _FOUND, _WANTED, _WRONG = (
@@ -50,7 +50,7 @@ class UnopenedMessages(NamedTuple):
         places, targets = 3 * len(self.bounds), self.targets.ravel()
         table = np.empty(places + len(targets), dtype=np.int64)
         messages, table[places:] = table[:places].reshape(-1, 3), targets
-        messages[:, :2], messages[:, 2] = self.bounds, _layout(self.spans).payloads
+        messages[:, :2], messages[:, 2] = table_of(self.bounds, 2), _layout(self.spans).payloads
         return table
 
     def open(self, table: Tensor) -> OpenedMessages:
