@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,10 +38,7 @@ class StepUnit:
         """
         if hasattr(optimizer, "step_unit"):  # it says so itself
             return optimizer.step_unit(group)
-        rule = _RULES.get(family_of(cls.__name__ for cls in type(optimizer).__mro__))
-        if rule is None:
-            raise unknown_step(type(optimizer).__name__)
-        unit = rule(group)
+        unit = _rule_of(optimizer.__class__)(group)
         return replace(unit, lr=-unit.lr) if group.get("maximize") else unit
 
 
@@ -71,6 +69,14 @@ _RULES: dict[OptimizerFamily, Callable[[Mapping[str, Any]], StepUnit]] = {
     OptimizerFamily.ADAGRAD: _adagrad,
     OptimizerFamily.SGD: _sgd,
 }
+
+
+@functools.lru_cache(maxsize=64)
+def _rule_of(kind: type) -> Callable[[Mapping[str, Any]], StepUnit]:
+    rule = _RULES.get(family_of(cls.__name__ for cls in kind.__mro__))
+    if rule is None:
+        raise unknown_step(kind.__name__)
+    return rule
 
 
 #: Attributes in which wrappers keep the optimizer: most of them, Lightning.

@@ -298,8 +298,7 @@ class StepAhead:
                 if owned := self._unsent.pending(name):
                     span = buffer.view(-1)[owned[0].start : owned[0].stop]
                     span.add_(owned[1], alpha=min(node.size, MAX_OWNER_FACTOR))
-        for name, parameter, buffer in computed:  # from here on buffers must not be written
-            self._displaced.add(name, parameter, buffer)
+        self._displaced.add(computed)  # from here on buffers must not be written
 
     def _expected(self, name: str, numel: int) -> tuple[Tensor | None, float, bool]:
         """Return what this rank has not sent of a parameter's gradients, its coefficient, and whether the

@@ -10,7 +10,7 @@ undone, and refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -25,13 +25,12 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Computed(NamedTuple):
-    """A buffer, the parameter that it was computed from, and a sample of what it holds."""
+    """A buffer, and the parameter that it was computed from."""
 
     parameter: torch.nn.Parameter
     buffer: Tensor
     version: int
     """Version counter of the parameter. Writes to the parameter change it, but for those to its ``.data``."""
-    sample: Tensor
 
 
 class DisplacedWeights:
@@ -42,6 +41,8 @@ class DisplacedWeights:
 
     def __init__(self) -> None:
         self._computed: dict[str, _Computed] = {}
+        self._sample = torch.empty(0)
+        """What some entries of the buffers were when these were complete."""
         self._weights: dict[str, Tensor] = {}
         """Weights of the parameters that hold displaced ones."""
         self.fresh = False
@@ -67,16 +68,20 @@ class DisplacedWeights:
         self.fresh = True
         self.version += 1
 
-    def add(self, name: str, parameter: torch.nn.Parameter, buffer: Tensor) -> None:
-        """Show the displaced weights ``buffer``, which are complete, in ``parameter`` from now on."""
-        self._computed[name] = _Computed(parameter, buffer, parameter._version, _sample(buffer))
+    def add(self, computed: Sequence[tuple[str, torch.nn.Parameter, Tensor]]) -> None:
+        """Show displaced weights in parameters from now on: names, parameters, and buffers, which are
+        complete.
+        """
+        for name, parameter, buffer in computed:
+            self._computed[name] = _Computed(parameter, buffer, parameter._version)
+        self._sample = torch.cat(self._samples()) if computed else self._sample
 
     def show(self) -> None:
         """Let the parameters hold the displaced weights, but for those that were written meanwhile: another
         optimizer may have stepped them.
         """
         self._saving = 0
-        for name, (parameter, buffer, version, _) in self._computed.items():
+        for name, (parameter, buffer, version) in self._computed.items():
             if parameter._version == version and name not in self._weights:
                 self._weights[name], parameter.data = parameter.data, buffer
 
@@ -90,7 +95,7 @@ class DisplacedWeights:
             DCTError: A parameter was written meanwhile; the write is undone.
         """
         weights, self._weights = self._weights, {}
-        written = [name for name in weights if self._written(name, thorough)]
+        written = self._written(weights, thorough)
         for name, weight in weights.items():
             self._computed[name].parameter.data = weight
         if written:
@@ -122,7 +127,7 @@ class DisplacedWeights:
 
     def check(self) -> None:
         """:meth:`restore`, if a parameter was written."""
-        if any(self._written(name, True) for name in self._weights):
+        if self._written(self._weights, True):
             self.restore()
 
     def weight(self, parameter: Tensor) -> Tensor:
@@ -139,14 +144,22 @@ class DisplacedWeights:
         if shown:
             self.show()
 
-    def _written(self, name: str, thorough: bool) -> bool:
-        parameter, buffer, version, sample = self._computed[name]
-        if parameter._version != version or parameter.data_ptr() != buffer.data_ptr():
-            return True
-        return thorough and not torch.equal(_sample(buffer), sample)
+    def _written(self, names: Collection[str], thorough: bool) -> list[str]:
+        """Return which of these parameters, which hold displaced weights, were written."""
+        written = set()
+        for name in names:
+            parameter, buffer, version = self._computed[name]
+            if parameter._version != version or parameter.data_ptr() != buffer.data_ptr():
+                written.add(name)
+        if names and thorough:  # the host waits once, whatever the number of parameters
+            samples = self._samples()
+            if not torch.equal(torch.cat(samples), self._sample):
+                before = self._sample.split([each.numel() for each in samples])
+                pairs = zip(self._computed, samples, before, strict=True)
+                written |= {name for name, now, then in pairs if not torch.equal(now.to(then.dtype), then)}
+        return [name for name in names if name in written]
 
-
-def _sample(buffer: Tensor) -> Tensor:
-    """Return the bits of some entries, spread over all of them."""
-    flat = buffer.view(-1)
-    return flat[:: max(1, flat.numel() // SAMPLES)].clone().view(_BITS[flat.element_size()])
+    def _samples(self) -> list[Tensor]:
+        """Return the bits of some entries of each buffer, spread over all of them."""
+        flat = [each.buffer.view(-1) for each in self._computed.values()]
+        return [x[:: max(1, x.numel() // SAMPLES)].view(_BITS[x.element_size()]) for x in flat]
