@@ -5,7 +5,8 @@
 It runs anywhere. Kernels are not run: their launches are counted, and they leave plausible figures. Messages
 go back to their sender, so one process stands for a rank of 2 to 64. Microseconds are those of the thread
 that runs the backward pass on this machine's processor; the other columns do not depend on the machine. Calls
-are those of functions, of Python and of C. Neither has what stands in for kernels and for other ranks.
+are those of functions, of Python and of C. torch is the number of its operations that are kernels or copies
+on a GPU: neither views nor new memory. None has what stands in for kernels and for other ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dct_plugin.codecs.slots import WORDS
 from dct_plugin.compression import feedback
@@ -49,6 +51,24 @@ _Arguments = ParamSpec("_Arguments")
 _stand_ins: list[float] = []
 
 
+class Operations(TorchDispatchMode):
+    """Counts torch's operations within its block; :attr:`away`: not now."""
+
+    count, away = 0, False
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: Any = None
+    ) -> Any:
+        result = operation(*arguments, **(options or {}))
+        nothing = isinstance(result, Tensor) and not result.numel()
+        if not (self.away or nothing or operation.is_view or "empty" in str(operation)):
+            self.count += 1
+        return result
+
+
+operations = Operations()
+
+
 def stand_in(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
     """Take the time and the calls of a function out of the measurement."""
 
@@ -57,7 +77,9 @@ def stand_in(function: Callable[_Arguments, None]) -> Callable[_Arguments, None]
         began = time.thread_time()
         if profile := sys.getprofile():
             sys.setprofile(None)
+        operations.away = True
         function(*arguments, **options)
+        operations.away = False
         if profile:
             sys.setprofile(profile)
         _stand_ins.append(time.thread_time() - began)
@@ -185,6 +207,7 @@ class HostWork(NamedTuple):
     """The host's work for a bucket in one step."""
 
     launches: int
+    torch: int
     uploads: int
     waits: int
     calls: int
@@ -221,10 +244,14 @@ def _measured(step: Callable[[], None], steps: int) -> HostWork:
         sys.setprofile(note)
         step()
         sys.setprofile(None)
+        operations.count = 0
+        with operations:
+            step()
     kernels = found.copy()
     uploads, waits = kernels.pop("uploads", 0), kernels.pop("waits", 0)
     calls = events["call"] + events["c_call"]
-    return HostWork(kernels.total(), uploads, waits, calls, statistics.median(taken), kernels)
+    numbers = kernels.total(), operations.count, uploads, waits, calls
+    return HostWork(*numbers, statistics.median(taken), kernels)
 
 
 def bucket(
@@ -254,7 +281,7 @@ def displacement(tensors: int = 200, *, width: int = 64, steps: int = 5) -> Host
 
     def step() -> None:
         ahead.displace()
-        ahead.restore()
+        ahead._displaced.restore(thorough=False)  # as a backward pass ends
         reducer.begin(gradients).finish()
         reducer.finish()
         reducer.end_step()
@@ -292,10 +319,10 @@ ROWS: dict[str, Callable[..., HostWork]] = {
 
 def main() -> None:
     """Print the table."""
-    table = Table("bucket of 16.8M entries", "host, us", "calls", "launches", "uploads", "waits")
+    table = Table("bucket of 16.8M entries", "host, us", "calls", "launches", "torch", "uploads", "waits")
     for name, measure in ROWS.items():
         work = measure()
-        table.add_row(name, f"{work.microseconds:.0f}", str(work.calls), *map(str, work[:3]))
+        table.add_row(name, f"{work.microseconds:.0f}", str(work.calls), *map(str, work[:4]))
     Console(width=100).print(table)
 
 

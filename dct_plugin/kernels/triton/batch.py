@@ -134,6 +134,8 @@ class Batch:
 
     def __init__(self, where: torch.device, errors: Tensor, room: int, *, at_once: bool = False) -> None:
         self.where, self._at_once = where, at_once
+        self.full = False
+        """True if the batch should be launched, and another one begun."""
         self._errors = errors
         self._figures = Figures(_NOTHING, self.launch)
         self._taus = torch.empty(room, dtype=torch.float32, device=where)
@@ -141,31 +143,26 @@ class Batch:
         self._tensors = self._thresholds = self._payloads = self._entries = 0
         self._noted = _Noted([], [], {}, [], [])
 
-    @property
-    def full(self) -> bool:
-        """True if the batch should be launched, and another one begun."""
-        room = self._room
-        return self._tensors >= room or self._thresholds >= room or self._entries >= MOST_ENTRIES
-
     def compress(self, job: Job) -> Stats:
         """See :meth:`.backend.Backend.compress`."""
         parts = Parts.whole(job.numel, job.capacity, job.value_dtype)
-        return self._add(job, parts, job.start, lambda _: job.out.data_ptr(), job.encoding)
+        stats, columns = self._add(job, parts, job.start, job.encoding)
+        columns[OUT_AT] = job.out.data_ptr()
+        self._noted_one()
+        return stats
 
     def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
         """See :meth:`.backend.Backend.compress_parts`."""
         parts = job.parts
-        place = functools.partial(writer.place, receivers, parts.nbytes, parts.total)
-        return [self._add(job, parts, job.turn, place)]
+        stats, columns = self._add(job, parts, job.turn)
+        columns[OUT_AT] = writer.place(receivers, parts.nbytes, parts.total, stats)
+        self._noted_one()
+        return [stats]
 
     def _add(
-        self,
-        job: Job | PartedJob,
-        parts: Parts,
-        turn: int,
-        place: Callable[[Stats], int],
-        encoding: IndexEncoding | None = None,
-    ) -> Stats:
+        self, job: Job | PartedJob, parts: Parts, turn: int, encoding: IndexEncoding | None = None
+    ) -> tuple[Stats, list[int]]:
+        """Note a tensor's payloads; return their figures, and the row, which lacks an address."""
         count = len(parts.bounds)
         grad, residual = job.grad, job.residual
         left = residual if job.residual_out is None else job.residual_out
@@ -182,17 +179,18 @@ class Batch:
             job.clear,
             not (at | source | target) % _ALIGNMENT,
         )
-        applied, *tau = (job.tau, -1, 0) if dense else self._tau(job.tau)
+        applied, slot, bits = (job.tau, -1, 0) if dense else self._tau(job.tau)
         stats = Stats.on_device(self._figures, self._payloads, count, tau=applied)
-        columns = [at, source, target, place(stats), 0, 0, turn, 0, 0, 0, 0, 0, self._payloads, *tau, 0]
+        columns = [at, source, target, 0, 0, 0, turn, 0, 0, 0, 0, 0, self._payloads, slot, bits, 0]
         self._noted.writes.setdefault(variant, []).append((job, parts, columns))
         self._tensors += 1
         self._payloads += count
         self._entries += parts.numel
-        self._noted_one()
-        return stats
+        return stats, columns
 
     def _noted_one(self) -> None:
+        most = max(self._tensors, self._thresholds)
+        self.full = most >= self._room or self._entries >= MOST_ENTRIES
         if self._at_once:
             self.launch()
 
