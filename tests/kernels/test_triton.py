@@ -781,11 +781,27 @@ def test_planes_of_numbers_of_few_bits(groups: list[int]) -> None:
     assert torch.equal(found, ReferenceBackend().unpack_planes(packed, *described, count))
 
 
+def _without_interpreter(script: str, *arguments: str) -> list[str]:
+    """Return the lines that a script prints where kernels are compiled."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments],
+        env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_kernels_that_are_kept_are_those_that_triton_would_launch() -> None:
+    """In all steps that benchmarks/host_work.py counts; the driver is a stub, as there is no GPU."""
+    (line,) = _without_interpreter("benchmarks/launches.py", "--check")
+    assert int(line.split()[0]) >= 25
+
+
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu() -> None:
     """What the interpreter takes, the compiler may refuse: machine code for sm_90, which needs no GPU."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    script = ROOT / "tests" / "support" / "triton_compile.py"
     names = [
         "overflow",
         "select",
@@ -797,12 +813,7 @@ def test_kernels_compile_for_a_gpu() -> None:
         "add",
         "displace",
     ]
-    done = subprocess.run(
-        [sys.executable, str(script), *names],
-        env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 23
+    assert len(_without_interpreter("tests/support/triton_compile.py", *names)) == 23
 
 
 def test_long_gaps() -> None:

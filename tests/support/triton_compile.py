@@ -84,7 +84,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "scan": [{}],
     "place": [{}],
     "add": [{"SCALED": scaled, "SCALED_SUM": not scaled} for scaled in (True, False)],
-    "fill_slots": [{"ANSWERS": True}],
+    "fill_slots": [{"ANSWERS": True}, {"incomplete": None, "ANSWERS": False}],
     "partial_sums": [{"GRAD": grad} for grad in range(3)],
     "add_partial_sums": [{}],
     "mean_rows": [{}],

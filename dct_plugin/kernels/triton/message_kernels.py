@@ -554,10 +554,11 @@ def fill_slots(places, buffer, incomplete, slots, fingerprint, senders, ANSWERS:
         tl.store(words, total)
         tl.store(words + 1, fingerprint.to(tl.int64))
         lacking = total * 0
-        first = 0
-        while ANSWERS and first < senders:
-            flags = tl.load(incomplete + first + lanes, mask=first + lanes < senders, other=0)
-            lacking = tl.maximum(lacking, tl.max(flags, 0))
-            first += SEARCHED
+        if ANSWERS:
+            first = 0
+            while first < senders:
+                flags = tl.load(incomplete + first + lanes, mask=first + lanes < senders, other=0)
+                lacking = tl.maximum(lacking, tl.max(flags, 0))
+                first += SEARCHED
         tl.store(words + 2, lacking)
         tl.store(words + 3, total * 0)

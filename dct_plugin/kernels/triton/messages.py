@@ -132,7 +132,7 @@ class OpenedMessages(NamedTuple):
         beside = torch.zeros(apart, dtype=torch.float32, device=self.buffer.device)
         read = self.buffer, self.rows, self.targets, self.positions, beside
         errors = self.heads[:, -1] if wrong is None else wrong
-        numbers = errors.stride(0), scale, together, self.rows.shape[1] - 1, self.stride, room
+        numbers = errors.stride(0), float(scale), together, self.rows.shape[1] - 1, self.stride, room
         early = scales_first(together, scale)
         scaled = {"SCALED": scale != 1.0 and early, "SCALED_SUM": scale != 1.0 and not early}
         launch(device.add, grid, *read, errors, *numbers, **scaled)
