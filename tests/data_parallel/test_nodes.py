@@ -194,8 +194,8 @@ def test_a_node_is_displaced_as_a_flat_rank_with_the_mean_gradient() -> None:
         for name, weight in found[0][step].items():
             assert torch.equal(weight, found[1][step][name])
             assert torch.equal(found[2][step][name], found[3][step][name])
-            # Parts have thresholds and coefficients of their own: the same up to these.
-            close = (weight - flat[0][step][name]).abs() < 1e-3
+            # Parts have thresholds of their own, and coefficients of 256 samples each: the same up to these.
+            close = (weight - flat[0][step][name]).abs() < 2e-3
             assert close.float().mean() > 0.9, (name, step)
         assert not torch.equal(found[0][step]["a"], found[2][step]["a"])  # each node by its own residual
     for rank, each in enumerate(found):

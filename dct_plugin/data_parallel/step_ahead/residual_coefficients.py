@@ -3,7 +3,7 @@
 Residuals and gradients of several ranks share their drift, and their noise cancels out in the mean. How much
 of each there is differs from tensor to tensor. So the ranks measure every :data:`INTERVAL` steps:
 
-- the *coefficient* of the residual, ``<own, mean> / <own, own>`` at random positions. The coefficient times
+- the *coefficient* of the residual, ``<own, mean> / <own, own>`` at some positions. The coefficient times
   the own residual is the best linear prediction of the ranks' mean residual;
 - the *gradient ratio*, ``sqrt(<mean, mean> / <own, own>)``: the size of the mean gradient, after its
   reduction, relative to the size of the own one. Optimizers divide by the second moment of the mean gradient.
@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from ...codecs.copies import to_device
 
 #: Optimizer steps between two measurements, and positions of a residual in each measurement.
 INTERVAL, SAMPLES = 10, 256
@@ -93,16 +91,18 @@ class ResidualCoefficients:
             self._own_squares[name] = gradient.float().square().sum()
 
     def samples(self, names: Sequence[str], step: int, device: torch.device) -> Tensor:
-        """Return residuals at random positions, the same on all ranks: fp32 [len(names) * SAMPLES]."""
-        rows = []
+        """Return residuals at positions that are the same on all ranks, evenly spaced from a random one on:
+        fp32 [len(names) * SAMPLES], with zeros for entries that a tensor lacks.
+        """
+        rows, zeros = [], torch.zeros(SAMPLES, device=device)
         for name in names:
             residual = self.residual_of(name)
-            if residual is None or not residual.numel():
-                rows.append(torch.zeros(SAMPLES, device=device))
-                continue
-            seed = zlib.crc32(f"{name}:{step}".encode())
-            where = torch.randint(residual.numel(), (SAMPLES,), generator=torch.Generator().manual_seed(seed))
-            rows.append(residual[to_device(where, device)])
+            numel = 0 if residual is None else residual.numel()
+            stride = max(1, numel // SAMPLES - 1) | 1  # an odd one does not keep to a column of a matrix
+            span = (SAMPLES - 1) * stride + 1
+            first = zlib.crc32(f"{name}:{step}".encode()) % max(1, numel - span + 1)
+            rows += [] if residual is None else [residual[first : first + span : stride]]
+            rows.append(zeros[numel:])
         return torch.cat(rows)
 
     def measure(self, names: Sequence[str], own: Tensor, mean: Tensor) -> None:
