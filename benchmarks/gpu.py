@@ -228,8 +228,8 @@ class BackToSender:
         if self.size and not self.kernels.lengths_on_host:
             slot = torch.empty(slot_bytes(self.size), dtype=torch.uint8, device=DEVICE)
             self.kernels.write_slots(self.writer, slot, [(0, slot.numel())], 0)
-            wrong, missing = self.kernels.prepare_sum(slot, [(0, slot.numel())], grads, 1.0)()
-            _, (late,) = read_figures(stats, [wrong, missing])
+            heads, missing = self.kernels.prepare_sum(slot, [(0, slot.numel())], grads, 1.0)()
+            _, (late,) = read_figures(stats, [heads, missing])
             if late:
                 for grad in grads:
                     grad.zero_()

@@ -6,7 +6,7 @@ It runs anywhere. Kernels are not run: their launches are counted, and they leav
 go back to their sender, so one process stands for a rank of 2 to 64. Microseconds are those of the thread
 that runs the backward pass on this machine's processor; the other columns do not depend on the machine. Calls
 are those of functions, of Python and of C. torch is the number of its operations that are kernels or copies
-on a GPU: neither views nor new memory. None has what stands in for kernels and for other ranks.
+on a GPU: neither views nor new memory. What stands in for kernels and for other ranks counts in no column.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _stand_ins: list[float] = []
 
 
 class Operations(TorchDispatchMode):
-    """Counts torch's operations within its block; :attr:`away`: not now."""
+    """Counts torch's operations within its block, but while :attr:`away` is True."""
 
     count, away = 0, False
 

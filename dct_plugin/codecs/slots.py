@@ -40,6 +40,10 @@ def slot_bytes(largest: int, most: int = 1 << 62) -> int:
 
 
 def first_words(buffer: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the words before the messages, int64 [slots, WORDS], of slots that begin at these bytes."""
+    """Return the words before the messages, int64 [slots, WORDS], of slots that begin at these bytes. The
+    last word, which says nothing, is 0 whatever arrived.
+    """
     words = buffer.view(torch.int64)
-    return torch.stack([words[begin // 8 : begin // 8 + WORDS] for begin, _ in bounds])
+    found = torch.stack([words[begin // 8 : begin // 8 + WORDS] for begin, _ in bounds])
+    found[:, -1] = 0
+    return found

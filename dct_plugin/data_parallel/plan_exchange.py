@@ -58,7 +58,7 @@ class ExchangedChunk:
     """That of messages to each rank, and that of a message to all of them."""
     sent: list[SentPhase] = field(default_factory=list)
     incomplete: Tensor | None = None
-    """int64 [ranks]: which messages of the last phase did not fit; None if all lengths are known."""
+    """int64 [ranks]: 1 where the last sum lacked a message, or it had no payloads; None before a sum."""
 
 
 class SendOrder:

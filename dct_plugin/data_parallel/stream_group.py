@@ -282,7 +282,7 @@ class StreamGroup:
 
 
 class _Recording:
-    """See :meth:`StreamGroup.recording`; a generator would take three times as long."""
+    """See :meth:`StreamGroup.recording`; a class, since a generator takes three times as long."""
 
     __slots__ = ("_began", "_elsewhere", "_group", "_record", "_recorded")
 

@@ -270,8 +270,8 @@ class Backend(ABC):
             buffer: uint8, with the slots.
             bounds: First byte of each slot (a multiple of 8), and the one behind it, by receiver.
             fingerprint: The fingerprint of the operation.
-            incomplete: int64 [any], the largest of which is the slots' word about messages without payloads
-                to add; 0 when None.
+            incomplete: int64 [any], flags. If one is 1, the slots say that their messages have no payloads to
+                add. None: none is.
         """
         raise NotImplementedError(f"{self.name} kernels write no slots")
 
@@ -304,9 +304,9 @@ class Backend(ABC):
             bits: The fewest bits of a value that has a position.
 
         Returns:
-            The function, which returns int64 [slots, WORDS], the first words of each slot, the last of which
-            is what is wrong with its message (:data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`; 0: nothing), of
-            which payloads are not added then; int64 [slots]: 1 where the message is missing, or has no
-            payloads to add.
+            The function, which returns two tensors. ``heads``, int64 [slots, WORDS]: the first words of each
+            slot, with what is wrong with its message in place of the last one
+            (:data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`; 0: nothing). A message with an error is not
+            added. ``missing``, int64 [slots]: 1 where a message is missing, or has nothing to add.
         """
         raise NotImplementedError(f"{self.name} kernels read no slots")

@@ -78,7 +78,7 @@ class Record:
 
 
 class _Timed:
-    """See :meth:`Record.timed`; a generator would take three times as long."""
+    """See :meth:`Record.timed`; a class, since a generator takes three times as long."""
 
     __slots__ = ("_began", "_profiled", "_record", "_what")
 

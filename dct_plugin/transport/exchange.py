@@ -252,7 +252,7 @@ class Exchange:
         Args:
             posts: Number of exchanges that are prepared here; the block may have posted some when it fails. 0
                 where it collects what was posted: after an error the rest is received, and forgotten.
-            failed: Called after an error, too.
+            failed: Called after an error, when the other ranks were told.
         """
         return _Preparing(self, posts, failed, self._announced)
 
@@ -292,7 +292,7 @@ class Exchange:
 
 
 class _Recorded:
-    """See :meth:`Exchange.recorded`. A generator, here as below, would take three times as long."""
+    """See :meth:`Exchange.recorded`; a class, since a generator takes three times as long."""
 
     __slots__ = ("_exchange", "_record", "_sent", "_waited")
 

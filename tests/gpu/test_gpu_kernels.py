@@ -253,8 +253,8 @@ def test_slots_are_written_and_added_up_without_waiting(dtype: torch.dtype) -> N
 
     exchanged()  # compiles
     with no_waiting():
-        found, wrong, missing = exchanged()
-    assert (wrong[:, -1].tolist(), missing.tolist()) == ([0, 0, 0], [0, 0, 0])
+        found, heads, missing = exchanged()
+    assert (heads[:, -1].tolist(), missing.tolist()) == ([0, 0, 0], [0, 0, 0])
     expected = [torch.zeros(size, dtype=dtype) for size in sizes]
     REFERENCE.sum_messages([writer.message.cpu() for writer in writers], expected, 1 / 3)
     assert all(same_bits(one, other.cpu()) for one, other in zip(expected, found, strict=True))

@@ -42,7 +42,7 @@ class DisplacedWeights:
     def __init__(self) -> None:
         self._computed: dict[str, _Computed] = {}
         self._sample = torch.empty(0)
-        """What some entries of the buffers were when these were complete."""
+        """Samples of all buffers, taken when these were complete."""
         self._weights: dict[str, Tensor] = {}
         """Weights of the parameters that hold displaced ones."""
         self.fresh = False
@@ -69,9 +69,7 @@ class DisplacedWeights:
         self.version += 1
 
     def add(self, computed: Sequence[tuple[str, torch.nn.Parameter, Tensor]]) -> None:
-        """Show displaced weights in parameters from now on: names, parameters, and buffers, which are
-        complete.
-        """
+        """Note displaced weights for :meth:`show`: names, parameters, and buffers, which are complete."""
         for name, parameter, buffer in computed:
             self._computed[name] = _Computed(parameter, buffer, parameter._version)
         self._sample = torch.cat(self._samples()) if computed else self._sample
@@ -94,8 +92,8 @@ class DisplacedWeights:
         Raises:
             DCTError: A parameter was written meanwhile; the write is undone.
         """
+        written = self._written(self._weights, thorough)
         weights, self._weights = self._weights, {}
-        written = self._written(weights, thorough)
         for name, weight in weights.items():
             self._computed[name].parameter.data = weight
         if written:

@@ -98,9 +98,11 @@ class ResidualCoefficients:
         for name in names:
             residual = self.residual_of(name)
             numel = 0 if residual is None else residual.numel()
-            stride = max(1, numel // SAMPLES - 1) | 1  # an odd one does not keep to a column of a matrix
+            seed, most = zlib.crc32(f"{name}:{step}".encode()), numel // SAMPLES
+            # An odd one, each time another one, does not keep to a few columns of a matrix.
+            stride = max(1, (most - 1 - seed % (most // 2 + 1)) | 1)
             span = (SAMPLES - 1) * stride + 1
-            first = zlib.crc32(f"{name}:{step}".encode()) % max(1, numel - span + 1)
+            first = seed % max(1, numel - span + 1)
             rows += [] if residual is None else [residual[first : first + span : stride]]
             rows.append(zeros[numel:])
         return torch.cat(rows)

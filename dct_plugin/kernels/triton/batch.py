@@ -91,9 +91,10 @@ class _Variant(NamedTuple):
 
 
 _Write: TypeAlias = tuple[Job | PartedJob, Parts, Sequence[int]]
-"""The payloads of a tensor that are to be written: the parts, and a row of which each payload's differs by
-what :func:`_layout` says: addresses of the gradient, of both residuals, and of the first payload, behind
-whose bound the others follow; their turn; the row of the first figures; slot and bits of the threshold.
+"""A tensor, its parts, and what the rows of its payloads have in common, in the order of the places in ROW:
+addresses of the gradient, of both residuals, and of the first payload, behind whose bound the others follow;
+their turn; the row of the first figures; slot and bits of the threshold. :func:`_layout` has what is added
+for each payload.
 """
 
 
@@ -115,7 +116,7 @@ class _Noted(NamedTuple):
     before: list[_Entrywise]
     samples: list[_Entrywise]
     writes: dict[tuple[Any, ...], list[_Write]]
-    """By what a :class:`_Variant` holds."""
+    """Keys are the fields of a :class:`_Variant`."""
     after: list[_Entrywise]
     behind: list[tuple[Callable[[], np.ndarray], Callable[[Tensor], None]]]
     """See :meth:`Batch.then`."""
@@ -146,23 +147,22 @@ class Batch:
     def compress(self, job: Job) -> Stats:
         """See :meth:`.backend.Backend.compress`."""
         parts = Parts.whole(job.numel, job.capacity, job.value_dtype)
-        stats, columns = self._add(job, parts, job.start, job.encoding)
-        columns[OUT_AT] = job.out.data_ptr()
-        self._noted_one()
-        return stats
+        return self._add(job, parts, job.start, lambda _: job.out.data_ptr(), job.encoding)
 
     def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
         """See :meth:`.backend.Backend.compress_parts`."""
         parts = job.parts
-        stats, columns = self._add(job, parts, job.turn)
-        columns[OUT_AT] = writer.place(receivers, parts.nbytes, parts.total, stats)
-        self._noted_one()
-        return [stats]
+        place = functools.partial(writer.place, receivers, parts.nbytes, parts.total)
+        return [self._add(job, parts, job.turn, place)]
 
     def _add(
-        self, job: Job | PartedJob, parts: Parts, turn: int, encoding: IndexEncoding | None = None
-    ) -> tuple[Stats, list[int]]:
-        """Note a tensor's payloads; return their figures, and the row, which lacks an address."""
+        self,
+        job: Job | PartedJob,
+        parts: Parts,
+        turn: int,
+        place: Callable[[Stats], int],
+        encoding: IndexEncoding | None = None,
+    ) -> Stats:
         count = len(parts.bounds)
         grad, residual = job.grad, job.residual
         left = residual if job.residual_out is None else job.residual_out
@@ -181,14 +181,16 @@ class Batch:
         )
         applied, slot, bits = (job.tau, -1, 0) if dense else self._tau(job.tau)
         stats = Stats.on_device(self._figures, self._payloads, count, tau=applied)
-        columns = [at, source, target, 0, 0, 0, turn, 0, 0, 0, 0, 0, self._payloads, slot, bits, 0]
+        out = place(stats)  # which may fail: nothing is noted then
+        columns = [at, source, target, out, 0, 0, turn, 0, 0, 0, 0, 0, self._payloads, slot, bits, 0]
         self._noted.writes.setdefault(variant, []).append((job, parts, columns))
         self._tensors += 1
         self._payloads += count
         self._entries += parts.numel
-        return stats, columns
+        self._after_noting()
+        return stats
 
-    def _noted_one(self) -> None:
+    def _after_noting(self) -> None:
         most = max(self._tensors, self._thresholds)
         self.full = most >= self._room or self._entries >= MOST_ENTRIES
         if self._at_once:
@@ -213,7 +215,7 @@ class Batch:
         key, numbers = (GRAD_CODES[grad.dtype], residual is not None), (signed(seed), everything, bits, rank)
         sample = _Entrywise(key, (grad, residual), samples, _SAMPLE, (grad.numel(), samples, *numbers, slot))
         self._noted.samples.append(sample)
-        self._noted_one()
+        self._after_noting()
         return self._taus[slot]
 
     def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
@@ -221,7 +223,7 @@ class Batch:
         self._entries += (numel := held.numel())
         key, tensors = ("difference", "GRAD", GRAD_CODES[held.dtype]), (readable(held), wanted, out)
         self._noted.before.append(_Entrywise(key, tensors, numel, [NUMEL], [numel]))
-        self._noted_one()
+        self._after_noting()
 
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
         """See :meth:`.backend.Backend.unpack`; before thresholds are found."""
@@ -231,14 +233,14 @@ class Batch:
         self._entries += (numel := out.numel())
         key, tensors = ("unpack", "GROUPED", exponents is not None), (out, packed, exponents)
         self._noted.before.append(_Entrywise(key, tensors, numel, [NUMEL], [numel]))
-        self._noted_one()
+        self._after_noting()
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
         """See :meth:`.backend.Backend.pack`; when payloads are written."""
         key, tensors = ("pack", "GROUPED", exponents is not None), (values, readable(out), exponents)
         numel, places = values.numel(), [NUMEL, device.SEED.value]
         self._noted.after.append(_Entrywise(key, tensors, numel, places, [numel, signed(seed, 32)]))
-        self._noted_one()
+        self._after_noting()
 
     def then(self, rows: Callable[[], np.ndarray], run: Callable[[Tensor], None]) -> None:
         """Upload a table with that of the batch, and call ``run`` with it behind all other operations.
@@ -249,7 +251,7 @@ class Batch:
                 what this one does next.
         """
         self._noted.behind.append((rows, run))
-        self._noted_one()
+        self._after_noting()
 
     def launch(self) -> None:
         """Do what was noted since the last launch."""
@@ -363,7 +365,7 @@ class Batch:
 
 
 def _undo(job: Job | PartedJob) -> None:
-    """Put the old residual into memory that the launch, which failed, should have written."""
+    """Copy the old residual to where the launch, which failed, should have written the new one."""
     residual, left = job.residual, job.residual_out
     if left is not None and residual is not None and left.data_ptr() != residual.data_ptr():
         left.copy_(residual)
@@ -387,7 +389,7 @@ def _rows(variant: _Variant, writes: Sequence[_Write]) -> tuple[np.ndarray, list
 
 @functools.lru_cache(maxsize=256)
 def _layout(of: tuple[Parts, ...], size: int, *, dense: bool) -> tuple[np.ndarray, list[int], np.ndarray]:
-    """Return what the rows of payloads have in every step.
+    """Return the numbers in the rows of payloads that are the same in every step.
 
     Args:
         of: Parts of each tensor.

@@ -10,8 +10,8 @@ from torch import Tensor
 #: Products and sums are rounded one by one, as in plain torch.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
-#: Compiled kernels, and their constants in order, by what Triton compiles them anew for. It would find that
-#: out, and compare all constants of the kernel's module, in every launch: that takes four times as long.
+#: Compiled kernels, and their constants in order, by all that makes Triton compile another one. Triton finds
+#: that out, and compares all constants of the module, in every launch: that takes four times as long.
 _compiled: dict[Any, tuple[Any, list[Any]]] = {}
 #: In older versions a compiled kernel takes other arguments.
 _KEPT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
@@ -40,7 +40,7 @@ def launch(kernel: Any, programs: int | tuple[int, int], *arguments: Any, **cons
 
 
 def _form(argument: Tensor | int | float | None) -> tuple[Any, bool]:
-    """Return what a kernel is compiled for: a type, and whether an address is aligned, a number small."""
+    """Return what a kernel is compiled for: a type, and if an address is aligned, or a number fits int32."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     return type(argument), argument is None or -_INT32 <= argument < _INT32

@@ -429,7 +429,7 @@ def add(
     """Add the payloads with which nothing is wrong of so many ``messages``, one after the other, to the same
     tensors; those of the next so many, whose numbers in ``meta`` begin ``stride`` further, to others.
 
-    ``errors``, int64, ``error_stride`` from one message's to the next one's, become what is wrong with it.
+    ``errors``, int64: the number of each message's error is written there, ``error_stride`` apart.
 
     A program owns RANGE entries of a tensor, so each sum has the order of the messages. Where several are
     added to a tensor that is not fp32, the sum is made ``beside`` it (fp32, zeros) and rounded once.

@@ -125,7 +125,7 @@ class OpenedMessages(NamedTuple):
 
         Args:
             apart: Entries whose sums are made in other memory, in fp32.
-            wrong: int64 [1], becomes what is wrong with a single message.
+            wrong: int64 [1], takes the error of a single message in place of :attr:`heads`.
         """
         several, room = self.positions.shape
         grid = self.sums, several // together

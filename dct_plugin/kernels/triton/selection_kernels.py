@@ -36,9 +36,9 @@ FLAG, BEFORE, CHECK1, CHECK2, NNZ, ABOVE, SKIPPED = map(tl.constexpr, range(7))
 STATE = tl.constexpr(16)  # its size
 
 ROW = tl.constexpr(16)
-#: Places in a job's row: addresses; sizes; where it is filled from (:func:`_start_of`); the first tile,
-#: block, chunk of the body, chunk of entries; where its positions begin; the row of its figures; the
-#: threshold's place on the device, or -1, and its bits.
+#: Places in a job's row: addresses; sizes; a number from which the start follows (:func:`_start_of`); the
+#: first tile, block, chunk of the body, chunk of entries; where its positions begin; the row of its figures;
+#: the threshold's place on the device, or -1, and its bits.
 GRAD_AT, RESIDUAL_AT, LEFT_AT, OUT_AT, NUMEL, CAPACITY, START = map(tl.constexpr, range(7))
 TILES, BLOCKS, CHUNKS, ENTRY_CHUNKS, ROOM, SLOT, TAU_SLOT, TAU_BITS = map(tl.constexpr, range(7, 15))
 #: Places in a sample's row; GRAD_AT, RESIDUAL_AT, NUMEL and CHUNKS are the same.
@@ -108,7 +108,7 @@ def _job_of(table, count, WHAT: tl.constexpr):
 
 @triton.jit
 def _start_of(job, numel):
-    """Return the position from which on a payload of limited capacity is filled."""
+    """Return the position from which on entries are kept, if more pass the threshold than have room."""
     return tl.load(job + START) % tl.maximum(numel, 1)
 
 
@@ -507,7 +507,7 @@ def _gaps(positions, rank, mask):
 
 @triton.jit
 def _skips_of(state, table, count, number):
-    """Return pointers to what :func:`skips` counts for a job's chunks, and to the sums of it."""
+    """Return pointers to the bytes of long gaps in a job's chunks, and to sums of COUNTED of them."""
     blocks = tl.load(table + count * ROW + BLOCKS)
     counts = state + count * STATE + blocks + blocks // COUNTED + count
     return _counts_of(counts, table, count, number, ENTRY_CHUNKS)
@@ -693,7 +693,7 @@ def write(
 ):  # fmt: skip
     """Write a chunk of the body: positions and values. What the values do not carry stays in what is left.
 
-    ENTRIES says which they are: DENSE, all; else those of ``positions``, in this encoding, or (-1) in the
+    ENTRIES: DENSE writes all entries; another encoding writes those of ``positions`` in it, and -1 in the
     smallest one.
     ACCUMULATED: their values are in what is left.
     """
