@@ -127,7 +127,10 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         enabled = self.config.enabled and self.config.data_parallel.enabled
         floating = all(each.is_floating_point() and each.layout is torch.strided for each in tensors)
         if not (enabled and (averages or operation == dist.ReduceOp.SUM) and floating):
-            return self._leave_to_torchft(tensors, opts, counts=enabled)
+            if not enabled or self.metrics is None:
+                return super().allreduce(tensors, opts)
+            with counted_by(partial(self.metrics.uncompressed, "gradient", "other_types")):
+                return super().allreduce(tensors, opts)
         if self._manager is None:
             raise self._no_manager()
         if self._peers is None and self._failure is None:
@@ -215,12 +218,6 @@ class _ThresholdedGroup(ProcessGroupWrapper):
                     "make the manager with pg=pg"
                 )
         return wrappers
-
-    def _leave_to_torchft(self, tensors: Sequence[Tensor], opts: Any, *, counts: bool) -> Any:
-        if not counts or self.metrics is None:
-            return super().allreduce(tensors, opts)
-        with counted_by(partial(self.metrics.uncompressed, "gradient", "other_types")):
-            return super().allreduce(tensors, opts)
 
     def _call(self, tensor: Tensor, *, averages: bool) -> partial[None]:
         """Return the reduction of a tensor as a call without arguments."""

@@ -43,10 +43,6 @@ class Statement(NamedTuple):
     facts: dict[str, Any]
 
 
-class Refused(ConfigError):
-    """This replica cannot take part: the others run something else."""
-
-
 class QuorumPeers(Peers):
     """The replicas of one quorum; the constructor is a collective of them.
 
@@ -61,7 +57,7 @@ class QuorumPeers(Peers):
         statements: Those of all replicas.
 
     Raises:
-        Refused: This replica is not like the others, see :func:`check_alike`; names what differs.
+        ConfigError: This replica is not like the others, see :func:`check_alike`; names what differs.
         DesyncError: Another replica is refused, or did not answer.
     """
 
@@ -148,7 +144,7 @@ def check_alike(statements: Sequence[Statement], rank: int) -> None:
     replicas; then those of the first replica.
 
     Raises:
-        Refused: The replica at position ``rank`` states other facts than those.
+        ConfigError: The replica at position ``rank`` states other facts than those.
         DesyncError: Another replica does.
     """
     facts: Mapping[int, Any] = {position: each.facts for position, each in enumerate(statements)}
@@ -165,5 +161,5 @@ def check_alike(statements: Sequence[Statement], rank: int) -> None:
         f"others run: {'; '.join(different)}"
     )
     if rank in refused:
-        raise Refused(f"{reason}; start it with the same")
+        raise ConfigError(f"{reason}; start it with the same")
     raise DesyncError(f"{reason}; the others go on without it")

@@ -190,18 +190,15 @@ class ReplicaResiduals:
         reducer = self._reducer_of(tensor.device)
         reducer.step = step
         flat = tensor.detach().view(-1)
-        if participates:
-            reducer.all_reduce([(name, flat)], scale=scale)
-            return
-        held, loaded = reducer.streams.pop(name, None), reducer.loaded.pop(name, None)
+        places: Sequence[dict[str, Any]] = () if participates else (reducer.streams, reducer.loaded)
+        held = [place.pop(name, None) for place in places]
         try:
             reducer.all_reduce([(name, flat)], scale=scale)
         finally:
-            reducer.streams.pop(name, None)
-            if held is not None:
-                reducer.streams[name] = held
-            if loaded is not None:
-                reducer.loaded[name] = loaded
+            for place, kept in zip(places, held, strict=True):
+                place.pop(name, None)
+                if kept is not None:
+                    place[name] = kept
 
     def _reducer_of(self, device: torch.device) -> GradientReducer:
         if self._reducer is None:
