@@ -6,7 +6,6 @@ import copy
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -184,6 +183,7 @@ class ReplicaCompression(OptimizerAttachment):
 
     def _local_steps(self) -> None:
         """Train each replica's own shards; evaluation and saved models see the common ones."""
+        by_name = {each.name: each for each in self.parameters}
         for reducer in self._reducers.values():
             own = {p.name: p for p in self._held_by(reducer) if p.sharded.requires_grad}
             local = reducer.add_ons.local_steps
@@ -194,7 +194,7 @@ class ReplicaCompression(OptimizerAttachment):
                     {name: GatheredShard(each) for name, each in own.items()},
                     self._optimizers,
                     {name: each.sharded for name, each in own.items()},
-                    partial(_saved_shard, own),
+                    lambda name, weights: saved_residuals.as_dtensor(by_name[name], weights),
                 )
                 self.ends.callback(local.detach)
         self._read_first()
@@ -312,10 +312,6 @@ class ReplicaCompression(OptimizerAttachment):
 
 #: Makes the state of a training; the name that scripts use.
 compress_replicas = ReplicaCompression
-
-
-def _saved_shard(parameters: Mapping[str, ShardedParameter], name: str, weights: Tensor) -> Any:
-    return saved_residuals.as_dtensor(parameters[name], weights)
 
 
 def _refuse_compiled_autograd() -> None:

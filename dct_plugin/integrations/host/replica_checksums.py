@@ -40,9 +40,7 @@ class ReplicaChecksums:
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.every = 0 if config.verify is None else config.verify.every
-        self.action = "stop" if config.verify is None else config.verify.action
-        self._weights, self._group = weights, group
+        self._verify, self._weights, self._group = config.verify, weights, group
 
     @own_traffic(recorded=False)
     def check(self, step: int, *, saves: bool = False) -> None:
@@ -56,7 +54,8 @@ class ReplicaChecksums:
         Raises:
             DesyncError: On every rank: names the step, the parameters and the ranks.
         """
-        if not self.every or (step % self.every and not saves):
+        verify = self._verify
+        if verify is None or (step % verify.every and not saves):
             return
         named = list(self._weights())
         if not named or dist.get_world_size(self._group) == 1:
@@ -74,7 +73,7 @@ class ReplicaChecksums:
             f"{named[i][0]} on {_minority(ranks, by_parameter[i].tolist())}" for i in differing[:5]
         )
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
-        if self.action == "stop":
+        if verify.action == "stop":
             raise DesyncError(
                 f"rank {dist.get_rank()}: parameters differ between the ranks after step {step}: {text}{more}"
             )

@@ -19,6 +19,7 @@ from dct_plugin.compression.stream import backend_beside
 from dct_plugin.config import DataParallelConfig, DCTConfig, options
 from dct_plugin.console import log_once, logger
 from dct_plugin.errors import ConfigError, VersionError
+from dct_plugin.transport import lost_ranks
 from dct_plugin.transport.agreement import HINT, TIME_LIMIT, Agreement
 from dct_plugin.transport.nodes import KEY, Nodes, find_nodes, publish_machine, ranks_of_machines
 
@@ -39,7 +40,13 @@ def join(
     Raises:
         VersionError: The default process group has no store.
     """
-    store = _store()
+    try:
+        store = lost_ranks.default_store()
+    except Exception as error:
+        raise VersionError(
+            f"the default process group has no key-value store, which dct needs at start-up ({error}); "
+            "start the job with torchrun or the deepspeed launcher, or with init_method='env://'"
+        ) from error
     _warn_of_restarts()
     if group is not None:
         topic = f"{topic}/{group.group_name}"
@@ -103,16 +110,6 @@ def _warn_of_restarts() -> None:
             "key-value store, and torch cannot connect them. Start torchrun with --standalone or "
             "--rdzv-backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
         )
-
-
-def _store() -> Any:
-    try:
-        return dist.distributed_c10d._get_default_store()
-    except Exception as error:
-        raise VersionError(
-            f"the default process group has no key-value store, which dct needs at start-up ({error}); "
-            "start the job with torchrun or the deepspeed launcher, or with init_method='env://'"
-        ) from error
 
 
 def nodes_of(
