@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,12 +105,16 @@ class CompressedCollectives:
 
     def send(
         self, parts: Sequence[Tensor], stream: ActivationStream, what: str, arriving: list[int] | None
-    ) -> SentParts:
+    ) -> tuple[list[Tensor], list[Any], list[Tensor]]:
         """Send each rank its part; a part that goes to all ranks is encoded once.
 
         Args:
             what: Name of the operation, part of the fingerprint.
             arriving: Rows from each rank; None: as many as in the own part.
+
+        Returns:
+            By rank: the messages that went there, what is kept of them until the gradients arrive, and the
+            messages from there.
         """
         own = parts[self.rank]
         others = [r for r in range(self.world_size) if r != self.rank]
@@ -127,7 +131,7 @@ class CompressedCollectives:
         bounds = [most_bytes(count * math.prod(shape)) for count in rows]
         with self._recorded(self.cls, parts, written.encoded):
             received = self.exchange.all_to_all(messages, fingerprint, bounds=bounds)
-        return SentParts(messages, kept, received)
+        return messages, kept, received
 
     def send_gradients(
         self,
@@ -182,20 +186,6 @@ class CompressedCollectives:
             self.metrics.record(record)
 
 
-class SentParts(NamedTuple):
-    """One direction of an exchange, by rank of the group.
-
-    Attributes:
-        messages: Messages that went there.
-        kept: What is kept of them until the gradients arrive.
-        received: Messages from there.
-    """
-
-    messages: list[Tensor]
-    kept: list[Any]
-    received: list[Tensor]
-
-
 @dataclass
 class _BlockRoundTrip:
     """Blocks of rows to the ranks, and the others' blocks from them; the gradients go back the same ways.
@@ -221,11 +211,11 @@ class _BlockRoundTrip:
 
     def forward(self, tensor: Tensor) -> Tensor:
         parts = self._parts(tensor, self.leaving)
-        sent = self.comm.send(parts, self.stream, self.what, self.arriving)
-        self._sent, self._shapes = sent.kept, [part.shape for part in parts]
+        _, self._sent, received = self.comm.send(parts, self.stream, self.what, self.arriving)
+        self._shapes = [part.shape for part in parts]
 
         def decode(rank: int, out: Tensor) -> None:
-            self._received[rank] = _decoded(self.stream, sent.received[rank], out, rank)
+            self._received[rank] = _decoded(self.stream, received[rank], out, rank)
 
         return self._combined(parts, self.arriving, decode)
 
@@ -275,14 +265,14 @@ class _SumRoundTrip:
 
     def forward(self, tensor: Tensor) -> Tensor:
         comm, tensor = self._comm, tensor.contiguous()
-        sent = comm.send([tensor] * comm.world_size, self._stream, "all_reduce", None)
+        messages, kept, received = comm.send([tensor] * comm.world_size, self._stream, "all_reduce", None)
         if comm.world_size == 1:
             return tensor.clone()
         other = (comm.rank + 1) % comm.world_size
-        self._kept = sent.kept[other]
+        self._kept = kept[other]
         total = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
-        for rank, message in enumerate(sent.received):
-            message = sent.messages[other] if rank == comm.rank else message
+        for rank, message in enumerate(received):
+            message = messages[other] if rank == comm.rank else message
             _decoded(self._stream, message, total, rank)
         return total.to(tensor.dtype)
 
