@@ -30,7 +30,7 @@ from ..host.steps import FrozenParameters, PoisonedSteps, StepHooks
 from .checkpointing import CheckpointFiles, warn_of_dropped_residuals
 from .engine import EngineContext, EnginePart, has_optimizer, is_pipeline, job_of, supported, tied_weights
 from .moe import ExpertPath
-from .node_copies import DisplacedCopies, NodeCopies
+from .node_copies import NodeCopies
 from .parser import keys_read
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
@@ -200,14 +200,13 @@ class Attachment:
         self._parts += self.activations.values()
         self._parts.append(SkippedSteps(context, transactional=self._path.transactional))
         if settings.enabled and settings.feedback.looks_ahead:
-            displaced: DisplacedCopies | DisplacedPasses
             if isinstance(self._gather, NodeCopies):
-                displaced = DisplacedCopies(self._path, self._gather)
+                self.ahead = self._gather.look_ahead(self._path)
             else:
                 updates = self._gather.updates if self._gather is not None and self.weights_lag else None
                 displaced = DisplacedPasses(self._path, updates)
-            self.ahead = displaced.ahead
-            self._parts.append(displaced)
+                self.ahead = displaced.ahead
+                self._parts.append(displaced)
         self._leaves = False
         self._files = CheckpointFiles(context, self._path, self._gather, self.activations)
         self._parts.append(self._files)

@@ -31,7 +31,7 @@ from dct_plugin.transport.nodes import KEY, Nodes
 
 from ..host.gathered_slice import GatheredSlice
 from ..host.patching import Function, Patches, given
-from .engine import EngineContext, EnginePart
+from .engine import EngineContext
 from .path import GradientPath
 from .weight_updates import WeightUpdates, swap, updates_of
 
@@ -158,6 +158,30 @@ class NodeCopies(WeightUpdates):
             )
         return nodes
 
+    def look_ahead(self, path: GradientPath) -> StepAhead:
+        """Let training passes gather displaced copies; owners' partitions are never displaced.
+
+        Args:
+            path: The path of the engine's gradients.
+
+        Returns:
+            What displaces and restores the copies.
+
+        Raises:
+            ConfigError: The step of the engine's optimizer is not known.
+        """
+        groups = [[parameter for _, parameter in group] for group in path.named_parameters()]
+        units = units_of(path.optimizer, groups)
+        pairs: Any = [(each.name, each) for each in self.slices if each.shards]
+        self.ahead = path.reducer.add_ons.step_ahead.prepare(
+            pairs,
+            lambda held: units(held.parameter),  # type: ignore[attr-defined]
+            unit=1.0 / (path.scale * path.reducer.group_size),
+            pending_of=self.updates.pending_of,
+            held={each.name: each.bounds for each in self.slices},
+        )
+        return self.ahead
+
     def install(self, patches: Patches) -> None:
         patches.intercept(self._optimizer, "invalidate_secondary_tensor", self._invalidate)
         for parameter in self._parameters:
@@ -169,6 +193,8 @@ class NodeCopies(WeightUpdates):
         self.gather()
 
     def before_step(self) -> None:
+        if self.ahead is not None:
+            self.ahead.restore()
         self._stepping = True
 
     def after_step(self) -> None:
@@ -297,33 +323,3 @@ class NodeCopies(WeightUpdates):
                 if self.updates.exact:  # weights become new here, and are compared with those before
                     swap(each.weights[shard.start : shard.stop], masters[each.name])
         return masters
-
-
-class DisplacedCopies(EnginePart):
-    """Step-ahead: training passes gather displaced copies. Owners' partitions are never displaced.
-
-    Args:
-        path: The path of the engine's gradients.
-        copies: The copies in the nodes.
-
-    Attributes:
-        ahead: Displaces and restores them.
-
-    Raises:
-        ConfigError: The step of the engine's optimizer is not known.
-    """
-
-    def __init__(self, path: GradientPath, copies: NodeCopies) -> None:
-        groups = [[parameter for _, parameter in group] for group in path.named_parameters()]
-        units = units_of(path.optimizer, groups)
-        pairs: Any = [(each.name, each) for each in copies.slices if each.shards]
-        self.ahead = copies.ahead = path.reducer.add_ons.step_ahead.prepare(
-            pairs,
-            lambda held: units(held.parameter),  # type: ignore[attr-defined]
-            unit=1.0 / (path.scale * path.reducer.group_size),
-            pending_of=copies.updates.pending_of,
-            held={each.name: each.bounds for each in copies.slices},
-        )
-
-    def before_step(self) -> None:
-        self.ahead.restore()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,8 +89,16 @@ class PipelinePath(ActivationPath):
             schedule.RecvGrad: self._receive_gradients,
         }
         for instruction, make in transfers.items():
-            instructions[instruction] = _with_transfers(instructions[instruction], make, self._count)
+            instructions[instruction] = partial(self._execute, instructions[instruction], make)
         patches.replace(self.engine, "_INSTRUCTION_MAP", instructions)
+
+    def _execute(
+        self, original: Callable[..., None], make: Callable[[int], _Transfers], engine: Any, buffer_id: int
+    ) -> None:
+        """Execute an instruction; its transfers go through what ``make(buffer_id)`` returns."""
+        with counted_by(self._count), Patches() as patches:
+            patches.replace(pipe_engine, "p2p", make(buffer_id))
+            original(engine, buffer_id)
 
     # -- the four instructions ---
 
@@ -254,22 +263,6 @@ def _backward(
 
 
 _p2p = pipe_engine.p2p
-
-
-def _with_transfers(
-    original: Callable[..., None], make: Callable[[int], _Transfers], count: Callable[[float], None]
-) -> Callable[..., None]:
-    """Return an instruction whose transfers go through what ``make(buffer_id)`` returns.
-
-    ``count`` is told the bytes of what is transferred as it is.
-    """
-
-    def execute(engine: Any, buffer_id: int) -> None:
-        with counted_by(count), Patches() as patches:
-            patches.replace(pipe_engine, "p2p", make(buffer_id))
-            original(engine, buffer_id)
-
-    return execute
 
 
 def _tensors(transferred: Any) -> Sequence[Tensor]:
