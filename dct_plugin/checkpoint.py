@@ -196,12 +196,9 @@ def gather(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Pa
         raise DCTError(f"{known}: no such file; {source} is to be a folder with dct_rank_*.pt")
     first = read(known)
     state = reshard(_parts(known, first, None))
-    configuration = first.get("configuration", "")
-    content = content_of(
-        state, rank=0, world_size=1, unit=1.0, identity=first["save"], configuration=configuration
-    )
+    origin = {"identity": first["save"], "configuration": first.get("configuration", "")}
     path = Path(target, GATHERED)
-    write(path, content)
+    write(path, content_of(state, rank=0, world_size=1, unit=1.0, **origin))
     return path
 
 
@@ -237,9 +234,8 @@ def check_sizes(file: Path, state: State, sizes: Mapping[str, int]) -> None:
         DCTError: Names the file, the parameter and both sizes.
     """
     parts = state.get("parts", {})
-    residuals = {name: stream["residual"] for name, stream in state["streams"].items()}
-    for name, saved in residuals.items():
-        if saved is None:
+    for name, stream in state["streams"].items():
+        if (saved := stream["residual"]) is None:
             continue
         expected = _entries(name, sizes)
         if expected is not None and name in parts:

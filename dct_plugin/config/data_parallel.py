@@ -352,10 +352,8 @@ class DataParallelConfig(Section):
     def _conflicts(self) -> Iterator[str]:
         """Yield what does not go together, in words."""
         feedback = f"feedback = '{self.feedback.label()}'"
-        if self.residual_dtype in ("bf16", "int8"):
-            packed = f"residual_dtype = '{self.residual_dtype}'"
-            if not self.feedback.keeps_residual:
-                yield f"{packed} has nothing to keep with {feedback}"
+        if self.residual_dtype in ("bf16", "int8") and not self.feedback.keeps_residual:
+            yield f"residual_dtype = '{self.residual_dtype}' has nothing to keep with {feedback}"
         if self.quality is not None and self.adaptive is not None:
             yield f"quality = '{self.quality}' does not go with adaptive: both choose the sparsity"
         if self.local_steps is not None:

@@ -88,21 +88,17 @@ def choices(field: FieldInfo) -> list[Any]:
 
 
 def _range(field: FieldInfo) -> str:
-    bounds = {
-        key: getattr(item, key)
+    signs = {"ge": (">=", "["), "gt": (">", "("), "le": ("<=", "]"), "lt": ("<", ")")}
+    bounds = [
+        (*signs[key], getattr(item, key))
+        for key in signs
         for item in field.metadata
-        for key in ("ge", "gt", "le", "lt")
         if getattr(item, key, None) is not None
-    }
-    low = bounds.get("ge", bounds.get("gt"))
-    high = bounds.get("le", bounds.get("lt"))
-    if low is not None and high is not None:
-        return f" in {'[' if 'ge' in bounds else '('}{low}, {high}{']' if 'le' in bounds else ')'}"
-    if low is not None:
-        return f" {'>=' if 'ge' in bounds else '>'} {low}"
-    if high is not None:
-        return f" {'<=' if 'le' in bounds else '<'} {high}"
-    return ""
+    ]
+    if len(bounds) == 2:
+        (_, opening, low), (_, closing, high) = bounds
+        return f" in {opening}{low}, {high}{closing}"
+    return "".join(f" {sign} {bound}" for sign, _, bound in bounds)
 
 
 def show(value: Any) -> str:

@@ -38,12 +38,11 @@ def validated(
         ConfigError: All errors of the section, one per line.
     """
     origin = (f" in {where}" if where else "") + (f" on rank {rank}" if rank is not None else "")
+    what = f"{source.split('.')[0]} configuration{origin}"
     try:
         section = _plain(section)
     except RecursionError:
-        raise ConfigError(
-            f"invalid {source.split('.')[0]} configuration{origin}: nested too deeply"
-        ) from None
+        raise ConfigError(f"invalid {what}: nested too deeply") from None
     try:
         return cls.model_validate(section)
     except ValidationError as error:
@@ -51,7 +50,7 @@ def validated(
         # An object where a word could stand, too: its own errors say more.
         items = [each for each in items if not _wants_word_alone(each)]
         lines = list(dict.fromkeys(_line(cls, section, item, source) for item in items))
-    raise faulty(lines, f"{source.split('.')[0]} configuration{origin}")
+    raise faulty(lines, what)
 
 
 def _wants_word_alone(item: Any) -> bool:

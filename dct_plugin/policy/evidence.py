@@ -114,10 +114,8 @@ class Recommendation(NamedTuple):
         fewer = ("fewer bytes than fp32", self.fewer_bytes)
         for label, measured in (fewer, ("quality", self.quality), ("step", self.step)):
             model = f", {size_of(self.model)}" if label == "quality" else ""
-            yield (
-                label,
-                "not measured" if measured is None else f"{measured.what} (docs/{measured.source}{model})",
-            )
+            found = "not measured" if measured is None else f"{measured.what} (docs/{measured.source}{model})"
+            yield label, found
         yield "if worse", self.if_worse
 
     def suits(self, training: Training, rate: float) -> bool:

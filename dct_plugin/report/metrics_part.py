@@ -17,7 +17,7 @@ from . import charts
 from .advice import advice
 from .page import Part, Section
 from .reading import RankRun
-from .run import PARTS, Run, Window, grouped, weighted
+from .run import Run, Window, grouped, weighted
 
 PART_NAMES = {
     "select_ms": "select",
@@ -183,7 +183,7 @@ def _tensors(run: Run) -> Section:
 
 def _times(run: Run) -> Section:
     columns: list[_Column] = [("step", lambda window: window.of_step(), ".4f")]
-    columns += [(PART_NAMES[key], partial(Window.part, key=key), ".4f") for key in PARTS]
+    columns += [(name, partial(Window.part, key=key), ".4f") for key, name in PART_NAMES.items()]
     columns.append(("dense steps at the start", lambda window: window.of_step("dense_step_ms"), ".4f"))
 
     def draw(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]]) -> None:

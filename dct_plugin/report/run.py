@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..metrics import TENSOR
 from .reading import EventLine, RankRun, Row
-
-PARTS = ("select_ms", "encode_ms", "exchange_ms", "waited_ms", "decode_ms")
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Window:
         return sum(self.mean(key, cls) or 0.0 for cls in self.rows if "/" not in cls)
 
     def part(self, key: str) -> float:
-        """Return the milliseconds per step of one of :data:`PARTS`; exchange is without the wait."""
+        """Return the milliseconds per step of a part such as ``select_ms``; exchange without the wait."""
         return self.total(key) - (self.total("waited_ms") if key == "exchange_ms" else 0.0)
 
     def of_step(self, key: str = "step_ms") -> float | None:
@@ -105,9 +103,8 @@ class Run:
         names = dict.fromkeys(cls for window in self.windows for cls in window.rows if "/" not in cls)
         return sorted(names, key=lambda cls: -self.per_step("sent_bytes", self.windows, cls))
 
-    def per_step(self, key: str, windows: Iterable[Window], *classes: str) -> float:
+    def per_step(self, key: str, windows: Sequence[Window], *classes: str) -> float:
         """Return the mean per step of a figure of some classes."""
-        windows = list(windows)
         amount = sum(w.steps * sum(w.mean(key, cls) or 0.0 for cls in classes) for w in windows)
         return amount / sum(w.steps for w in windows)
 
@@ -123,7 +120,7 @@ class Run:
         return self.per_step("dense_bytes", windows, *self.classes) / sent if sent else None
 
     def part(self, key: str) -> float:
-        """Return the milliseconds per step of one of :data:`PARTS` after the start."""
+        """Return the milliseconds per step of a part such as ``select_ms`` after the start."""
         return sum(w.steps * w.part(key) for w in self.steady) / sum(w.steps for w in self.steady)
 
     @functools.cached_property
