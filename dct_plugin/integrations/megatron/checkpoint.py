@@ -165,19 +165,11 @@ def _resharded(contents: Callable[[], Iterator[State]], first: State, rank: Rank
     """
     reducers = {}
     for name, part in first["reducers"].items():
-        expert = name.startswith("expert")
-        reducers[name] = {
-            "unit": part["unit"],
-            "state": checkpoint.reshard(
-                (
-                    content["state"]["reducers"][name]
-                    for content in contents()
-                    # Replicas of an expert layer are the ranks with the same experts.
-                    if not expert or content["expert"] == rank.expert
-                ),
-                unit=part["unit"],
-            ),
-        }
+        is_dense, unit = not name.startswith("expert"), part["unit"]
+        # Replicas of an expert layer are the ranks with the same experts.
+        replicas = (each for each in contents() if is_dense or each["expert"] == rank.expert)
+        states = (each["state"]["reducers"][name] for each in replicas)
+        reducers[name] = {"unit": unit, "state": checkpoint.reshard(states, unit=unit)}
     return {"step": first["step"], "streams": first["streams"], "reducers": reducers}
 
 

@@ -55,6 +55,9 @@ class DataParallelHook(Hook):
     """Replaces ``start_grad_sync`` for buckets that are shared by more than one rank."""
 
     def __init__(self, session: Session) -> None:
+        from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
+        from megatron.core.optimizer import optimizer
+
         self.session = session
         self.config = session.config.data_parallel
         self._optimizers = Optimizers(session.patches)
@@ -65,13 +68,7 @@ class DataParallelHook(Hook):
         session.ends.callback(self.reductions.close)
         self._steps = _OptimizerSteps(session, self.models)
         self._frozen: list[FrozenParameters] = []
-        self._patch()
-
-    def _patch(self) -> None:
-        from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
-        from megatron.core.optimizer import optimizer
-
-        intercept = self.session.patches.intercept
+        intercept = session.patches.intercept
         intercept(param_and_grad_buffer._ParamAndGradBucketGroup, "start_grad_sync", self._start_grad_sync)
         ddp = distributed_data_parallel.DistributedDataParallel
         intercept(ddp, "__init__", self._wrap_model)
@@ -79,8 +76,7 @@ class DataParallelHook(Hook):
         for kind in optimizer.MixedPrecisionOptimizer, optimizer.FP32Optimizer:
             intercept(kind, "prepare_grads", self._steps.prepare_grads)
         for module, name in _SHARDING:
-            refuse = functools.partial(_refuse, self.session, name)
-            self.session.ends.callback(when_imported(module, refuse))
+            session.ends.callback(when_imported(module, functools.partial(_refuse, session, name)))
 
     def resolve(self, exact_unavailable: str | None = None) -> None:
         """Let the settings follow the optimizers, which Megatron has made by now; once.

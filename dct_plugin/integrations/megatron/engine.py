@@ -48,11 +48,9 @@ Route = Callable[[dist.ProcessGroup, torch.device], "tuple[CompressedCollectives
 
 def is_engine_linear(module: torch.nn.Module) -> bool:
     """Return whether a module is one of Transformer Engine's that may communicate between tensor ranks."""
-    kind = type(module)
-    is_engine = any(base.__module__.partition(".")[0] == "transformer_engine" for base in kind.__mro__)
-    return kind.__name__ == _FUSED_MLP or (
-        is_engine and ("Linear" in kind.__name__ or "MLP" in kind.__name__)
-    )
+    name, bases = type(module).__name__, type(module).__mro__
+    is_engine = any(base.__module__.partition(".")[0] == "transformer_engine" for base in bases)
+    return name == _FUSED_MLP or (is_engine and ("Linear" in name or "MLP" in name))
 
 
 class EngineLinears:

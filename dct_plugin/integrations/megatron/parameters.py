@@ -54,17 +54,13 @@ class _Owner:
     sparse: bool = False
     """True if the last step's update is thresholded."""
 
-    def range_of(self, parameter: torch.nn.Parameter) -> slice:
-        """Return the entries of a parameter that this rank owns."""
-        optimizer = self.optimizer()
-        assert optimizer is not None
-        owned = optimizer._get_model_param_range_map(parameter)["param"]
-        return slice(owned.start, owned.end)
-
     def read_fp32(self) -> None:
         """Copy weights that were set from outside into the fp32 masters."""
+        optimizer = self.optimizer()
         for parameter, master in self.fp32:
-            master.data.copy_(parameter.data.view(-1)[self.range_of(parameter)])
+            assert optimizer is not None
+            owned = optimizer._get_model_param_range_map(parameter)["param"]
+            master.data.copy_(parameter.data.view(-1)[owned.start : owned.end])
 
 
 class ParameterHook(Hook):
@@ -180,15 +176,9 @@ class ParameterHook(Hook):
         self._resolve(unavailable)
         if unavailable or self.session.config.data_parallel.parameters is None:
             return
-        pairs = [
-            pair
-            for models, shards in (
-                (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-                (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
-            )
-            for model, shard in zip(models, shards, strict=True)
-            for pair in zip(model, shard, strict=True)
-        ]
+        models = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
+        shards = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
+        pairs = [pair for group in zip(models, shards, strict=True) for pair in zip(*group, strict=True)]
         ranks = optimizer.data_parallel_group
         updates = ParameterUpdates(
             self.session.config.data_parallel,

@@ -82,8 +82,7 @@ class Optimizers:
         self, original: Function, wrapper: Any, optimizer: Any, *arguments: Any, **keywords: Any
     ) -> None:
         if optimizer is not None:  # None: this rank has nothing to train
-            groups = [list(group["params"]) for group in optimizer.param_groups]
-            setattr(wrapper, _GROUPS, groups)
+            setattr(wrapper, _GROUPS, [list(group["params"]) for group in optimizer.param_groups])
             self._optimizers[next(self._count)] = wrapper
         original(wrapper, optimizer, *arguments, **keywords)
 
@@ -220,8 +219,7 @@ class Reductions:
         )
         if reducer.group_rank == 0:
             log_once(f"dct: gradients, {name}: {reducer.config.summary}, {reducer.world_size} ranks or nodes")
-        wanted = group.ddp_config.overlap_grad_reduce
-        overlap = Overlap(reducer, wanted=wanted)
+        overlap = Overlap(reducer, wanted=group.ddp_config.overlap_grad_reduce)
         unit, saved = unit_of_gradients(group), self._loaded.pop(name, None)
         if saved is not None:
             reducer.load_state_dict(checkpoint.in_unit(saved["state"], unit / saved["unit"]))

@@ -112,10 +112,8 @@ class TensorHook(Hook):
         if not is_engine_linear(module):
             return None
         if self._engine is None:
-            patches = self.session.patches
-            self._engine = EngineLinears(
-                patches, self._linear_forward, self._route, gather=self.config.gather
-            )
+            enter, route = self._linear_forward, self._route
+            self._engine = EngineLinears(self.session.patches, enter, route, gather=self.config.gather)
         return self._engine.mode(module, where)
 
     def _linear_forward(self, original: Function, linear: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -166,10 +164,8 @@ class TensorHook(Hook):
         if not self.session.training and not self.config.evaluation:
             return None
         if ranks not in self._collectives:
-            metrics = self.session.metrics
-            self._collectives[ranks] = CompressedCollectives(
-                ranks, device=device, metrics=metrics, cls="tensor"
-            )
+            made = CompressedCollectives(ranks, device=device, metrics=self.session.metrics, cls="tensor")
+            self._collectives[ranks] = made
         return self._collectives[ranks], self.streams.stream(site.name, self.config)
 
     def _subclass(self, original: Any, kind: str) -> Any:
