@@ -55,8 +55,7 @@ class AutomaticSparsity(AddOn):
         self._group, self._settings, self._topologies = group, settings, topologies
         # Sends all that residuals hold: in fp32, so that nothing is rounded, unless lengths stay on a device:
         # capacities of slots are agreed for one type of values.
-        on_host = group.backend.lengths_on_host
-        self._flush = Setting(0.0, "fp32" if on_host else group.settings.value_dtype)
+        self._flush = Setting(0.0, "fp32" if group.backend.lengths_on_host else group.settings.value_dtype)
         self.current = settings[0]
         """The setting of the coming step, the same on all ranks."""
         self._holds_residuals = False

@@ -25,6 +25,9 @@ from ..add_on import AddOn, ReducerContext
 from ..module_hooks import DISPLACED, ModuleHook, around_passes, remove, unregister
 from ..plan import Entries
 
+#: Makes the value in a ``state_dict`` from a name and common weights, 1-D.
+_Saved = Callable[[str, Tensor], Tensor]
+
 
 class LocalSteps(AddOn):
     """Steps without an exchange of gradients, and an exchange of progress after so many of them.
@@ -66,7 +69,7 @@ class LocalSteps(AddOn):
         weights: Mapping[str, Any],
         optimizers: Sequence[Any],
         parameters: Mapping[str, Tensor] | None = None,
-        saved: Callable[[str, Tensor], Tensor] | None = None,
+        saved: _Saved | None = None,
     ) -> None:
         """Train the weights of ``module``; evaluation passes and ``state_dict`` see the common ones.
 
@@ -78,8 +81,7 @@ class LocalSteps(AddOn):
                 the memory of the weights, and can be replaced.
             optimizers: Those of torch, whose states are a rank's own until :meth:`flush`.
             parameters: The module's parameters by the same names, if ``weights`` are others.
-            saved: Makes the value in a ``state_dict`` from a name and common weights, 1-D; None: the shape of
-                the parameter.
+            saved: Makes the values in a ``state_dict``; None: they have the shape of the parameter.
 
         Raises:
             ConfigError: There is no optimizer; weights are of another type than fp32, or not contiguous.
@@ -100,12 +102,7 @@ class LocalSteps(AddOn):
         self._buffers = [each for each in module.buffers() if each.is_floating_point()]
         self._register(module, parameters or weights, saved or (lambda name, w: w.view(weights[name].shape)))
 
-    def _register(
-        self,
-        module: torch.nn.Module,
-        parameters: Mapping[str, Any],
-        saved: Callable[[str, Tensor], Tensor],
-    ) -> None:
+    def _register(self, module: torch.nn.Module, parameters: Mapping[str, Any], saved: _Saved) -> None:
         DISPLACED[module] = self
         shown: list[bool] = []
 

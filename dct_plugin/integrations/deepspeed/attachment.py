@@ -66,9 +66,8 @@ class DisplacedPasses(EnginePart):
         unit_of = units_of(path.optimizer, [[parameter for _, parameter in group] for group in groups])
         unit = 1.0 / (path.scale * path.reducer.group_size)
         pairs = [pair for group in groups for pair in group]
-        add_on = path.reducer.add_ons.step_ahead
         pending: dict[str, Any] = {} if updates is None else {"pending_of": updates.pending_of}
-        self.ahead = add_on.prepare(pairs, unit_of, unit=unit, **pending)
+        self.ahead = path.reducer.add_ons.step_ahead.prepare(pairs, unit_of, unit=unit, **pending)
 
     def install(self, patches: Patches) -> None:
         if is_pipeline(self._engine):

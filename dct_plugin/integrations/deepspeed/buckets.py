@@ -73,6 +73,10 @@ class CommunicationBuffer:
             self._grad.copy_(self.flat.view(self._grad.shape))
 
 
+#: The name in the reducer and the entries of gradients, by the id of the parameter.
+Copied = Mapping[int, tuple[str, int]]
+
+
 class BucketReductions:
     """Reductions of buckets whose sums have an owner.
 
@@ -90,19 +94,13 @@ class BucketReductions:
         self._overlap = Overlap(reducer, wanted=self._overlaps, own_stream=False)
         self._uses: list[Callable[[], None]] = []
 
-    def reduce(
-        self,
-        reductions: Sequence[Reduction],
-        use: Callable[[], None],
-        copied: Mapping[int, tuple[str, int]],
-    ) -> None:
+    def reduce(self, reductions: Sequence[Reduction], use: Callable[[], None], copied: Copied) -> None:
         """Reduce a bucket.
 
         Args:
             reductions: Those of its gradients.
             use: Uses the sums.
-            copied: By the id of a parameter, the name in the reducer and the entries of gradients that
-                DeepSpeed copies from the bucket as they are.
+            copied: The gradients that DeepSpeed copies from the bucket as they are.
         """
         for each in reductions:
             self._overlap.submit(each)
@@ -162,12 +160,7 @@ class DeferredReductions(BucketReductions):
         stays = stays and not any(compact(group) for group in range(len(optimizer.bit16_groups)))
         return bool(stays and not reducer.backend.lengths_on_host)
 
-    def reduce(
-        self,
-        reductions: Sequence[Reduction],
-        use: Callable[[], None],
-        copied: Mapping[int, tuple[str, int]],
-    ) -> None:
+    def reduce(self, reductions: Sequence[Reduction], use: Callable[[], None], copied: Copied) -> None:
         for each in reductions:
             each.finish()
         if copied:

@@ -137,9 +137,7 @@ class CheckpointFiles(EnginePart):
                 name: {"unit": path.unit, "state": reducer.state_dict()}
                 for name, reducer in path.experts.items()
             }
-        return state | {
-            name: activation.streams.state_dict() for name, activation in self._activations.items()
-        }
+        return state | {name: each.streams.state_dict() for name, each in self._activations.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave; what is not in it starts afresh."""

@@ -141,21 +141,14 @@ class Bf16Path(Stage0Path):
 
     def _gradients(self) -> Iterator[tuple[int, GradientReducer, list[_Slice]]]:
         optimizer = self.optimizer
-        for flat, grads, parameters in zip(
-            optimizer.fp32_groups_gradients_flat,
-            optimizer.fp32_groups_gradients,
-            optimizer.bf16_groups,
-            strict=True,
-        ):
+        flats, names = optimizer.fp32_groups_gradients_flat, optimizer.param_names
+        groups = zip(flats, optimizer.fp32_groups_gradients, optimizer.bf16_groups, strict=True)
+        for flat, grads, parameters in groups:
             reducers = {self.reducer_of(parameter) for parameter in parameters}
             reducer = reducers.pop() if len(reducers) == 1 else None
             # The padding at the end of the buffer is left alone.
             slices = [
-                (
-                    optimizer.param_names[parameter],
-                    grad.storage_offset() - flat.storage_offset(),
-                    grad.numel(),
-                )
+                (names[parameter], grad.storage_offset() - flat.storage_offset(), grad.numel())
                 for parameter, grad in zip(parameters, grads, strict=True)
                 if grad.numel()
             ]

@@ -154,9 +154,8 @@ class ZeroPath(GradientPath):
         """Return why a bucket is left to DeepSpeed, which reduces it over ``process_group``."""
         if process_group in (self.optimizer.expert_dp_process_group or {}).values():
             return "experts"
-        return (
-            "unknown_bucket" if process_group in (None, self.optimizer.dp_process_group) else "unknown_group"
-        )
+        is_known = process_group in (None, self.optimizer.dp_process_group)
+        return "unknown_bucket" if is_known else "unknown_group"
 
     def _scatter(
         self, tensor: Tensor, bucket: Sequence[Any], dtype: torch.dtype, reducer: GradientReducer
