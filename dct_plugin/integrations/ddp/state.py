@@ -301,8 +301,7 @@ class DCTState(OptimizerAttachment):
             self.config, self._note = resolve_settings(self.config, self._optimizers, training)
 
     def _nodes(self) -> Nodes | None:
-        settings = self.config.data_parallel
-        return nodes_of(settings, self.process_group, limit=self.time_limit, hint=_HINT)
+        return nodes_of(self.config.data_parallel, self.process_group, limit=self.time_limit, hint=_HINT)
 
     # -- saved states ---
 

@@ -100,16 +100,12 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
         )
     states = dict.fromkeys(m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule))
     if not states:
-        ddp = isinstance(model, DistributedDataParallel) or hasattr(model, "_ddp_weakref")
-        raise ConfigError(
-            f"{_rank()}: compress_replicas: "
-            + (
-                "DistributedDataParallel trains the model; use dct_plugin.DCTState(...).register(model)"
-                if ddp
-                else "no module of the model was passed to fully_shard or replicate; call it before "
-                "compress_replicas"
-            )
+        problem = (
+            "no module of the model was passed to fully_shard or replicate; call it before compress_replicas"
         )
+        if isinstance(model, DistributedDataParallel) or hasattr(model, "_ddp_weakref"):
+            problem = "DistributedDataParallel trains the model; use dct_plugin.DCTState(...).register(model)"
+        raise ConfigError(f"{_rank()}: compress_replicas: {problem}")
     for state in states:
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # before torch 2.10

@@ -89,8 +89,8 @@ class ReplicaResiduals:
         self.counts.quorums += 1
         if self._peers is not None:
             stay = {each.process for each in peers.statements}
-            gone = [each.name for each in self._peers.statements if each.process not in stay]
-            self._count_lost(gone, peers)
+            if gone := [each.name for each in self._peers.statements if each.process not in stay]:
+                self._count_lost(gone, peers)
         self.leave()
         self._peers = peers
 
@@ -105,8 +105,6 @@ class ReplicaResiduals:
         self._finish_reports()
 
     def _count_lost(self, gone: list[str], peers: QuorumPeers) -> None:
-        if not gone:
-            return
         self.counts.replicas_left += len(gone)
         norm = max(each.debt for each in peers.statements)
         self._lose("replicas_left", len(gone) * sum(numel for numel, _ in self._tensors.values()), norm, gone)
