@@ -174,9 +174,7 @@ class CompressedCollectives:
     def _recorded(self, cls: str, parts: Sequence[Tensor], encoded: Encoded) -> Iterator[None]:
         """Record the exchange of ``parts`` within the block."""
         others = [part for rank, part in enumerate(parts) if rank != self.rank]
-        record = encoded.record(
-            cls, dense_bytes=sum(part.numel() * part.element_size() for part in others), sent_bytes=0
-        )
+        record = encoded.record(cls, dense_bytes=sum(part.nbytes for part in others), sent_bytes=0)
         with record.timed("exchange"), self.exchange.recorded(record):
             yield
         # A tensor that goes to all ranks is encoded once and counted once per receiver.

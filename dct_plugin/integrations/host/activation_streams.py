@@ -87,18 +87,12 @@ class PipelineMetrics(NamedTuple):
 
     def sent(self, cls: str, tensor: Tensor, message: Tensor, encoded: Encoded) -> None:
         """Record a message (uint8) that was sent in place of a tensor."""
-        self.metrics().record(
-            encoded.record(
-                cls if self.streams.training else f"{cls}_evaluation",
-                dense_bytes=tensor.numel() * tensor.element_size(),
-                sent_bytes=message.numel(),
-            )
-        )
+        name = cls if self.streams.training else f"{cls}_evaluation"
+        self.metrics().record(encoded.record(name, dense_bytes=tensor.nbytes, sent_bytes=message.nbytes))
 
     def sent_whole(self, tensor: Tensor) -> None:
         """Record a tensor that was sent as it is."""
-        nbytes = tensor.numel() * tensor.element_size()
-        self.metrics().record(Record(f"{HOST}send", nbytes, nbytes, tensor.numel()))
+        self.metrics().record(Record(f"{HOST}send", tensor.nbytes, tensor.nbytes, tensor.numel()))
 
     @contextmanager
     def timed(self, what: Literal["exchange", "decode"]) -> Iterator[None]:
