@@ -146,7 +146,7 @@ class _RoundTrip:
         blocks = vectors.split([sum(rows) for rows in way.sent_rows])
         dense = sum(route.samples[r] for r in self._peers) * owner.tables * owner.dim
         if not owner.config.enabled:
-            return self._send_uncompressed(way, vectors)
+            return self._send_uncompressed(way, vectors, blocks)
         with record.timed("encode"), self._transport.preparing():
             sent = owner.messages.encode(self._vector_blocks(blocks), self._rank)
         arrived = self._exchange(way, sent.data)
@@ -165,7 +165,7 @@ class _RoundTrip:
         blocks = gradient.split([sum(rows) for rows in way.sent_rows])
         dense = route.samples[self._rank] * sum(route.own_tables[r] for r in self._peers) * owner.dim
         if not owner.config.enabled:
-            return self._scaled(self._send_uncompressed(way, gradient))
+            return self._scaled(self._send_uncompressed(way, gradient, blocks))
         with record.timed("encode"), self._transport.preparing():
             sent = owner.messages.encode_gradients(
                 blocks, self._rank, way.sent_rows, self._received_masks, quantised=way.bounded
@@ -210,9 +210,8 @@ class _RoundTrip:
         return received
 
     @own_traffic()
-    def _send_uncompressed(self, way: _Direction, x: Tensor) -> Tensor:
-        """Exchange rows as they are."""
-        blocks = x.split([sum(rows) for rows in way.sent_rows])
+    def _send_uncompressed(self, way: _Direction, x: Tensor, blocks: Sequence[Tensor]) -> Tensor:
+        """Exchange rows as they are; ``blocks`` are those of ``x`` for each rank."""
         counts = [sum(rows) for rows in way.received_rows]
         received = x.new_empty((sum(counts), *x.shape[1:]))
         leaving, group = [len(block) for block in blocks], self._transport.peers.group
