@@ -159,7 +159,7 @@ class NextPass:
 
     def _expect(self) -> None:
         if self._steps.awaits_optimizer and not self._accumulators:
-            for parameter in self._steps.reduced:
+            for parameter in self._steps.reduced.values():
                 accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
                 self._accumulators.append(accumulator.register_prehook(self._begin))
 

@@ -23,6 +23,7 @@ from .engine import EngineContext, precision_of, targets_of
 from .path import GradientPath
 from .weight_updates import WeightLayout, gather_target
 
+_BF16 = "deepspeed.runtime.bf16_optimizer"
 #: Name, offset in the buffer of a gradient, and number of entries of a parameter.
 _Slice = tuple[str, int, int]
 
@@ -117,14 +118,8 @@ class Bf16Path(Stage0Path):
 
     targets = (
         *TARGETS,
-        *targets_of(
-            "deepspeed.runtime.bf16_optimizer",
-            "BF16_Optimizer",
-            get_grads_for_reduction="",
-            step="closure",
-            update_lp_params="",
-        ),
-        gather_target("deepspeed.runtime.bf16_optimizer"),
+        *targets_of(_BF16, "BF16_Optimizer", get_grads_for_reduction="", step="closure", update_lp_params=""),
+        gather_target(_BF16),
     )
     weight_layout = WeightLayout("bf16_groups", "bf16_partitioned_groups")
 

@@ -110,14 +110,10 @@ def _reducers(groups: Sequence[ReplicaGroup]) -> dict[GradientReducer, dist.Proc
 
 def _compressed(groups: Sequence[ReplicaGroup], reducer: GradientReducer) -> dict[str, ShardedParameter]:
     """Return the parameters that have residuals, on all ranks the same: the last shard may be smaller."""
-    return {
-        each.name: each
-        for group in groups
-        for each in group.parameters
-        if group.reducer is reducer
-        and reducer.config.feedback.keeps_residual
-        and each.padded_numel >= reducer.config.min_numel
-    }
+    if not reducer.config.feedback.keeps_residual:
+        return {}
+    own = (each for group in groups if group.reducer is reducer for each in group.parameters)
+    return {each.name: each for each in own if each.padded_numel >= reducer.config.min_numel}
 
 
 def as_dtensor(parameter: ShardedParameter, local: Tensor) -> Any:

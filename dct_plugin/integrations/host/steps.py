@@ -249,8 +249,8 @@ class OptimizerSteps:
         self.optimizers: list[Any] = []
         self._reducers, self._poisoned, self._sharded = reducers, poisoned, sharded
         self._transactional = scaler is not None or poisoned.skips
-        self._reduced: dict[int, Tensor] = {}
-        """Parameters whose gradients were reduced since the last step."""
+        self.reduced: dict[int, Tensor] = {}
+        """Parameters whose gradients were reduced since the last step, by identity."""
         self._scale_before: float | None = None
         """Loss scale of these gradients."""
         self._updated = self._stepped = self._stepping = self._skips = False
@@ -279,11 +279,6 @@ class OptimizerSteps:
         """True until it is known whether an optimizer of torch makes the steps."""
         return not (self.optimizers or self.scaler or self._passes_are_steps)
 
-    @property
-    def reduced(self) -> Iterable[Tensor]:
-        """Parameters whose gradients were reduced since the last step."""
-        return self._reduced.values()
-
     def close(self) -> None:
         """Follow the optimizers and the scaler no longer."""
         self._finalizer()
@@ -302,7 +297,7 @@ class OptimizerSteps:
         """Note that gradients of these parameters are reduced; any number of times in a step."""
         if not self.steps.open:
             self._scale_before = self.loss_scale()
-        self._reduced.update((id(each), each) for each in parameters)
+        self.reduced.update((id(each), each) for each in parameters)
         self.steps.begin()
 
     def end_pass(self) -> None:
@@ -355,15 +350,15 @@ class OptimizerSteps:
     def forget(self) -> None:
         """Forget the gradients reduced since the last step."""
         self.steps.open = self._updated = self._stepped = self._skips = False
-        self._reduced.clear()
+        self.reduced.clear()
 
     # -- called by the optimizer and the scaler ---
 
     def _is_followed(self, optimizer: torch.optim.Optimizer) -> bool:
         if any(each is optimizer for each in self.optimizers):
             return True
-        return bool(self._reduced) and any(
-            id(p) in self._reduced for group in optimizer.param_groups for p in group["params"]
+        return bool(self.reduced) and any(
+            id(p) in self.reduced for group in optimizer.param_groups for p in group["params"]
         )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -401,8 +396,8 @@ class OptimizerSteps:
     def _cleared(self, *, zeros: bool) -> bool:
         """Return whether no optimizer can use the gradients any more; ``zeros`` count as cleared ones."""
         groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        told = itertools.chain(*groups) if groups else self._reduced.values()
-        gradients = [each.grad for each in told if id(each) in self._reduced]
+        told = itertools.chain(*groups) if groups else self.reduced.values()
+        gradients = [each.grad for each in told if id(each) in self.reduced]
         left = [_local(gradient) for gradient in gradients if gradient is not None]
         if not left or not zeros:
             return bool(gradients) and not left
