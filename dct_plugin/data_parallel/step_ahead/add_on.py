@@ -33,6 +33,7 @@ from ...console import logger
 from ...errors import ConfigError
 from ...kernels import Backend
 from ...kernels.displacement import Displacement
+from ...kernels.job import part_of
 from ...kernels.reference import ReferenceBackend
 from ...metrics import format_bytes
 from ...policy.evidence import BY_COMPRESSORS
@@ -262,13 +263,13 @@ class StepAhead:
             unit, weight = self._unit_of(parameter), parameter.data
             if not parameter.requires_grad or unit is None or not weight.is_contiguous():
                 continue
-            part, first = slice(0, weight.numel()), 0 if self._held is None else self._held[name][0]
+            start, stop, first = 0, weight.numel(), 0 if self._held is None else self._held[name][0]
             if node is not None:
-                if not node.is_divided(weight.numel()):
+                if not node.is_divided(stop):
                     continue
-                part = slice(*node.part(name, weight.numel()))
-                first = part.start
-            residual, coefficient, lasting = self._expected(name, part.stop - part.start)
+                start, stop = node.part(name, stop)
+                first = start
+            residual, coefficient, lasting = self._expected(name, stop - start)
             pending = None if node is not None else self._unsent.pending(name)
             if residual is None and pending is None and node is None:
                 continue
@@ -276,7 +277,7 @@ class StepAhead:
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
                 buffer = self._buffers[name] = torch.empty_like(weight)
             job = displacement(
-                weight.view(-1)[part],
+                part_of(weight.view(-1), start, stop),
                 (residual, coefficient),
                 self.moments.of(name),
                 unit,
@@ -284,7 +285,7 @@ class StepAhead:
                 first=first,
                 ratio=self.coefficients.gradient_ratio(name),
                 update=None if pending is None else (pending[1], pending[0].start, self._owner_factor),
-                out=buffer.view(-1)[part],
+                out=part_of(buffer.view(-1), start, stop),
             )
             if lasting and pending is None:
                 jobs.append(job)

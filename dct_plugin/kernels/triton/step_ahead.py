@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 
 from ..displacement import TINY, Displacement, Squares
 from ..job import GRAD_CODES
 from . import step_ahead_kernels as device
-from .batch import CHUNK, ROW, _float_bits, grouped, launched_on, programs, readable, upload
+from .batch import CHUNK, ROW, _float_bits, grouped, launched_on, programs, readable, table_of, upload
 from .launch import launch
 
 _ROWS_EACH, _COLUMNS_EACH, _SUMS = device.ROWS_EACH.value, device.COLUMNS_EACH.value, device.SUMS.value
@@ -36,7 +35,7 @@ def add_squares(jobs: Iterable[Squares]) -> None:
             sums += 1 if is_vector else programs(width, _SUMS) + programs(height, _SUMS)
             room += down * width + (0 if is_vector else across * height)
         rows.append([*[0] * device.TILES.value, tiles, sums, room])
-        table = upload(np.array([row + [0] * (ROW - len(row)) for row in rows]), where)
+        table = upload(table_of([row + [0] * (ROW - len(row)) for row in rows], ROW), where)
         partial = torch.empty(room, dtype=torch.float32, device=where)
         with launched_on(where):
             code = GRAD_CODES[dtype]
@@ -61,7 +60,7 @@ def displace(jobs: Iterable[Displacement]) -> None:
         rows = [_row(job, first) for job, first in zip(group, begins, strict=True)]
         last = [0] * ROW
         last[device.CHUNKS.value] = chunks
-        table = upload(np.array([*rows, last]), where)
+        table = upload(table_of([*rows, last], ROW), where)
         means = torch.empty(len(group), dtype=torch.float32, device=where)
         with launched_on(where):
             launch(device.mean_rows, len(group), table, means)
