@@ -153,7 +153,7 @@ def selection(numel: int, density: float, repeats: int) -> tuple[float, list[Row
         writer = MessageWriter(torch.device(DEVICE))
         writer.reserve(payload_nbytes).copy_(payload)
         counts = torch.tensor([payload_nbytes, 0, 0, 0], device=DEVICE)
-        writer.advance(Stats.on_device(Figures(counts.view(1, 4))))
+        writer.advance(Stats.on_device(Figures(counts)))
         room = slot_bytes(payload_nbytes)
         slots = torch.empty(2 * room, dtype=torch.uint8, device=DEVICE)
         bounds = [(0, room), (room, 2 * room)]

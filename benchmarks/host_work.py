@@ -160,13 +160,13 @@ def counted() -> Iterator[Counter[str]]:
         name = kernel.fn.__name__
         counts[name] += 1
         if name == "settle":
-            arguments[2][:] = torch.tensor([_NBYTES, _KEPT, _KEPT, 0])
+            arguments[2].view(-1, 4)[:] = torch.tensor([_NBYTES, _KEPT, _KEPT, 0])
         elif name == "kth_largest":
             arguments[2].fill_(1.0)
         elif name == "open_messages":
-            words, bounds, heads = arguments[1], arguments[2], arguments[6]
-            firsts = bounds[: 3 * len(heads)].view(-1, 3)[:, :1] // 8
-            heads.copy_(torch.zeros(()) if words is None else words[firsts + torch.arange(WORDS)])
+            buffer, table, heads, bounds_at = arguments[0], arguments[1], arguments[4], arguments[5]
+            firsts = table[bounds_at:].view(-1, 3)[:, :1] // 8 + torch.arange(WORDS)
+            heads.copy_(buffer.view(torch.int64)[firsts] if constants["SLOTS"] else torch.zeros(()))
         elif name == "fill_slots":
             places, buffer, _, slots, fingerprint = arguments[0].view(-1, 4).tolist(), *arguments[1:5]
             for first, parts, begin, _ in places[:slots]:
@@ -213,6 +213,13 @@ class HostWork(NamedTuple):
     calls: int
     microseconds: float
     kernels: Counter[str]
+
+
+def keep_memory() -> None:
+    """Keep memory that was freed, as a GPU's allocator does; else the system is called for residuals."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc
+    for option in (-3, -1) if mallopt else ():  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+        mallopt(option, 2**30)
 
 
 def reducer_of(ranks: int, **settings: Any) -> GradientReducer:
@@ -319,6 +326,7 @@ ROWS: dict[str, Callable[..., HostWork]] = {
 
 def main() -> None:
     """Print the table."""
+    keep_memory()
     table = Table("bucket of 16.8M entries", "host, us", "calls", "launches", "torch", "uploads", "waits")
     for name, measure in ROWS.items():
         work = measure()

@@ -28,7 +28,7 @@ class Figures:
     """Figures that a kernel writes, of any number of payloads; they are read together.
 
     Attributes:
-        counts: int64 [payloads, 4]: nbytes, nnz, above, and nonfinite + 2 * what was wrong with a payload
+        counts: int64 [4 * payloads]: nbytes, nnz, above, and nonfinite + 2 * what was wrong with a payload
             that was decoded before (:data:`KERNEL_ERRORS`; 0: nothing). Nobody may overwrite them before they
             are read. Empty before the kernel was started.
         read: They on the host, four numbers for each payload, once they were read.
@@ -112,7 +112,7 @@ class Stats:
     def device_counts(self) -> Tensor:
         """The figures of the first payload on the device, int64 [4], see :class:`Figures`."""
         assert self._figures is not None
-        return self._figures.start()[self._numbers[0] // 4]
+        return self._figures.start()[self._numbers[0] :][:4]
 
     @property
     def address(self) -> int:
@@ -202,7 +202,7 @@ def read_figures(stats: Iterable[Stats], also: Sequence[Tensor]) -> list[list[in
     stats = list(stats)
     tables = {id(f): f for each in stats if (f := each._figures) is not None and not f.read}.values()
     taus = {id(each._tau): each._tau for each in stats if isinstance(each._tau, Tensor)}
-    parts = [table.start().view(-1) for table in tables]
+    parts = [table.start() for table in tables]
     if taus:  # their bits travel along
         parts.append(torch.stack([*taus.values()]).view(torch.int32).to(torch.int64))
     parts += [tensor.reshape(-1) for tensor in also]

@@ -75,7 +75,7 @@ class ChangesToAll(OwnersToAll):
         large = torch.stack(figures)[:, 0].sum() >= sum(each.nbytes for each in weights)
         self.unreadable = replaced = (large | torch.stack(self._cut).any()).to(torch.int64)
         torch._foreach_mul_([counts[:1] for counts in figures], 1 - replaced)
-        sizes = torch.tensor([[held.nbytes, 0, 0, 0] for held in weights])
+        sizes = torch.tensor([number for held in weights for number in (held.nbytes, 0, 0, 0)])
         table = Figures(to_device(sizes, replaced.device) * replaced)
         for number, (held, each) in enumerate(zip(weights, written, strict=True)):
             writer.reserve(held.nbytes).copy_(held.view(torch.uint8))

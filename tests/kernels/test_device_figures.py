@@ -101,7 +101,7 @@ def test_a_message_goes_on_after_it_was_read() -> None:
         content = bytes([i + 1] * (3 * i + 1))
         room = writer.reserve(40)
         room[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
-        counts = Figures(on_device([[len(content), 0, 0, 0]], torch.int64))
+        counts = Figures(on_device([len(content), 0, 0, 0], torch.int64))
         writer.advance(Stats.on_device(counts) if i % 3 == 1 else len(content))
         expected += content
         if i in (0, 4):

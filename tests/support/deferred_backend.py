@@ -55,7 +55,7 @@ class DeferredBackend(ReferenceBackend):
         # What the kernel itself reads, on the device.
         inside = applied.as_subclass(Tensor) if isinstance(applied, Tensor) else applied
         stats = super().compress(replace(job, tau=inside))
-        return Stats.on_device(Figures(on_device([stats.counts], torch.int64)), tau=applied)
+        return Stats.on_device(Figures(on_device(stats.counts, torch.int64)), tau=applied)
 
     def sample_threshold(  # type: ignore[override]
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int

@@ -27,7 +27,6 @@ _POINTERS = {
 }
 #: Where a name means something else.
 _OTHERWISE = {
-    "open_messages": {"words": "*i64"},
     "fill_slots": {"fingerprint": "i64"},
     "scan": {"checks": "i32"},
 }
@@ -79,7 +78,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "unpack": [{"GROUPED": True}, {"GROUPED": False}],
     "open_messages": [
         {"SLOTS": True, "ABSENT": 0},
-        {"words": None, "SLOTS": False, "ABSENT": 1},
+        {"SLOTS": False, "ABSENT": 1},
     ],
     "scan": [{}],
     "place": [{}],

@@ -31,7 +31,7 @@ from .launch import launch
 #: then, and so many entries keep a device busy.
 ROOM, MOST_ENTRIES = 256, 1 << 26
 
-_NOTHING = torch.empty(0, 4, dtype=torch.int64)
+_NOTHING = torch.empty(0, dtype=torch.int64)
 _SELECTED = -1  # which entries a kernel writes: those that were selected, in the smallest encoding
 _DENSE = int(IndexEncoding.DENSE)
 _LANES = 1 << 14  # samples that the search for a threshold looks at in one step, at most
@@ -67,6 +67,7 @@ ROW, OUT_AT, NUMEL, START, TILES, CHUNKS, SLOT, *_SAMPLE = (
         *(device.NUMEL, device.SAMPLES, device.SEED, device.ALL, device.SHARE, device.RANK, device.SLOT),
     )
 )
+_NOTHING_ADDED = (0,) * ROW
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
 
@@ -260,7 +261,7 @@ class Batch:
         if not any(noted):
             return
         figures, self._figures = self._figures, Figures(_NOTHING, self.launch)
-        figures.started(torch.empty(payloads, 4, dtype=torch.int64, device=self.where))
+        figures.started(torch.empty(4 * payloads, dtype=torch.int64, device=self.where))
         try:
             self._launch(figures.counts, noted)
         except BaseException:
@@ -382,9 +383,7 @@ def _rows(variant: _Variant, writes: Sequence[_Write]) -> tuple[np.ndarray, list
     """
     of, size = tuple([parts for _, parts, _ in writes]), GRAD_DTYPES[variant.grad].itemsize
     layout, units, which = _layout(of, size, dense=variant.entries == _DENSE)
-    rows = layout.copy()
-    rows[:-1] += table_of([columns for *_, columns in writes], ROW)[which]
-    return rows, units
+    return layout + table_of([*(columns for *_, columns in writes), _NOTHING_ADDED], ROW)[which], units
 
 
 @functools.lru_cache(maxsize=256)
@@ -398,7 +397,7 @@ def _layout(of: tuple[Parts, ...], size: int, *, dense: bool) -> tuple[np.ndarra
 
     Returns:
         The rows, with the bytes before each payload in place of addresses; the totals of units of work; for
-        each payload, the number of its tensor.
+        each row, the number of its tensor.
     """
     counts = [len(each.numbers) for each in of]
     start, numel, most = np.concatenate([each.numbers for each in of]).T
@@ -414,7 +413,7 @@ def _layout(of: tuple[Parts, ...], size: int, *, dense: bool) -> tuple[np.ndarra
     rows[:-1, SLOT] = np.concatenate([*map(np.arange, counts)])
     rows[:-1, :OUT_AT] = np.outer(start, [size, 4, 4])
     rows[:-1, OUT_AT] = np.concatenate([np.cumsum(each.nbytes) - each.nbytes for each in of])
-    return rows, rows[-1, TILES:SLOT].tolist(), np.repeat(np.arange(len(of)), counts)
+    return rows, rows[-1, TILES:SLOT].tolist(), np.repeat(np.arange(len(of) + 1), [*counts, 1])
 
 
 def _programs(count: np.ndarray, each: int) -> np.ndarray:

@@ -135,23 +135,24 @@ def _read_header(buffer, at, end, numel):
     return kind, value, nnz, index, flagged, wanted1, wanted2, bad
 
 
-@triton.jit(do_not_specialize=["count", "stride", "room"])
+@triton.jit(do_not_specialize=["bounds_at", "count", "stride", "room"])
 def open_messages(
-    buffer, words, bounds, meta, rows, missing, heads, count, stride, room, SLOTS: tl.constexpr,
+    buffer, meta, rows, missing, heads, bounds_at, count, stride, room, SLOTS: tl.constexpr,
     ABSENT: tl.constexpr,
 ):  # fmt: skip
-    """Make the rows of messages, which lie between two bytes of ``buffer`` (``words``: the same memory).
+    """Make the rows of messages, which lie between two bytes of ``buffer``.
 
     One program opens one message.
 
-    ``bounds``, int64 [messages, 3], has the two bytes, and the number of payloads. ``meta``, int64 [count,
-    META], has the entries of the tensors that the payloads are for; that of the next message begins
-    ``stride`` numbers on. A header that is damaged, or has more positions than there is ``room`` for,
-    ends the walk. ABSENT: the state of what is missing. ``heads``, int64 [messages, WORDS], become the first
-    words of the slots; zeros without.
+    ``meta``, int64 [count, META], has the entries of the tensors that the payloads are for; that of the
+    next message begins ``stride`` numbers on. ``bounds_at`` numbers on, int64 [messages, 3]: the two bytes of
+    each message, and the number of its payloads. A header that is damaged, or has more positions than there
+    is ``room`` for, ends the walk. ABSENT: the state of what is missing. ``heads``, int64 [messages, WORDS],
+    become the first words of the slots; zeros without.
     """
     message = tl.program_id(0).to(tl.int64)
     rows += message * (count + 1) * ROW
+    bounds = meta + bounds_at
     meta += message * stride
     at = tl.load(bounds + 3 * message)
     end = tl.load(bounds + 3 * message + 1)
@@ -160,6 +161,7 @@ def open_messages(
     lanes = tl.arange(0, WORDS)
     head = tl.zeros((WORDS,), tl.int64)
     if SLOTS:
+        words = buffer.to(tl.pointer_type(tl.int64))
         size = tl.load(words + at // 8)
         stands_for_nothing = tl.load(words + at // 8 + 2) != 0
         head = tl.load(words + at // 8 + lanes)
@@ -421,15 +423,16 @@ def _count_below(positions, count, limit):
     return low
 
 
-@triton.jit(do_not_specialize=["error_stride", "messages", "count", "stride", "room"])
+@triton.jit(do_not_specialize=["first_error", "error_stride", "messages", "count", "stride", "room"])
 def add(
-    buffer, rows, meta, positions, beside, errors, error_stride, scale, messages, count, stride, room,
-    SCALED: tl.constexpr, SCALED_SUM: tl.constexpr,
+    buffer, rows, meta, positions, beside, errors, first_error, error_stride, scale, messages, count, stride,
+    room, SCALED: tl.constexpr, SCALED_SUM: tl.constexpr,
 ):  # fmt: skip
     """Add the payloads with which nothing is wrong of so many ``messages``, one after the other, to the same
     tensors; those of the next so many, whose numbers in ``meta`` begin ``stride`` further, to others.
 
-    ``errors``, int64: the number of each message's error is written there, ``error_stride`` apart.
+    ``errors``, int64: the number of each message's error is written there, ``error_stride`` apart, the first
+    one ``first_error`` numbers on.
 
     A program owns RANGE entries of a tensor, so each sum has the order of the messages. Where several are
     added to a tensor that is not fp32, the sum is made ``beside`` it (fp32, zeros) and rounded once.
@@ -466,7 +469,7 @@ def add(
             here = rows + message * width
             error = _error_of(here)
             if first == 0:
-                tl.atomic_max(errors + message * error_stride, error.to(tl.int64))
+                tl.atomic_max(errors + first_error + message * error_stride, error.to(tl.int64))
             rank = tl.sum(tl.where(each == message, begins, 0), 0)
             last = tl.where(error == 0, tl.sum(tl.where(each == message, ends, 0), 0), 0)
             body = buffer + tl.load(here + BODY)

@@ -47,9 +47,9 @@ class UnopenedMessages(NamedTuple):
 
     def table(self) -> np.ndarray:
         """Return what :meth:`open` needs on the device, int64."""
-        places, targets = 3 * len(self.bounds), self.targets.ravel()
-        table = np.empty(places + len(targets), dtype=np.int64)
-        messages, table[places:] = table[:places].reshape(-1, 3), targets
+        targets = self.targets.ravel()
+        table = np.empty(len(targets) + 3 * len(self.bounds), dtype=np.int64)
+        messages, table[: len(targets)] = table[len(targets) :].reshape(-1, 3), targets
         messages[:, :2], messages[:, 2] = table_of(self.bounds, 2), _layout(self.spans).payloads
         return table
 
@@ -60,21 +60,20 @@ class UnopenedMessages(NamedTuple):
         longest = max([end - begin for begin, end in bounds])
         # An entry has a value, and a bit or more of position.
         room = min(8 * longest // (bits + 1), layout.entries)
-        meta, stride = table[3 * several :], targets[0].size if len(targets) > 1 else 0
+        stride = targets[0].size if len(targets) > 1 else 0
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
         missing = torch.empty(several, dtype=torch.int64, device=where)
         heads = torch.empty(several, device.WORDS.value, dtype=torch.int64, device=where)
-        words = buffer.view(torch.int64) if slots else None
         absent = device.ADDED if spare else device.POISONED
         units = layout.blocks + longest // CHUNK + count
-        arguments = buffer, words, table, meta, rows, missing, heads, count, stride, room
+        arguments = buffer, table, rows, missing, heads, targets.size, count, stride, room
         launch(device.open_messages, several, *arguments, SLOTS=slots, ABSENT=absent.value)
         counts = torch.zeros(several, 2, counts_and_sums(units, count), dtype=torch.int64, device=where)
         positions = torch.empty(several, room, dtype=torch.int32, device=where)
         sizes, checks = (count, stride, units, counts.shape[-1]), -(-longest // (4 * CHUNK)) + count
-        launch(device.scan, (checks + units, several), buffer, rows, meta, counts, *sizes, checks)
-        launch(device.place, (units, several), buffer, rows, meta, counts, positions, *sizes, room)
-        return OpenedMessages(buffer, rows, positions, missing, heads, layout.programs, meta, stride)
+        launch(device.scan, (checks + units, several), buffer, rows, table, counts, *sizes, checks)
+        launch(device.place, (units, several), buffer, rows, table, counts, positions, *sizes, room)
+        return OpenedMessages(buffer, rows, positions, missing, heads, layout.programs, table, stride)
 
 
 class OpenedMessages(NamedTuple):
@@ -131,11 +130,11 @@ class OpenedMessages(NamedTuple):
         grid = self.sums, several // together
         beside = torch.zeros(apart, dtype=torch.float32, device=self.buffer.device)
         read = self.buffer, self.rows, self.targets, self.positions, beside
-        errors = self.heads[:, -1] if wrong is None else wrong
-        numbers = errors.stride(0), float(scale), together, self.rows.shape[1] - 1, self.stride, room
+        places = (self.heads, device.WORDS.value - 1, device.WORDS.value) if wrong is None else (wrong, 0, 0)
+        numbers = float(scale), together, self.rows.shape[1] - 1, self.stride, room
         early = scales_first(together, scale)
         scaled = {"SCALED": scale != 1.0 and early, "SCALED_SUM": scale != 1.0 and not early}
-        launch(device.add, grid, *read, errors, *numbers, **scaled)
+        launch(device.add, grid, *read, *places, *numbers, **scaled)
         return self.heads, self.missing
 
 
