@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -258,15 +257,18 @@ class Compressor(Stream):
         encoded = Encoded(numel=numel, density=self.schedule.density(step) if density is None else density)
         if self._transactional and self._saved_threshold is None:
             self._saved_threshold = self.threshold.state_dict()
-        buffers = self._residual_buffers(numel, grad.device)
+        residual = self.residual if self.config.feedback.keeps_residual else None
+        if residual is None or residual.numel != numel:
+            residual = self._prepared_residual(numel, grad.device)
+        before, after = (None, None) if residual is None else residual.begin()
         dense = encoded.density >= 1.0 or not numel
-        tau = 0.0 if dense else self.propose(encoded, grad, buffers[0])
+        tau = 0.0 if dense else self.propose(encoded, grad, before)
         parts = _parts_of(bounds, numel, 1.0 if dense else encoded.density, self._value_dtype)
-        job = PartedJob(grad, buffers[0], tau, buffers[1], parts, step * _START_STRIDE, clear)
+        job = PartedJob(grad, before, tau, after, parts, step * _START_STRIDE, clear)
         kernels = self._backend or self.backend(grad.device)
         encoded.stats = kernels.compress_parts(job, writer, receivers)
-        if self.residual is not None:
-            self.residual.end(step)
+        if residual is not None:
+            residual.end(step)
         return encoded
 
     def observe(self, encoded: Encoded, totals: Totals | None = None) -> None:
@@ -339,9 +341,10 @@ class Compressor(Stream):
 
     # -- inside ---
 
-    def _residual_buffers(self, numel: int, device: torch.device) -> Sequence[Tensor | None]:
+    def _prepared_residual(self, numel: int, device: torch.device) -> Residual | PackedResidual | None:
+        """Return the residual, made if need be; None if the configuration keeps none."""
         if not self.config.feedback.keeps_residual:
-            return None, None
+            return None
         if self.residual is None:
             self.residual = self._new_residual(numel, device)
             self._adopt_loaded()
@@ -350,7 +353,7 @@ class Compressor(Stream):
                 f"{self.name}: the stream has {self.residual.numel} entries, got a tensor of {numel}; one "
                 "compressor serves one tensor"
             )
-        return self.residual.begin()
+        return self.residual
 
     def _new_residual(self, numel: int, device: torch.device) -> Residual | PackedResidual:
         dtype = _PACKED.get(self.config.residual_dtype)

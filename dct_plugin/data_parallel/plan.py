@@ -40,6 +40,9 @@ class Sparsity(NamedTuple):
     """The metrics record the tensor as this part of its class, too."""
 
 
+_ALL = Sparsity(1.0)
+
+
 class Shard(NamedTuple):
     """Entries ``[start, stop)`` of a tensor, which rank ``owner`` of the group sums up."""
 
@@ -150,23 +153,24 @@ def _known(operation: str, tensors: _Tensors, compared: tuple[str, ...]) -> tupl
     return fingerprint_of(operation, tensors, compared), Owners(tensors)
 
 
-@dataclass(slots=True)
 class PlannedTensor:
-    """One tensor of a reduction, and where its parts go."""
+    """One tensor of a reduction, and where its parts go.
 
-    name: str
-    tensor: Tensor
-    shards: Sequence[Shard]
-    small: bool
-    """True if the tensor is sent dense."""
-    sparsity: Sparsity = Sparsity(1.0)  # noqa: RUF009 (it does not change)
-    numel: int = field(init=False)
-    parts: Shards = field(init=False)
-    """The shards, with what is derived from them."""
+    Attributes:
+        name, tensor, numel: The tensor.
+        parts: Its shards, with what is derived from them.
+        small: True if the tensor is sent dense.
+        sparsity: Its sparsity in this step.
+    """
 
-    def __post_init__(self) -> None:
-        self.numel = self.tensor.numel()
-        self.parts = self.shards if isinstance(self.shards, Shards) else Shards(self.shards)
+    __slots__ = ("name", "numel", "parts", "small", "sparsity", "tensor")
+
+    def __init__(
+        self, name: str, tensor: Tensor, shards: Sequence[Shard], small: bool, sparsity: Sparsity = _ALL
+    ) -> None:
+        self.name, self.tensor, self.small, self.sparsity = name, tensor, small, sparsity
+        self.numel = tensor.numel()
+        self.parts = shards if isinstance(shards, Shards) else Shards(shards)
 
     @property
     def kept(self) -> float:
@@ -208,7 +212,7 @@ class ReductionPlan:
         """
         if entries == math.inf:
             return [self]
-        parts = max((len(tensor.shards) for tensor in self.tensors), default=1)
+        parts = max((len(tensor.parts) for tensor in self.tensors), default=1)
         entries *= max(1.0, parts / MESSAGES_OF_CHUNK)
         groups: list[list[PlannedTensor]] = []
         kept = entries
@@ -236,7 +240,7 @@ class ReductionPlan:
 
     def parts_held(self, tensor: PlannedTensor, rank: int) -> list[Part]:
         """Return the bounds of the parts of a tensor whose sum ``rank`` gets."""
-        return [(s.start, s.stop) for s in tensor.shards if self.sums_everywhere or s.owner == rank]
+        return [(s.start, s.stop) for s in tensor.parts if self.sums_everywhere or s.owner == rank]
 
     def views_of(self, rank: int) -> list[Tensor]:
         """Return the parts of the tensors that ``rank`` owns."""

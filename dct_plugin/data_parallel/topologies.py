@@ -32,11 +32,15 @@ class GradientPhase(Phase):
         return bytes_sent(collective, nbytes, group.world_size, gloo=group.device.type == "cpu")
 
     def write(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
-        dense = self.dense_bytes(1.0)
-        return [self._write(tensor, writer, dense) for tensor in plan.tensors]
+        dense, others = self.dense_bytes(1.0), [self.group.world_size - 1] if self.to_all else None
+        return [self._write(tensor, writer, dense, others) for tensor in plan.tensors]
 
-    def _write(self, tensor: PlannedTensor, writer: MessageWriter, dense: float) -> WrittenTensor:
-        """Write a tensor, for each byte of which the host would send so many bytes (``dense``)."""
+    def _write(
+        self, tensor: PlannedTensor, writer: MessageWriter, dense: float, copies: Sequence[int] | None
+    ) -> WrittenTensor:
+        """Write a tensor, for each byte of which the host would send so many bytes (``dense``), in so many
+        ``copies`` of each payload; None: one to each owner that is another rank.
+        """
         group, stream, shards = self.group, None, tensor.parts
         grad, (density, label) = as_flat(tensor.tensor), tensor.sparsity
         if tensor.small:
@@ -50,9 +54,8 @@ class GradientPhase(Phase):
             encoded = stream.encode(grad, writer, density, shards.bounds, shards.owners, clear=True)
         if grad is not tensor.tensor and grad.data_ptr() != tensor.tensor.data_ptr():
             tensor.tensor.zero_()
-        copies = (
-            [group.world_size - 1] if self.to_all else [int(owner != group.rank) for owner in shards.owners]
-        )
+        if copies is None:
+            copies = [int(owner != group.rank) for owner in shards.owners]
         cls = "gradient_small" if tensor.small else "gradient"
         dense *= tensor.tensor.nbytes
         return WrittenTensor(tensor.name, cls, encoded, stream, dense, copies, label)

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -94,17 +94,9 @@ class TritonBackend(Backend):
             return super().compress_parts(job, writer, receivers)
         return self._batch(job.grad.device).compress_parts(job, writer, receivers)
 
-    @contextlib.contextmanager
-    def batched(self) -> Iterator[None]:
+    def batched(self) -> contextlib.AbstractContextManager[None]:
         """See :meth:`.backend.Backend.batched`."""
-        self._waiting.batches = {}
-        try:
-            yield
-        finally:
-            try:  # after an exception, too: streams hold residuals that only the launch writes
-                self._catch_up()
-            finally:
-                self._waiting.batches = None
+        return _Batched(self)
 
     def _batch(self, where: torch.device) -> Batch:
         """Return the open batch, or one that is launched at once."""
@@ -279,6 +271,24 @@ class TritonBackend(Backend):
         takes = [step_ahead.takes(job) for job in jobs]
         step_ahead.displace(itertools.compress(jobs, takes))
         super().displace([job for job, taken in zip(jobs, takes, strict=True) if not taken], scratch)
+
+
+class _Batched:
+    """See :meth:`TritonBackend.batched`; a class, since a generator takes three times as long."""
+
+    __slots__ = ("_backend",)
+
+    def __init__(self, backend: TritonBackend) -> None:
+        self._backend = backend
+
+    def __enter__(self) -> None:
+        self._backend._waiting.batches = {}
+
+    def __exit__(self, *_: object) -> None:
+        try:  # after an exception, too: streams hold residuals that only the launch writes
+            self._backend._catch_up()
+        finally:
+            self._backend._waiting.batches = None
 
 
 @functools.lru_cache(maxsize=256)

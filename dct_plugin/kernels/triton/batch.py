@@ -12,7 +12,7 @@ import functools
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...codecs.copies import refuse_capture, to_device
 from ...codecs.index import IndexEncoding
-from ...codecs.message import Key, MessageWriter
+from ...codecs.message import ONE, Key, MessageWriter
 from ...codecs.splitmix import signed
 from ...codecs.stats import Figures, Stats
 from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, Parts, applied_tau
@@ -148,22 +148,22 @@ class Batch:
     def compress(self, job: Job) -> Stats:
         """See :meth:`.backend.Backend.compress`."""
         parts = Parts.whole(job.numel, job.capacity, job.value_dtype)
-        return self._add(job, parts, job.start, lambda _: job.out.data_ptr(), job.encoding)
+        return self._add(job, parts, job.start, encoding=job.encoding)
 
     def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
         """See :meth:`.backend.Backend.compress_parts`."""
-        parts = job.parts
-        place = functools.partial(writer.place, receivers, parts.nbytes, parts.total)
-        return [self._add(job, parts, job.turn, place)]
+        return [self._add(job, job.parts, job.turn, writer, receivers)]
 
     def _add(
         self,
         job: Job | PartedJob,
         parts: Parts,
         turn: int,
-        place: Callable[[Stats], int],
+        writer: MessageWriter | None = None,
+        receivers: Key = ONE,
         encoding: IndexEncoding | None = None,
     ) -> Stats:
+        """Note the payloads of a tensor, which a ``writer`` places, or the job itself."""
         count = len(parts.bounds)
         grad, residual = job.grad, job.residual
         left = residual if job.residual_out is None else job.residual_out
@@ -182,7 +182,10 @@ class Batch:
         )
         applied, slot, bits = (job.tau, -1, 0) if dense else self._tau(job.tau)
         stats = Stats.on_device(self._figures, self._payloads, count, tau=applied)
-        out = place(stats)  # which may fail: nothing is noted then
+        if writer is None:
+            out = cast("Job", job).out.data_ptr()
+        else:  # this may fail: nothing is noted then
+            out = writer.place(receivers, parts.nbytes, parts.total, stats)
         columns = [at, source, target, out, 0, 0, turn, 0, 0, 0, 0, 0, self._payloads, slot, bits, 0]
         self._noted.writes.setdefault(variant, []).append((job, parts, columns))
         self._tensors += 1
