@@ -37,7 +37,8 @@ class Figures:
     __slots__ = ("_launch", "counts", "read")
 
     def __init__(self, counts: Tensor, launch: Callable[[], None] | None = None) -> None:
-        self.counts, self._launch, self.read = counts, launch, list[int]()
+        self.counts, self._launch = counts, launch
+        self.read: list[int] = []
 
     def start(self) -> Tensor:
         """Start the kernel, if that has not been done; return :attr:`counts`."""

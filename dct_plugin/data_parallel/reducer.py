@@ -283,7 +283,8 @@ class GradientReducer(StreamGroup):
 
     def _close(self, *, skipped: bool) -> None:
         self.add_ons.earlier.clear()
-        for each in self._kept():
+        # Streams that cannot be undone have nothing to keep or to restore.
+        for each in self._kept() if self._transactional else self.add_ons:
             each.end_step(skipped=skipped and self._transactional)
         if skipped and self.config.nonfinite_action == "skip":
             self.nonfinite_reported = False  # the next one may be another rank's and parameter's

@@ -14,7 +14,7 @@ from dct_plugin.kernels.triton.launch import OPTIONS
 
 _POINTERS = {
     **dict.fromkeys(("source", "taus", "beside"), "*fp32"),
-    **dict.fromkeys(("words", "positions", "kept_counts", "others", "magnitudes"), "*i32"),
+    **dict.fromkeys(("words", "positions", "others", "magnitudes"), "*i32"),
     **dict.fromkeys(("table", "state", "states", "counts", "bounds", "meta", "rows", "row"), "*i64"),
     **dict.fromkeys(("mask_rows", "missing", "heads", "places", "offsets", "incomplete", "errors"), "*i64"),
     **dict.fromkeys(("out", "mask", "buffer", "slot", "planes"), "*u8"),
@@ -62,7 +62,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     ]
     + [
         {
-            **dict.fromkeys(("words", "positions", "kept_counts")),
+            "words": None,
             "GRAD": _BF16,
             "HAS_RESIDUAL": True,
             "ENTRIES": 0,

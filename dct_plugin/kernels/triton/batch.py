@@ -259,10 +259,10 @@ class Batch:
 
     def launch(self) -> None:
         """Do what was noted since the last launch."""
+        if not any(self._noted):
+            return
         noted, self._noted = self._noted, _Noted([], [], {}, [], [])
         payloads, self._entries, self._payloads = self._payloads, 0, 0
-        if not any(noted):
-            return
         figures, self._figures = self._figures, Figures(_NOTHING, self.launch)
         figures.started(torch.empty(4 * payloads, dtype=torch.int64, device=self.where))
         try:
@@ -339,23 +339,23 @@ class Batch:
         types = {"GRAD": variant.grad, "HAS_RESIDUAL": variant.residual}
         aligned = {**types, "ALIGNED": variant.aligned}
         selected = variant.entries != _DENSE
-        words = positions = kept_counts = None
+        scratch, places = None, (0, 0)
         if variant.in_place or not selected:
             launch(device.overflow, tiles, table, state, count, GRAD=variant.grad, ALIGNED=variant.aligned)
         if selected:
-            words = self._empty(blocks * (BLOCK // 32), torch.int32)
-            positions = self._empty(room, torch.int32)
-            kept_counts = self._empty(blocks, torch.int32)
+            words = blocks * (BLOCK // 32)
+            places = words, words + room
+            scratch = self._empty(words + room + blocks, torch.int32)
             options = {"HAS_LEFT": variant.left, "IN_PLACE": variant.in_place, **aligned}
-            launch(device.select, tiles, table, words, state, self._taus, count, **options)
-            launch(device.compact, blocks, table, words, state, positions, kept_counts, count)
+            launch(device.select, tiles, table, scratch, state, self._taus, count, **options)
+            launch(device.compact, blocks, table, scratch, state, *places, count)
             if variant.entries in (_SELECTED, IndexEncoding.GAPS8):
-                launch(device.skips, entry_chunks, table, positions, state, count)
+                launch(device.skips, entry_chunks, table, scratch, state, places[0], count)
         constants = {"ENTRIES": variant.entries, "VALUE": variant.value}
         accumulated = selected and variant.left
         if accumulated:  # one form of the kernel serves all types of gradients
             types = {"GRAD": 0, "HAS_RESIDUAL": False}
-        written = table, words, positions, kept_counts, state, count
+        written = table, scratch, state, *places, count
         options = {"ACCUMULATED": accumulated, "HAS_LEFT": variant.left, **types, **constants}
         launch(device.write, chunks, *written, **options)
         put_back = variant.left and not variant.in_place

@@ -440,12 +440,15 @@ def _before(counts, sums, place):
     return tl.sum(total, 0)
 
 
-@triton.jit(do_not_specialize=["count"])
-def compact(table, words, state, positions, kept_counts, count):
+@triton.jit(do_not_specialize=["positions_at", "counts_at", "count"])
+def compact(table, words, state, positions_at, counts_at, count):
     """Write the positions of the set bits, ascending; of more than the capacity, those that follow the start.
 
-    Bits that are not kept are cleared.
+    Bits that are not kept are cleared. ``words``, int32, are those of all jobs; positions, and the number of
+    those of each block, lie so many numbers behind.
     """
+    positions = words + positions_at
+    kept_counts = words + counts_at
     job_number, job, block = _job_of(table, count, BLOCKS)
     numel = tl.load(job + NUMEL)
     capacity = tl.load(job + CAPACITY)
@@ -513,12 +516,12 @@ def _skips_of(state, table, count, number):
     return _counts_of(counts, table, count, number, ENTRY_CHUNKS)
 
 
-@triton.jit(do_not_specialize=["count"])
-def skips(table, positions, state, count):
+@triton.jit(do_not_specialize=["positions_at", "count"])
+def skips(table, words, state, positions_at, count):
     """Count the bytes that ``gaps8`` needs beyond one per entry: of each chunk of entries, and of all."""
     number, job, chunk = _job_of(table, count, ENTRY_CHUNKS)
     counts, sums = _skips_of(state, table, count, number)
-    positions += tl.load(job + ROOM)
+    positions = words + positions_at + tl.load(job + ROOM)
     state += number * STATE
     rank = chunk * CHUNK + tl.arange(0, CHUNK)
     found = tl.sum(_gaps(positions, rank, rank < tl.load(state + NNZ)) // 255, 0)
@@ -555,14 +558,14 @@ def _index_of(job, state, ENTRIES: tl.constexpr):
 
 
 @triton.jit
-def _write_index(job, words, positions, kept_counts, state, counts, sums, chunk, nnz, encoding):
+def _write_index(job, words, positions, counts_at, state, counts, sums, chunk, nnz, encoding):
     """Write a part of a job's index section: of a chunk of entries, of words and of blocks."""
     lanes = tl.arange(0, CHUNK)
     body = _bytes_of(job, OUT_AT) + HEADER
     numel = tl.load(job + NUMEL)
     first_block = tl.load(job + BLOCKS)
+    kept_counts = words + counts_at + first_block
     words += first_block * (BLOCK // 32)
-    kept_counts += first_block
     rank = chunk * CHUNK + lanes
     kept = rank < nnz
     check1 = tl.zeros((CHUNK,), tl.int64)
@@ -686,9 +689,9 @@ def _put_codes(body, values_at, chunk, code, rank, nnz, VALUE: tl.constexpr):
     return checks
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["positions_at", "counts_at", "count"])
 def write(
-    table, words, positions, kept_counts, states, count, ENTRIES: tl.constexpr, ACCUMULATED: tl.constexpr,
+    table, words, states, positions_at, counts_at, count, ENTRIES: tl.constexpr, ACCUMULATED: tl.constexpr,
     VALUE: tl.constexpr, GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk of the body: positions and values. What the values do not carry stays in what is left.
@@ -703,12 +706,13 @@ def write(
         left = _floats_of(job, LEFT_AT, False)
         nnz = tl.load(job + NUMEL)
         values_at = nnz * 0
+        positions = words
         if ENTRIES != DENSE:
-            positions += tl.load(job + ROOM)
+            positions = words + positions_at + tl.load(job + ROOM)
             nnz = tl.load(state + NNZ)
             encoding, values_at = _index_of(job, state, ENTRIES)
             counts, sums = _skips_of(states, table, count, number)
-            _write_index(job, words, positions, kept_counts, state, counts, sums, chunk, nnz, encoding)
+            _write_index(job, words, positions, counts_at, state, counts, sums, chunk, nnz, encoding)
         rank = chunk * CHUNK + tl.arange(0, CHUNK)
         if VALUE >= INT8:
             rank = tl.reshape(rank, (CHUNK // GROUP, GROUP))
