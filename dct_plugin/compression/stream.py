@@ -108,7 +108,7 @@ class Stream:
 
     def propose(self, encoded: Encoded, flat: Tensor, residual: Tensor | None = None) -> Tau:
         """Return the threshold for ``flat``."""
-        kernels = self._backend or self.backend(flat.device)
+        kernels = self.backend(flat.device)
         tau, measured = self.threshold.propose(kernels, flat, residual, encoded.density)
         encoded.refreshes = int(measured)
         return tau
@@ -257,16 +257,13 @@ class Compressor(Stream):
         encoded = Encoded(numel=numel, density=self.schedule.density(step) if density is None else density)
         if self._transactional and self._saved_threshold is None:
             self._saved_threshold = self.threshold.state_dict()
-        residual = self.residual if self.config.feedback.keeps_residual else None
-        if residual is None or residual.numel != numel:
-            residual = self._prepared_residual(numel, grad.device)
+        residual = self._prepared_residual(numel, grad.device)
         before, after = (None, None) if residual is None else residual.begin()
         dense = encoded.density >= 1.0 or not numel
         tau = 0.0 if dense else self.propose(encoded, grad, before)
         parts = _parts_of(bounds, numel, 1.0 if dense else encoded.density, self._value_dtype)
         job = PartedJob(grad, before, tau, after, parts, step * _START_STRIDE, clear)
-        kernels = self._backend or self.backend(grad.device)
-        encoded.stats = kernels.compress_parts(job, writer, receivers)
+        encoded.stats = self.backend(grad.device).compress_parts(job, writer, receivers)
         if residual is not None:
             residual.end(step)
         return encoded

@@ -66,7 +66,7 @@ class PendingExchanges:
         again = any(t.name in names for each in self._pending for t in each.plan.tensors)
         if not in_slots or again or self._kept > MOST_PENDING:
             self.finish()
-        self._kept += sum([each.numel * each.sparsity.density for each in plan.tensors])
+        self._kept += sum([each.kept for each in plan.tensors])
         capacities = known if in_slots else None
         return PlanExchange(group, self._order, phases, plan, chunks, exchange_record, capacities)
 
@@ -156,14 +156,11 @@ class PendingExchanges:
             lost_ranks.await_device(where, lambda: time_limit(group, where.type))
             figures = iter(read_figures(stats, also))
         results = iter([_Result(sent, slots, next(figures)) for sent, slots in phases])
-        exchange_record = Record(self._cls)
-        with self._group.recording(exchange_record):
+        with self._group.recorded(self._cls) as exchange_record:
             for exchange in pending:
                 for chunk in exchange.chunks:
                     self._close(chunk, [next(results) for _ in chunk.sent], exchange_record)
                 self._finished(exchange.plan)
-        if self._group.metrics is not None:
-            self._group.metrics.record(exchange_record)
 
     def _close(self, chunk: ExchangedChunk, results: Sequence[_Result], exchange_record: Record) -> None:
         """Check the results of a chunk, and complete them."""
@@ -187,7 +184,7 @@ class PendingExchanges:
 
     def _check(self, plan: ReductionPlan, result: _Result) -> None:
         bounds = result.sent.phase.largest_messages(plan)
-        self._group.exchange.checked_sizes([row[:2] for row in result.headers], plan.fingerprint, bounds)
+        self._group.exchange.checked_sizes(result.headers, plan.fingerprint, bounds)
         for sender, (*_, error) in enumerate(result.headers):
             if error:
                 own, problem = self._group.rank, KERNEL_ERRORS[error]

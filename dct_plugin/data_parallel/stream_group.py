@@ -121,9 +121,10 @@ class StreamGroup:
         """Collective by which the host would give owners their sums; for the metrics."""
         self.kernels = kernels
         self.backend = backend_of(kernels, self.device)
-        self.value_bits = ValueDtype.parse(settings.value_dtype).bits
+        value_dtype = ValueDtype.parse(settings.value_dtype)
+        self.value_bits = value_dtype.bits
         """The fewest bits of a selected value."""
-        if ValueDtype.parse(settings.value_dtype) not in self.backend.value_dtypes:
+        if value_dtype not in self.backend.value_dtypes:
             raise ConfigError(
                 f"dct.data_parallel.value_dtype = '{settings.value_dtype}': the kernels for "
                 f"{self.device.type} tensors ({self.backend.name}) do not write it"
@@ -258,18 +259,13 @@ class StreamGroup:
 
     # -- metrics ---
 
-    @contextmanager
-    def recorded(self, cls: str) -> Iterator[Record]:
+    def recorded(self, cls: str) -> AbstractContextManager[Record]:
         """Record an exchange as a whole: announcements of sizes, the time of exchange and decoding, and as
-        time of selection whatever no other figure holds.
+        time of selection whatever no other figure holds. The block gets the record.
         """
-        exchange_record = Record(cls)
-        with self.recording(exchange_record):
-            yield exchange_record
-        if self.metrics is not None:
-            self.metrics.record(exchange_record)
+        return _Recording(self, Record(cls), whole=True)
 
-    def recording(self, exchange_record: Record) -> AbstractContextManager[None]:
+    def recording(self, exchange_record: Record) -> AbstractContextManager[Record]:
         """Add the bytes and the time of the block to the record of an exchange."""
         return _Recording(self, exchange_record)
 
@@ -282,23 +278,29 @@ class StreamGroup:
 
 
 class _Recording:
-    """See :meth:`StreamGroup.recording`; a class, since a generator takes three times as long."""
+    """See :meth:`StreamGroup.recording`, and (``whole``) :meth:`StreamGroup.recorded`; a class, since a
+    generator takes three times as long.
+    """
 
-    __slots__ = ("_began", "_elsewhere", "_group", "_record", "_recorded")
+    __slots__ = ("_began", "_elsewhere", "_group", "_record", "_recorded", "_whole")
 
-    def __init__(self, group: StreamGroup, record: Record) -> None:
-        self._group, self._record, self._recorded = group, record, group.exchange.recorded(record)
+    def __init__(self, group: StreamGroup, record: Record, *, whole: bool = False) -> None:
+        self._group, self._record, self._whole = group, record, whole
+        self._recorded = group.exchange.recorded(record)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Record:
         self._group.exchange.step = self._group.step
         self._elsewhere = self._record.exchange_ms + self._record.decode_ms
         self._began = time.perf_counter()
         self._recorded.__enter__()
+        return self._record
 
-    def __exit__(self, *error: Any) -> None:
-        self._recorded.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        self._recorded.__exit__(kind, *error)
         record, seconds = self._record, time.perf_counter() - self._began
         self._group.reduce_seconds += seconds
         record.exchange_ms = max(record.exchange_ms, record.waited_ms)  # the wait is a part of it
         elsewhere = self._elsewhere - record.exchange_ms - record.decode_ms
         record.select_ms += 1e3 * seconds + elsewhere
+        if self._whole and kind is None and self._group.metrics is not None:
+            self._group.metrics.record(record)

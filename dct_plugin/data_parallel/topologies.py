@@ -50,7 +50,7 @@ class GradientPhase(Phase):
             ]
             encoded = Encoded(stats, grad.numel())
         else:
-            stream = group.streams.get(tensor.name) or group.stream(tensor.name)
+            stream = group.stream(tensor.name)
             encoded = stream.encode(grad, writer, density, shards.bounds, shards.owners, clear=True)
         if grad is not tensor.tensor and grad.data_ptr() != tensor.tensor.data_ptr():
             tensor.tensor.zero_()

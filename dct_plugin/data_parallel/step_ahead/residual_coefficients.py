@@ -103,7 +103,8 @@ class ResidualCoefficients:
             stride = max(1, (most - 1 - seed % (most // 2 + 1)) | 1)
             span = (SAMPLES - 1) * stride + 1
             first = seed % max(1, numel - span + 1)
-            rows += [] if residual is None else [residual[first : first + span : stride]]
+            if residual is not None:
+                rows.append(residual[first : first + span : stride])
             rows.append(zeros[numel:])
         return torch.cat(rows)
 

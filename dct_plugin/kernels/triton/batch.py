@@ -12,7 +12,7 @@ import functools
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -148,7 +148,7 @@ class Batch:
     def compress(self, job: Job) -> Stats:
         """See :meth:`.backend.Backend.compress`."""
         parts = Parts.whole(job.numel, job.capacity, job.value_dtype)
-        return self._add(job, parts, job.start, encoding=job.encoding)
+        return self._add(job, parts, job.start, out=job.out.data_ptr(), encoding=job.encoding)
 
     def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
         """See :meth:`.backend.Backend.compress_parts`."""
@@ -161,9 +161,11 @@ class Batch:
         turn: int,
         writer: MessageWriter | None = None,
         receivers: Key = ONE,
+        *,
+        out: int = 0,
         encoding: IndexEncoding | None = None,
     ) -> Stats:
-        """Note the payloads of a tensor, which a ``writer`` places, or the job itself."""
+        """Note the payloads of a tensor, which a ``writer`` places, or which lie at the address ``out``."""
         count = len(parts.bounds)
         grad, residual = job.grad, job.residual
         left = residual if job.residual_out is None else job.residual_out
@@ -182,9 +184,7 @@ class Batch:
         )
         applied, slot, bits = (job.tau, -1, 0) if dense else self._tau(job.tau)
         stats = Stats.on_device(self._figures, self._payloads, count, tau=applied)
-        if writer is None:
-            out = cast("Job", job).out.data_ptr()
-        else:  # this may fail: nothing is noted then
+        if writer is not None:  # this may fail: nothing is noted then
             out = writer.place(receivers, parts.nbytes, parts.total, stats)
         columns = [at, source, target, out, 0, 0, turn, 0, 0, 0, 0, 0, self._payloads, slot, bits, 0]
         self._noted.writes.setdefault(variant, []).append((job, parts, columns))
