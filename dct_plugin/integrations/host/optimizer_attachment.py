@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dct_plugin.config import DCTConfig
 from dct_plugin.console import listed, logger
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.module_hooks import ModuleHook
+from dct_plugin.data_parallel.passes import around_passes
 from dct_plugin.data_parallel.step_units import ParameterGroups
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
@@ -92,9 +92,8 @@ class OptimizerAttachment:
             self.close()
 
     def _before_forward(self, model: nn.Module, function: Callable[[], None]) -> None:
-        """Call a function before the forward passes of a model, and before its earlier hooks."""
-        hook = ModuleHook(lambda *_: function(), model)
-        self.ends.callback(model.register_forward_pre_hook(hook, prepend=True).remove)
+        """Call a function before a model's forward passes, and before functions that were given earlier."""
+        self.ends.callback(around_passes(model, lambda _: function()).remove)
 
     def _check_optimizers(
         self, model: nn.Module, compressed: Mapping[str, Tensor], *, call: str, remedy: str, warns: bool
