@@ -35,7 +35,7 @@ class FollowedCalls:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._compiled = module, module._compiled_call_impl
         self._call: Callable[..., Any] = self._compiled or module._call_impl
-        self._followers: list[tuple[Callable[[bool], None], Callable[[], None]]] = []
+        self._followers: list[tuple[Callable[[bool], None], Callable[[bool], None]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_exporting():
@@ -54,10 +54,10 @@ class FollowedCalls:
         with ExitStack() as stack:
             for before, after in reversed(self._followers):
                 before(torch.is_grad_enabled())
-                stack.callback(after)
+                stack.push(lambda kind, *_, after=after: after(kind is not None))
             return stack.pop_all()
 
-    def follow(self, before: Callable[[bool], None], after: Callable[[], None]) -> Handle:
+    def follow(self, before: Callable[[bool], None], after: Callable[[bool], None]) -> Handle:
         """See :func:`around_passes`."""
         pair = (before, after)
         self._followers = [*self._followers, pair]
@@ -77,7 +77,7 @@ def calls_of(module: nn.Module) -> FollowedCalls:
 
 
 def around_passes(
-    module: nn.Module, before: Callable[[bool], None], after: Callable[[], None] = lambda: None
+    module: nn.Module, before: Callable[[bool], None], after: Callable[[bool], None] = lambda failed: None
 ) -> Handle:
     """Follow the forward passes of a module; passes of its parts alone are not seen.
 
@@ -85,7 +85,7 @@ def around_passes(
         module: The module.
         before: Called before a pass, and before the functions that were given earlier: True if gradients are
             on.
-        after: Called after a pass, also after one that fails.
+        after: Called after a pass: True if it has failed.
     """
     return calls_of(module).follow(before, after)
 

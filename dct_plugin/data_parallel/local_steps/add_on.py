@@ -112,7 +112,7 @@ class LocalSteps(AddOn):
             if shown[-1]:
                 self._show()
 
-        def after() -> None:
+        def after(_: Any) -> None:
             if shown and shown.pop():
                 self._hide()
 

@@ -109,11 +109,12 @@ class DisplacedWeights:
         """The names of the parameters that are displaced in this step."""
         return self._computed.keys()
 
-    def on(self, event: Event, *, thorough: bool = False, checks: bool = True) -> None:
+    def on(self, event: Event, *, anew: bool = False, thorough: bool = False, checks: bool = True) -> None:
         """Follow an event.
 
         Args:
             event: The event.
+            anew: Compute displaced weights for a forward pass even if a graph of the last ones is open.
             thorough: Look for writes through ``.data``, too, which waits for the device.
             checks: False where an error is on its way already.
 
@@ -122,7 +123,7 @@ class DisplacedWeights:
         """
         before, after = self.state, TRANSITIONS[event][self.state]
         if after is State.DISPLACED and before is not after:
-            if event is Event.FORWARD and (before is State.REAL or self._is_outdated()):
+            if event is Event.FORWARD and (before is State.REAL or anew or self._is_outdated()):
                 self._begin()
             self.state = after
             self._show()
@@ -161,16 +162,22 @@ class DisplacedWeights:
         return found
 
     def unhide(self, found: State) -> None:
-        """Let the parameters hold what they held before :meth:`hide`, but for those that were written."""
+        """Let the parameters hold what they held before :meth:`hide`. If weights were written meanwhile, that
+        is the weights, up to the next pass.
+        """
         if self.state is not State.HIDDEN:
             return  # the weights have changed since
         self.state = found
         if found is State.DISPLACED:
-            for name, (displaced, version) in self._aside.items():
+            aside, self._aside = self._aside, {}
+            if any(
+                self._computed[name].parameter._version != version for name, (_, version) in aside.items()
+            ):
+                self.state = State.READY
+                return
+            for name, (displaced, _) in aside.items():
                 parameter = self._computed[name].parameter
-                if parameter._version == version:
-                    self._weights[name], parameter.data = parameter.data, displaced
-            self._aside = {}
+                self._weights[name], parameter.data = parameter.data, displaced
             _forget_casts()
 
     def weight(self, parameter: Tensor) -> Tensor:

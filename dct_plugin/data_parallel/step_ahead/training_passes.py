@@ -24,24 +24,24 @@ class TrainingPasses:
         weights: The displaced weights.
 
     Attributes:
-        reduced: Whether gradients were reduced since displaced weights were computed, so that new ones would
-            be others.
+        reduced: Whether gradients were reduced since displaced weights were computed. Then residuals, and
+            with them new displaced weights, are others.
         transformed: Whether a pass of this step ran within a transform of ``torch.func``.
     """
 
     def __init__(self, weights: DisplacedWeights) -> None:
         self._weights = weights
         self.reduced = self.transformed = False
-        self._entered: list[State | bool] = []
-        """For each forward pass that runs: the state to come back to after a pass without gradients, else
-        whether it has gradients.
-        """
+        self._entered: list[tuple[State, bool]] = []
+        """For each forward pass that runs: the state before it, and whether it is one with gradients."""
         self._backward = 0
         """Depth of backward passes that run."""
         self._passes = 0
         """Forward passes with gradients less backward passes in this step."""
         self._kept = False
         """Whether a backward pass of this step has kept its graph."""
+        self._idle = True
+        """Whether no pass was seen since the last step."""
         self._saving: list[State] = []
 
     def register(self, module: torch.nn.Module) -> list[Any]:
@@ -69,29 +69,37 @@ class TrainingPasses:
     @property
     def runs(self) -> bool:
         """True while a forward pass with gradients runs, and no backward pass within it."""
-        return True in self._entered and not self._backward
+        return self._is_inside and not self._backward
+
+    @property
+    def _is_inside(self) -> bool:
+        return any(gradients for _, gradients in self._entered)
 
     def before_forward(self, gradients: bool) -> None:
         """Show the weights of a forward pass."""
+        found, trains = self._weights.state, gradients and not torch.jit.is_tracing()
         if is_transforming():
-            self.transformed = True
-            self._entered.append(False)
-        elif gradients and not torch.jit.is_tracing():
-            self._weights.on(Event.FORWARD)
-            self._passes += 1
-            self._entered.append(True)
+            self.transformed, trains = True, False
+        elif trains:
+            self._weights.on(Event.FORWARD, anew=not self.reduced)
+            self._passes, self._idle = self._passes + 1, False
         else:
-            self._entered.append(self._weights.hide())
+            self._weights.hide()
+        self._entered.append((found, trains))
 
-    def after_forward(self) -> None:
-        """Leave the weights as they were before a pass without gradients."""
-        found = self._entered.pop() if self._entered else False
-        if isinstance(found, State):
+    def after_forward(self, failed: bool) -> None:
+        """Leave the weights as they were before a pass without gradients, or before one that failed."""
+        found, trained = self._entered.pop() if self._entered else (self._weights.state, False)
+        if trained and failed:
+            self._passes -= 1
+            if found is not State.DISPLACED:
+                self._weights.on(Event.PAUSE, checks=False)
+        elif not trained and not is_transforming():
             self._weights.unhide(found)
 
     @contextmanager
     def _around_backward(self, keeps: bool) -> Iterator[None]:
-        if is_transforming() or self._backward or True in self._entered:
+        if is_transforming() or self._backward or self._is_inside:
             # Within another pass: of a transform, a recomputation, a force, Lightning's manual optimization.
             self._backward += 1
             try:
@@ -106,11 +114,10 @@ class TrainingPasses:
             failed = False
         finally:
             self._backward = 0
-            self._passes -= 1
+            self._passes, self._idle = self._passes - 1, False
             self._kept |= keeps
-            is_open = self.reduced and (self._kept or self._passes > 0)
+            ends = Event.PAUSE if self._kept or self._passes > 0 else Event.BACKWARD_ENDS
             # Where gradients were reduced the host has waited for the device.
-            ends = Event.PAUSE if is_open else Event.BACKWARD_ENDS
             self._weights.on(ends, thorough=self.reduced, checks=not failed)
 
     def step(self) -> None:
@@ -123,9 +130,9 @@ class TrainingPasses:
         try:
             self._weights.on(Event.STEP, thorough=True)
         finally:
-            if not self._kept and self._passes <= 0:
+            if not (self._kept or self._passes > 0 or self._idle):
                 self._weights.drop()
-            self._passes, self._kept, self.transformed = 0, False, False
+            self._passes, self._kept, self._idle, self.transformed = 0, False, True, False
 
     def _before_saving(self) -> None:
         # Hooks call this for a module and for all its parts.

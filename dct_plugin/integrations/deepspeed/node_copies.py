@@ -241,7 +241,7 @@ class NodeCopies(WeightUpdates):
         if self._held:
             self._show(trains)
 
-    def _after_pass(self) -> None:
+    def _after_pass(self, _: bool) -> None:
         """Let a backward pass that comes gather what its forward pass gathered."""
         if self._found and self._found.pop() and self._held:
             self._show(True)
