@@ -15,6 +15,9 @@ import torch
 from torch import nn
 from torch.autograd.variable import Variable
 
+#: The attribute of a module that torch calls in place of the module; ``OptimizedModule`` would set that of the
+#: module in it.
+_PLACE = "_compiled_call_impl"
 #: Returns what surrounds a backward pass; it is told whether the pass keeps its graph.
 _AroundBackward = Callable[[bool], AbstractContextManager[None]]
 
@@ -33,7 +36,7 @@ class FollowedCalls:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._compiled = module, module._compiled_call_impl
+        self._module, self._compiled = module, module.__dict__.get(_PLACE)
         self._call: Callable[..., Any] = self._compiled or module._call_impl
         self._followers: list[tuple[Callable[[bool], None], Callable[[bool], None]]] = []
 
@@ -61,18 +64,22 @@ class FollowedCalls:
         """See :func:`around_passes`."""
         pair = (before, after)
         self._followers = [*self._followers, pair]
-        self._module._compiled_call_impl = self
+        self._module.__dict__[_PLACE] = self
         return Handle(lambda: self._remove(pair))
 
     def _remove(self, pair: Any) -> None:
         self._followers = [each for each in self._followers if each is not pair]
-        if not self._followers and self._module._compiled_call_impl is self:
-            self._module._compiled_call_impl = self._compiled
+        if not self._followers and self._module.__dict__.get(_PLACE) is self:
+            self._module.__dict__[_PLACE] = self._compiled
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles have None in its place."""
+        return {}.get, (None,)
 
 
 def calls_of(module: nn.Module) -> FollowedCalls:
     """Return the calls of a module."""
-    found = module._compiled_call_impl
+    found = module.__dict__.get(_PLACE)
     return found if isinstance(found, FollowedCalls) else FollowedCalls(module)
 
 
