@@ -6,17 +6,17 @@ copies and pickles of the module, ``torch.jit.script`` and ``torch.export`` find
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.variable import Variable
 
-#: The attribute of a module that torch calls in place of the module; ``OptimizedModule`` would set that of the
-#: module in it.
+#: The attribute of a module that torch calls in place of it; ``OptimizedModule`` would set its inner module's.
 _PLACE = "_compiled_call_impl"
 #: Returns what surrounds a backward pass; it is told whether the pass keeps its graph.
 _AroundBackward = Callable[[bool], AbstractContextManager[None]]
@@ -34,6 +34,9 @@ class FollowedCalls:
     Args:
         module: The module; :func:`calls_of` returns the only object of a module.
     """
+
+    number: ClassVar[int] = 0
+    """Functions of all modules that follow calls."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._compiled = module, module.__dict__.get(_PLACE)
@@ -60,21 +63,44 @@ class FollowedCalls:
                 stack.push(lambda kind, *_, after=after: after(kind is not None))
             return stack.pop_all()
 
+    def compile(self) -> None:
+        """Take over what ``nn.Module.compile`` has put here."""
+        self._call = self._compiled = self._module.__dict__[_PLACE]
+        self._module.__dict__[_PLACE] = self
+
     def follow(self, before: Callable[[bool], None], after: Callable[[bool], None]) -> Handle:
         """See :func:`around_passes`."""
         pair = (before, after)
         self._followers = [*self._followers, pair]
         self._module.__dict__[_PLACE] = self
+        FollowedCalls.number += 1
+        nn.Module.compile = _compile_followed  # type: ignore[method-assign]
         return Handle(lambda: self._remove(pair))
 
     def _remove(self, pair: Any) -> None:
         self._followers = [each for each in self._followers if each is not pair]
+        FollowedCalls.number -= 1
+        if not FollowedCalls.number:
+            nn.Module.compile = _compile  # type: ignore[method-assign]
         if not self._followers and self._module.__dict__.get(_PLACE) is self:
-            self._module.__dict__[_PLACE] = self._compiled
+            del self._module.__dict__[_PLACE]
+            if self._compiled is not None:
+                self._module.__dict__[_PLACE] = self._compiled
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles have None in its place."""
         return {}.get, (None,)
+
+
+_compile = nn.Module.compile
+
+
+@functools.wraps(_compile)
+def _compile_followed(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    followed = self.__dict__.get(_PLACE)
+    _compile(self, *args, **kwargs)
+    if isinstance(followed, FollowedCalls):
+        followed.compile()
 
 
 def calls_of(module: nn.Module) -> FollowedCalls:

@@ -1,6 +1,8 @@
-"""What scripts do with torch's DistributedDataParallel. With the hook at sparsity 0 each gives the same bits as
-without. With step-ahead, after a start of two steps, its reduced parameters are displaced in their passes,
-gradients are those of the weights of the pass, and what ranks end with is equal.
+"""What scripts do with torch's DistributedDataParallel.
+
+With the hook at sparsity 0 each gives the same bits as without. With step-ahead, after a start of two steps,
+its reduced parameters are displaced in their passes, gradients are those of the weights of the pass, and what
+ranks end with is equal.
 """
 
 from __future__ import annotations

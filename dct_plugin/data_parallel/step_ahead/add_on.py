@@ -107,18 +107,21 @@ class Unsent(NamedTuple):
     The tensors may share memory with those of the next call: read them before it.
 
     Attributes:
-        residual: Returns the residual of a stream (fp32 [numel]); None if it keeps none.
+        residual: Returns the residual of a stream (fp32 [numel]): before this step, if a step can be taken back,
+            else as it is. None if it keeps none.
         owner_residuals: Takes a stream and its number of entries. Yields each part of the ranks' *sum* that
             this rank owns, and the residual of that part (fp32): what this rank has not sent back of the sum.
         pending: Returns the part of the stream's weights that this rank owns, and the updates that it has not
             sent to the other ranks (fp32, in the weights' unit); None if there are none.
         lasting: True if ``residual`` returns the memory in which a residual is kept, not a copy.
+        newest: Returns the residual as it is; None: ``residual`` does.
     """
 
     residual: Callable[[str], Tensor | None]
     owner_residuals: Callable[[str, int], Iterable[tuple[Shard, Tensor]]] = lambda *_: ()
     pending: Callable[[str], tuple[Shard, Tensor] | None] = lambda _: None
     lasting: bool = False
+    newest: Callable[[str], Tensor | None] | None = None
 
 
 class StepAhead:
@@ -171,7 +174,7 @@ class StepAhead:
         self._world_size, self._owner_factor = world_size, min(world_size, MAX_OWNER_FACTOR)
         self.moments = SecondMoments(self._parameters, unit_of, node)
         self.coefficients = ResidualCoefficients(
-            self._parameters, unsent.residual, world_size=world_size, fixed=coefficient
+            self._parameters, unsent.newest or unsent.residual, world_size=world_size, fixed=coefficient
         )
         self._scratch = ScratchBuffers()
         self._displaced = DisplacedWeights(self._compute)
@@ -444,7 +447,9 @@ class StepAheadAddOn(AddOn):
         self._ahead = StepAhead(
             parameters,
             unit_of,
-            Unsent(self._residual_of, self._owner_residuals_of, pending_of, lasting),
+            Unsent(
+                self._residual_of, self._owner_residuals_of, pending_of, lasting, self._newest_residual_of
+            ),
             world_size=group.world_size,
             coefficient=self._config.expert.step_ahead_coefficient,
             gradient_unit=lambda: 1.0 / (unit * group.loss_scale),
@@ -557,14 +562,18 @@ class StepAheadAddOn(AddOn):
         if self._ahead is not None:
             self._ahead.load_state_dict(state, step=step)
 
-    def _residual_of(self, name: str, use: str = "pass") -> Tensor | None:
+    def _residual_of(self, name: str, use: str = "pass", committed: bool = True) -> Tensor | None:
         """Return the residual of a stream. It may share memory with the next one of the same ``use``."""
         group = self._group
         stream = group.streams.get(name)
         if stream is not None:
-            return None if stream.residual is None else stream.residual.show(group.scratch, use)
+            kept = stream.residual
+            return None if kept is None else kept.show(group.scratch, use, committed=committed)
         saved = group.loaded[name]["residual"] if name in group.loaded else None
         return None if saved is None else unpacked(saved).to(group.device)
+
+    def _newest_residual_of(self, name: str) -> Tensor | None:
+        return self._residual_of(name, committed=False)
 
     def _owner_residuals_of(self, name: str, numel: int) -> Iterator[tuple[Shard, Tensor]]:
         """Yield the parts of the sum that this rank owns, and what it has not sent back of each."""
