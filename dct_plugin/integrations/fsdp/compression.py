@@ -31,6 +31,7 @@ from .parameter_groups import (
     ShardedParameter,
     check_displaceable,
     check_torch,
+    follow_methods,
     has_replicas,
     parameter_groups,
     replicated_groups,
@@ -130,6 +131,7 @@ class ReplicaCompression(OptimizerAttachment):
         # Whether a scaler skipped the last step is known at the next pass, without waiting for a device; and
         # to be known before weights are displaced.
         self._before_forward(model, self._optimizer_steps.end_due)
+        self.ends.callback(follow_methods(model))
         self.ends.callback(lost_peers.watch(self, lambda compression: compression.steps.step))
 
     @property
