@@ -119,7 +119,7 @@ class Figures(NamedTuple):
 
     def is_safe(self, candidate: Candidate) -> bool:
         """Return whether nothing measurable was lost with a setting in such a training."""
-        safe = safe_sparsity(self._resolved_settings(candidate), self.training)
+        safe = safe_sparsity(self._resolved_settings(candidate), self.training, self.training.ranks)
         if candidate.updates is not None:
             safe = min(safe, self._updates()[1])
         return candidate.every == 1 and candidate.setting.sparsity <= safe
@@ -132,7 +132,8 @@ class Figures(NamedTuple):
             return "lost 0.07 nats (docs/local-steps.md#quality)"
         if self.is_safe(candidate):
             return "nothing measurable lost (docs/quality.md)"
-        found = next(known_losses(self._resolved_settings(candidate), self.training), None)
+        settings = self._resolved_settings(candidate)
+        found = next(known_losses(settings, self.training, self.training.ranks), None)
         return "not measured" if found is None else f"lost {found.loss} (docs/quality.md#{found.source})"
 
     def pays_below(self, candidate: Candidate) -> float:

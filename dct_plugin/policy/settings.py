@@ -40,7 +40,7 @@ def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> li
         config: Its sparsity is the highest one that its quality class allows, its value type the widest.
         all_types: Whether types of fewer bits may be chosen, too.
     """
-    if config.quality == "exact":
+    if config.quality == "dense":
         return [Setting()]
     most_bits = bits_of(config)
     values = [name for name, bits in _VALUES.items() if bits <= most_bits]
