@@ -30,14 +30,14 @@ from ..data_parallel.autotune.decision_rules import DecisionRules
 from ..errors import ConfigError, DCTError
 from ..integrations.host.measured_job import SECTION, VARIABLE
 from ..integrations.megatron.options import CONFIG_VARIABLE
-from ..links.rates import bits_per_second, check_rates, rate_name
-from ..links.team import tail
 from ..metrics import format_bytes
 from ..policy import resolve
 from ..policy.evidence import Training, known_losses, suggestion
 from ..policy.memory import JOBS, memory
 from ..policy.rules import exchange_by_rule, safe_sparsity
 from ..policy.settings import Setting
+from ..processes import tail
+from ..rates import bits_per_second, check_rates, rate_name
 
 #: Lines of a failed job's output that are shown.
 _LINES = 30

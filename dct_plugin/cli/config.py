@@ -140,8 +140,8 @@ def suggest(
     ] = None,
 ) -> None:
     """Print recommended settings as JSON; their measured bytes and quality are on stderr."""
-    from ..links.rates import bits_per_second, check_rates
     from ..policy.evidence import Training, suggestion
+    from ..rates import bits_per_second, check_rates
 
     rate = bits_per_second(check_rates([link], option="--link")[0])
     training = Training([optimizer], momentum, stage, ranks, math.inf if lr is None else lr)

@@ -349,7 +349,7 @@ def test_files_and_their_engines() -> None:
     """The facts of a file are those of its engine, and the files that are refused do not start."""
     if installed("deepspeed") is None:
         pytest.skip("without DeepSpeed")
-    from dct_plugin.links.team import free_port
+    from dct_plugin.recommender.links.team import free_port
 
     files = {name: content for name, (content, _) in REFUSED.items()}
     files |= {name: content for name, (content, right) in TAKEN.items() if right and "eight" not in name}

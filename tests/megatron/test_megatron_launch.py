@@ -24,7 +24,7 @@ from dct_plugin.integrations.host.versions import faults
 from dct_plugin.integrations.megatron import versions
 from dct_plugin.integrations.megatron.launch import agree, hook_states
 from dct_plugin.integrations.megatron.options import help_text, launcher_rank, parse
-from dct_plugin.links.team import free_port
+from dct_plugin.recommender.links.team import free_port
 
 _PACKAGE = importlib.util.find_spec("megatron")
 _FOLDERS = [Path(path, "core") for path in (_PACKAGE and _PACKAGE.submodule_search_locations) or ()]

@@ -20,10 +20,10 @@ from benchmarks.links.suite import Cell
 from dct_plugin import cli
 from dct_plugin.config import MetricsConfig
 from dct_plugin.errors import DCTError
-from dct_plugin.links.interleave import Figures
 from dct_plugin.metrics import Metrics, Record
 from dct_plugin.recommender.comparison import Comparison, Measured, Sent
 from dct_plugin.recommender.figures import Run as Training
+from dct_plugin.recommender.links.interleave import Figures
 from dct_plugin.recommender.report import comparison_part
 from dct_plugin.report.advice import advice
 from dct_plugin.report.metrics_part import verdict
