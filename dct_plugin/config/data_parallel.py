@@ -224,11 +224,13 @@ class DataParallelConfig(Section):
     0.9 for the highest quality, 0.99 on slow links, [less on many ranks](quality.md#many-compressors), 0 to
     measure the plugin's own cost.
     """
-    quality: Literal["exact", "safe", "bytes"] | None = None
+    quality: Literal["exact", "safe", "bytes", "if_faster"] | None = None
     """Class of settings from which the plugin chooses the fastest by measurement: only the dense exchange
     (exact); sparsities that lost nothing measurable with this optimizer and
-    number of ranks (safe); or all sparsities (bytes). `sparsity` is then the highest sparsity and
-    `value_dtype` the widest type. null uses the settings as they are.
+    number of ranks (safe); all sparsities (bytes); or, once after the dense start, the settings as they are,
+    all entries in int8, or the dense exchange (if_faster, which holds if neither `sparsity` nor `value_dtype`
+    is written). `sparsity` is otherwise the highest sparsity and `value_dtype` the widest type. null uses the
+    settings as they are.
 
     If the speed of the link is not known or changes ([how it decides](automatic.md)).
     """

@@ -1,4 +1,4 @@
-"""The settings that the automatic mode chooses from."""
+"""The settings that are compared by measurement: those of the automatic mode, and of jobs that write none."""
 
 from __future__ import annotations
 
@@ -42,6 +42,9 @@ def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> li
     """
     if config.quality == "exact":
         return [Setting()]
+    if config.quality == "if_faster":
+        all_entries = Setting(0.0, "int8" if all_types else config.value_dtype)
+        return [*dict.fromkeys((Setting(), all_entries, Setting(config.sparsity, config.value_dtype)))]
     most_bits = bits_of(config)
     values = [name for name, bits in _VALUES.items() if bits <= most_bits]
     if not (values and all_types):
