@@ -6,6 +6,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ..config import DataParallelConfig
+from .evidence import BY_COMPRESSORS
 
 #: Sparsities and value types that the automatic mode chooses from, within the limits of a configuration.
 _SPARSITIES, _VALUES = (0.9, 0.97, 0.99), {"bf16": 16, "int8": 8, "int4": 4}
@@ -54,6 +55,12 @@ def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> li
         return [Setting(), Setting(0.0, values[0])]
     sparsities.append(config.sparsity)
     return [Setting(), Setting(0.0, values[0]), *(Setting(*each) for each in product(sparsities, values))]
+
+
+def every_default() -> list[Setting]:
+    """Return the settings that sections without density may get, the dense exchange first."""
+    rows = {Setting(row.sparsity, row.value_dtype): None for row in BY_COMPRESSORS}
+    return [Setting(), Setting(0.0, "int8"), *rows]
 
 
 def bits_of(settings: DataParallelConfig) -> int:

@@ -32,14 +32,14 @@ from torch import Tensor
 from ...console import logger
 from ...host_traffic import own_traffic
 from ...metrics import format_bytes
-from ...policy.settings import Setting, settings_within
+from ...policy.settings import Setting, every_default, settings_within
 from ..add_on import AddOn, ReducerContext
 from ..plan import Sparsity
 from ..stream_group import StreamGroup
 from ..topologies import Topologies
 from .cost_model import CostModel, Link
 from .decision_rules import DecisionRules, gentlest_of_fastest, settings_to_try
-from .measurements import PROBE_BYTES, gradient_sizes, largest, probe_link, reduction_seconds, time_codings
+from .measurements import PROBE_BYTES, gradient_sizes, largest, probe_link, reduction_seconds, time_codings, time_step_ahead
 
 
 class AutomaticSparsity(AddOn):
@@ -66,6 +66,7 @@ class AutomaticSparsity(AddOn):
         self._holds_residuals = False
         """True if residuals may hold something; the same on all ranks."""
         self._once = group.settings.quality == "if_faster"
+        self._looks_ahead = group.settings.feedback.looks_ahead or AutomaticSparsity.observer is not None
         self._sizes: dict[str, tuple[int, int]] = {}
         """Entries and bytes of each tensor."""
         self._seen: Counter[str] = Counter()
@@ -82,6 +83,8 @@ class AutomaticSparsity(AddOn):
         config, group = context.config, context.group
         if config.quality is None or group.world_size == 1:
             return None
+        if cls.observer is not None:
+            return cls(group, every_default(), context.topologies)
         # Capacities of slots are agreed for one type of values.
         settings = settings_within(config, all_types=group.backend.lengths_on_host)
         return cls(group, settings, context.topologies)
@@ -296,6 +299,7 @@ class AutomaticSparsity(AddOn):
             weight_gathers=int(self._topologies.sums_at_owners),
             entry_bytes=entry_bytes,
             reductions=self._reductions,
+            step_ahead=time_step_ahead(group) if self._looks_ahead else 0.0,
         )
         return model._replace(rest=max(now - model.predict(self.current).total, 0.0))
 
