@@ -291,7 +291,7 @@ def _measured(
         for where, (_, _, variant, rate) in cells.items():
             links.limit(None if rate == "unlimited" else rate)
             methods = team.open(variant)
-            if arguments.quality == "exact":
+            if arguments.quality == "dense":
                 methods = {name: methods[name] for name in ("fp32", AUTOMATIC)}
             warmed(team.block, methods)
             figures = interleaved(team.block, list(methods), arguments.seconds)
@@ -329,7 +329,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=PARAMETERS, help="millions")
     parser.add_argument("--seconds", type=float, default=30.0, help="of turns, for each link")
     parser.add_argument(
-        "--quality", default="bytes", choices=["exact", "bytes"], help="exact: beside fp32 alone"
+        "--quality", default="bytes", choices=["dense", "bytes"], help="dense: beside fp32 alone"
     )
     parser.add_argument("--nodes", type=int, default=0, help="nodes that the ranks are spread over")
     parser.add_argument("--drop", action="store_true", help="one job, whose link changes")

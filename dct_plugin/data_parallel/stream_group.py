@@ -23,7 +23,6 @@ from ..config import DataParallelConfig, KernelConfig
 from ..console import logger
 from ..errors import ConfigError, PayloadError
 from ..metrics import TENSOR, Metrics, Record
-from ..policy.rules import for_compressors
 from ..transport import Exchange
 from ..transport.agreement import ranks_in_words
 from ..transport.nodes import Nodes, layout_of
@@ -109,7 +108,7 @@ class StreamGroup:
         self.exchange = Exchange(group, self.device, None if self.nodes is None else self.nodes.across)
         self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.metrics = metrics
-        self.settings = settings = for_compressors(settings, self.world_size)
+        self.settings = settings
         self.schedule = settings.schedule
         self.step = step
         """Optimizer steps so far."""

@@ -13,7 +13,9 @@ from ..codecs.payload import payload_bound
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig
 from ..metrics import format_bytes
-from .rules import exchange_by_rule, for_compressors
+from .evidence import Training
+from .resolve import resolve
+from .rules import exchange_by_rule
 
 #: Bytes of an entry of a residual, by ``residual_dtype``.
 _RESIDUAL = {"auto": 4.0, "fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 1 / 64}
@@ -106,7 +108,7 @@ def memory(job: Job, parameters: float, *, width: int = 1024, bucket: int = 6_55
         width: Rows and columns of their matrices.
         bucket: Entries that are exchanged together: 25 MiB of fp32.
     """
-    settings = for_compressors(DataParallelConfig.of(job.section), job.ranks)
+    settings = resolve(DataParallelConfig.of(job.section), Training(["AdamW"], ranks=job.ranks)).settings
     feedback, entries, weights = settings.feedback, parameters / job.inside, job.weight_bytes * parameters
     kept = (1.0 + job.transactional) * _RESIDUAL[settings.residual_dtype] * feedback.keeps_residual * entries
     answers = not job.shards and exchange_by_rule(settings, job.ranks) != "direct"

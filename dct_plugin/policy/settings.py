@@ -6,7 +6,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ..config import DataParallelConfig
-from .evidence import BY_COMPRESSORS
+from .evidence import THRESHOLDS
 
 #: Sparsities and value types that the automatic mode chooses from, within the limits of a configuration.
 _SPARSITIES, _VALUES = (0.9, 0.97, 0.99), {"bf16": 16, "int8": 8, "int4": 4}
@@ -41,7 +41,7 @@ def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> li
         config: Its sparsity is the highest one that its quality class allows, its value type the widest.
         all_types: Whether types of fewer bits may be chosen, too.
     """
-    if config.quality == "exact":
+    if config.quality == "dense":
         return [Setting()]
     if config.quality == "if_faster":
         all_entries = Setting(0.0, "int8" if all_types else config.value_dtype)
@@ -59,7 +59,7 @@ def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> li
 
 def every_default() -> list[Setting]:
     """Return the settings that sections without density may get, the dense exchange first."""
-    rows = {Setting(row.sparsity, row.value_dtype): None for row in BY_COMPRESSORS}
+    rows = {Setting(row.sparsity, row.value_dtype): None for row in THRESHOLDS}
     return [Setting(), Setting(0.0, "int8"), *rows]
 
 

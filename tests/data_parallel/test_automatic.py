@@ -28,7 +28,6 @@ from dct_plugin.data_parallel.stream_group import StreamGroup
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training, resolve
-from dct_plugin.policy.rules import for_compressors
 from dct_plugin.policy.settings import Setting, settings_within
 
 DENSE, GENTLE, STRONG = Setting(), Setting(0.9, "bf16"), Setting(0.99, "bf16")
@@ -50,41 +49,16 @@ def test_auto_stands_for_the_class_safe_and_a_class_given_beside_it_wins() -> No
         _config(quality="bytes", adaptive="accordion")
 
 
-@pytest.mark.parametrize(
-    ("written", "feedback", "count", "sparsity", "values"),
-    [
-        ({}, "step_ahead", 4, 0.99, "bf16"),
-        ({}, "step_ahead", 5, 0.96, "int4"),
-        ({"min_numel": 100}, "step_ahead", 32, 0.96, "int4"),
-        ({}, "step_ahead", 33, 0.85, "int4"),
-        ({"sparsity": 0.99}, "step_ahead", 8, 0.99, "bf16"),
-        ({"value_dtype": "int8"}, "step_ahead", 8, 0.99, "int8"),
-        ({"sparsity": "auto"}, "step_ahead", 8, 0.99, "bf16"),
-        ({}, "local", 8, 0.99, "bf16"),
-    ],
-)
-def test_what_is_not_written_follows_the_number_of_compressors(
-    written: dict[str, Any], feedback: str, count: int, sparsity: float, values: str
-) -> None:
-    found = for_compressors(_config(**written, feedback=feedback), count)
-    assert (found.sparsity, found.value_dtype) == (sparsity, values)
-    assert found.min_numel == written.get("min_numel", 4096)
-    adam = resolve(_config(**written), Training(["AdamW"], ranks=count)).settings
-    assert feedback == "local" or for_compressors(adam, count).sparsity == min(sparsity, adam.sparsity)
-
-
-def test_a_changed_section_still_follows_it() -> None:
+def test_a_changed_section_keeps_what_was_written() -> None:
     changed = DCTConfig.parse({"data_parallel": {"feedback": "step_ahead"}}).updated(
         {"data_parallel": {"min_numel": 5}}
     )
-    assert for_compressors(changed.data_parallel, 8) == _config(
-        feedback="step_ahead", min_numel=5, sparsity=0.96, value_dtype="int4", expert={"server_density": 1.65}
-    )
+    assert changed.data_parallel == _config(feedback="step_ahead", min_numel=5)
     assert changed.updated({"metrics": {"path": "m.jsonl"}}).metrics.model_fields_set == {"path"}
 
 
 def test_settings_are_within_the_class_the_sparsity_and_the_value_type() -> None:
-    assert settings_within(_config(quality="exact")) == [DENSE]
+    assert settings_within(_config(quality="dense")) == [DENSE]
     found = settings_within(_config(quality="bytes"))
     assert found[:2] == [DENSE, Setting(0.0, "bf16")]
     assert set(found[2:]) == {
@@ -182,7 +156,7 @@ def test_likely_settings_are_tried_and_the_gentlest_of_the_fast_ones_stays() -> 
 
 @pytest.mark.parametrize("optimizer", [["AdamW"], ["Lion"], []])
 def test_exact_needs_no_feedback_and_no_start(optimizer: list[str]) -> None:
-    made = resolve(_config(quality="exact"), Training(optimizer, ranks=16))
+    made = resolve(_config(quality="dense"), Training(optimizer, ranks=16))
     assert (made.settings.feedback.label(), made.settings.dense_steps, made.line) == ("local", 0, "")
 
 

@@ -58,7 +58,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     at_save = {"data_parallel": {**EXACT["data_parallel"], "verify": {"every": 10_000}}}
     experts = config(1, "bf16", optimizer="Adam")
     whole = {"data_parallel": {**EXACT["data_parallel"], "parameters": None}}
-    quality = {"data_parallel": {"quality": "exact", "min_numel": 100}}
+    quality = {"data_parallel": {"quality": "dense", "min_numel": 100}}
     fp32 = {**config(1, optimizer="AdamW"), "dct": EXACT}
     plan += [
         run("ahead", name, AHEAD),
