@@ -34,13 +34,13 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
 from dct_plugin.data_parallel.autotune.decision_rules import DecisionRules
 from dct_plugin.integrations.ddp import DCTState
-from dct_plugin.links.interleave import interleaved, warmed
-from dct_plugin.links.method import Method
-from dct_plugin.links.namespaces import Links
-from dct_plugin.links.rates import rate_name
-from dct_plugin.links.team import NETWORKS, Team, TeamError
+from dct_plugin.rates import rate_name
 from dct_plugin.recommender import on_links
 from dct_plugin.recommender.commands.dlrm import configuration
+from dct_plugin.recommender.links.interleave import interleaved, warmed
+from dct_plugin.recommender.links.method import Method
+from dct_plugin.recommender.links.namespaces import Links
+from dct_plugin.recommender.links.team import NETWORKS, Team, TeamError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.links import ddp, zero

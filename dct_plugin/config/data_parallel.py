@@ -224,11 +224,13 @@ class DataParallelConfig(Section):
     0.9 for the highest quality, 0.99 on slow links, [less on many ranks](quality.md#many-compressors), 0 to
     measure the plugin's own cost.
     """
-    quality: Literal["dense", "safe", "bytes"] | None = None
+    quality: Literal["dense", "safe", "bytes", "if_faster"] | None = None
     """Class of settings from which the plugin chooses the fastest by measurement: only the dense exchange
     (dense); sparsities that lost nothing measurable with this optimizer and
-    number of ranks (safe); or all sparsities (bytes). `sparsity` is then the highest sparsity and
-    `value_dtype` the widest type. null uses the settings as they are.
+    number of ranks (safe); all sparsities (bytes); or, once after the dense start, the settings as they are,
+    all entries in int8, or the dense exchange (if_faster, which holds if neither `sparsity` nor `value_dtype`
+    is written). `sparsity` is otherwise the highest sparsity and `value_dtype` the widest type. null uses the
+    settings as they are.
 
     If the speed of the link is not known or changes ([how it decides](automatic.md)).
     """
@@ -377,11 +379,14 @@ class DataParallelConfig(Section):
             return "quality dense, nothing left out"
         if self.local_steps is not None:
             return f"an exchange of progress every {self.local_steps.every} steps, {self.value_dtype} values"
-        if self.quality is not None:
+        if self.quality not in (None, "if_faster"):
             return (
                 f"quality {self.quality}, sparsity up to {self.sparsity:g}, feedback {self.feedback.label()}"
             )
-        return f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {self.feedback.label()}"
+        compared = ", if faster than dense" if self.quality == "if_faster" else ""
+        return (
+            f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {self.feedback.label()}{compared}"
+        )
 
     @property
     def dense_steps(self) -> int:

@@ -136,6 +136,16 @@ class StreamGroup:
         self.nonfinite_reported = False
         self.reduce_seconds = 0.0
         """Time so far in reductions, in the thread that runs them."""
+        self.stays_dense = False
+        """True if the framework may sum the coming gradients by itself, which is faster than thresholds; the
+        same on all ranks. No residual is kept then.
+        """
+
+    def stay_dense(self, dense: bool) -> None:
+        """Note whether the coming gradients are summed densely, and free the residuals, which were sent."""
+        self.stays_dense = dense
+        if dense:
+            self.streams.clear()
 
     def streams_state(self) -> dict[str, Any]:
         """Return the states of all streams, also of those that were loaded and not used since."""

@@ -46,6 +46,7 @@ class Training:
         exact_unavailable: Why exact updates of the weights cannot be had, in words; empty if they can, None
             where no weights are gathered after a step.
         precision: Type of the weights, in words; empty if it is not known.
+        is_timed: Whether ranks can compare the time of steps: not where their number changes.
     """
 
     optimizer: Sequence[str] = ()
@@ -59,6 +60,7 @@ class Training:
     optimizer_unknown_hint: str = ""
     exact_unavailable: str | None = None
     precision: str = ""
+    is_timed: bool = True
     family: OptimizerFamily = field(init=False)
 
     def facts(self, compressors: int) -> str:

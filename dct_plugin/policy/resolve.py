@@ -9,7 +9,7 @@ from ..config import AutoFeedback, DataParallelConfig, LocalFeedback, NoFeedback
 from ..config.data_parallel import StepAheadFeedback
 from .evidence import EXACT_UPDATES, Training, known_losses, measured_with, size_of
 from .optimizers import OptimizerFamily
-from .rules import DENSITY_OPTIONS, changed, safe_sparsity, thresholds_of, with_thresholds
+from .rules import DENSITY_OPTIONS, changed, safe_sparsity, says_density, thresholds_of, with_thresholds
 from .settings import bits_of
 
 #: Dense steps with step-ahead and without, steps after them in which the density falls, and the largest share
@@ -65,7 +65,15 @@ def resolve(
         return AppliedSettings(written, count)
     if written.local_steps is not None:
         return _local_steps(written, training, count)
-    return _with_updates(_with_residuals(_with_losses(written, training, count), training), written, training)
+    made = _with_residuals(_with_losses(written, training, count), training)
+    return _with_updates(_compared(made, written, training), written, training)
+
+
+def _compared(made: AppliedSettings, written: DataParallelConfig, training: Training) -> AppliedSettings:
+    """Have the ranks compare the settings with dense steps, unless the section says the density."""
+    if says_density(written) or not training.is_timed or written.parameters not in (None, "exact"):
+        return made
+    return replace(made, settings=changed(made.settings, quality="if_faster"))
 
 
 def _with_residuals(made: AppliedSettings, training: Training) -> AppliedSettings:
@@ -79,7 +87,7 @@ def _with_residuals(made: AppliedSettings, training: Training) -> AppliedSetting
 def _with_updates(made: AppliedSettings, written: DataParallelConfig, training: Training) -> AppliedSettings:
     """Exchange updated weights exactly where that can be had, unless the section says how."""
     unavailable = training.exact_unavailable
-    fewer = made.settings.sparsity or written.quality is not None or bits_of(made.settings) < 16
+    fewer = made.settings.sparsity or made.settings.quality is not None or bits_of(made.settings) < 16
     if unavailable is None or "parameters" in written.model_fields_set or not fewer:
         return made
     if unavailable:
@@ -134,10 +142,9 @@ def _suited(written: DataParallelConfig, training: Training, count: int) -> Appl
     What is written stays as it is. With nothing written thresholds are taken only where their loss was
     measured; elsewhere all entries are sent.
     """
-    says_density = bool(written.model_fields_set & DENSITY_OPTIONS)
     if not isinstance(written.feedback, AutoFeedback):
         return _with_feedback(written, training, count)
-    is_free = not says_density and written.parameters in (None, "exact")
+    is_free = not says_density(written) and written.parameters in (None, "exact")
     if is_free and (reason := _unmeasured(training, count)):
         made = changed(written, feedback=LocalFeedback(), **ALL_ENTRIES)
         return AppliedSettings(made, count, f"{reason}: {_ALL_ENTRIES}")
@@ -151,7 +158,7 @@ def _suited(written: DataParallelConfig, training: Training, count: int) -> Appl
         hint = f"the optimizer was not told ({training.optimizer_unknown_hint}): local error feedback"
         return AppliedSettings(settings, count, hint, warns=True)
     row = thresholds_of(training, count, loses=True)
-    if is_ahead and not says_density and row is not None:
+    if is_ahead and not says_density(written) and row is not None:
         settings = with_thresholds(settings, row)
     start, words = _start(settings, settings.total_steps or training.steps, is_ahead=is_ahead)
     settings = changed(settings, **start)
@@ -166,7 +173,7 @@ def _suited(written: DataParallelConfig, training: Training, count: int) -> Appl
 def _with_feedback(written: DataParallelConfig, training: Training, count: int) -> AppliedSettings:
     """Return settings whose feedback is written; step-ahead gets the thresholds for so many compressors."""
     row = thresholds_of(training, count, loses=True)
-    if written.model_fields_set & DENSITY_OPTIONS or not written.feedback.looks_ahead or row is None:
+    if says_density(written) or not written.feedback.looks_ahead or row is None:
         return AppliedSettings(written, count)
     return AppliedSettings(with_thresholds(written, row), count)
 

@@ -13,6 +13,12 @@ DENSITY_OPTIONS = {"sparsity", "value_dtype", "quality", "adaptive"}
 FEW_COMPRESSORS = 4
 
 
+def says_density(settings: DataParallelConfig) -> bool:
+    """Return whether settings say how much of a gradient is sent."""
+    written = settings.model_fields_set & DENSITY_OPTIONS
+    return bool(written - ({"quality"} if settings.quality == "if_faster" else set()))
+
+
 def changed(settings: DataParallelConfig, **changes: object) -> DataParallelConfig:
     """Return validated settings with changes; what was not written stays a default."""
     return DataParallelConfig.of({**settings.model_dump(exclude_unset=True), **changes})

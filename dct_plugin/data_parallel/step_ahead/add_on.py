@@ -424,7 +424,7 @@ class StepAheadAddOn(AddOn):
                 "dct.data_parallel.feedback = 'step_ahead': this host has not said which "
                 "parameters and which optimizer are meant (StepAheadAddOn.prepare); set it to 'local'"
             )
-        if self._group.world_size > 1:
+        if self._group.world_size > 1 and not self._group.stays_dense:
             large = [(name, t) for name, t in entries if not self._group.is_small(name, t.numel())]
             self._ahead.observe(large)
             for name, tensor in large if self._has_many_ranks else ():

@@ -273,6 +273,10 @@ class DCTState(OptimizerAttachment):
 
     def all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce a full bucket; the end of the backward pass waits for it and raises its errors."""
+        if self._buckets.stays_dense:
+            self._buckets.leave_dense(bucket)
+            with counted_by(functools.partial(self.metrics.uncompressed, "gradient", "faster")):
+                return default_hooks.allreduce_hook(self.process_group, bucket)  # type: ignore[arg-type]
         buffer = bucket.buffer()
         future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
         self._buckets.reduce(bucket, lambda: future.set_result(buffer))
