@@ -179,7 +179,9 @@ class DCTState(OptimizerAttachment):
         self._buckets.next_pass.watch(model.module)
         if self._optimizers and self.config.data_parallel.feedback.looks_ahead and self._ahead is None:
             self.step_ahead(model, self._optimizers)
-        if self.config.data_parallel.local_steps is not None:
+        if self.config.data_parallel.local_steps is None:
+            self._watch_loading(model.module, self._replicated)
+        else:
             named = self._trainable(model)
             local = self.reducer(next(iter(named.values())).device).add_ons.local_steps
             if local is not None:
