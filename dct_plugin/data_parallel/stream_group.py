@@ -228,6 +228,12 @@ class StreamGroup:
         """
         return name if self.backend.lengths_on_host else f"{name}, lengths on the device"
 
+    def at_step(self, fingerprint: int) -> int:
+        """Return the fingerprint of an operation in this step: ranks that have made other numbers of steps
+        find that out.
+        """
+        return fingerprint + self.step
+
     def account(self, written: Sequence[WrittenTensor], exchange_record: Record) -> None:
         """Let thresholds follow what was written, and record it; the first figure read reads all of them."""
         for name, cls, encoded, stream, dense_bytes, copies, label in written:
