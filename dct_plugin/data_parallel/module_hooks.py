@@ -58,7 +58,7 @@ def around_passes(
 
     Args:
         module: The module.
-        before: Called before a pass: True if the pass trains.
+        before: Called before a pass: True if the pass has gradients, and so trains.
         after: Called with the output of a pass, which is None if the pass has failed.
         first: Call ``after`` before the module's other hooks of this kind.
 
@@ -66,8 +66,8 @@ def around_passes(
         Handles that remove the hooks.
     """
 
-    def begin(called: torch.nn.Module, *_: Any) -> None:
-        before(called.training and torch.is_grad_enabled())
+    def begin(*_: Any) -> None:
+        before(torch.is_grad_enabled())
 
     enter, leave = ModuleHook(begin, module), ModuleHook(lambda *call: after(call[-1]), module)
     return [

@@ -110,7 +110,7 @@ class PendingExchanges:
         slots_of_others = [self._capacities[c][phase] for c, phase in following if self._capacities.has(c)]
         if not slots_of_others:
             return
-        unknown = fingerprint ^ 1
+        unknown = fingerprint ^ (1 << 61)  # far from all that differ by steps
         sent = slots_of_others[0].send_empty(group.device, 0, unknown)
         try:
             group.exchange.checked_sizes(sent.headers().tolist(), unknown)
@@ -184,7 +184,8 @@ class PendingExchanges:
 
     def _check(self, plan: ReductionPlan, result: _Result) -> None:
         bounds = result.sent.phase.largest_messages(plan)
-        self._group.exchange.checked_sizes(result.headers, plan.fingerprint, bounds)
+        fingerprint = self._group.at_step(plan.fingerprint)
+        self._group.exchange.checked_sizes(result.headers, fingerprint, bounds)
         for sender, (*_, error) in enumerate(result.headers):
             if error:
                 own, problem = self._group.rank, KERNEL_ERRORS[error]

@@ -160,7 +160,7 @@ class PlanExchange:
         if sent.slots is None:
             sent.messages = writer.read() * (group.world_size if phase.to_all else 1)
             with self._exchange_record.timed("exchange"):
-                self._exchange.post(sent.messages, plan.fingerprint)
+                self._exchange.post(sent.messages, group.at_step(plan.fingerprint))
             group.account(sent.written, self._exchange_record)
         else:
             self._unsent.popleft()
@@ -173,7 +173,8 @@ class PlanExchange:
         group, phase, plan = self._group, sent.phase, chunk.plan
         sent.slots = slots = self._unsent[0].slots(group.device)
         incomplete = chunk.incomplete if phase.unreadable is None else phase.unreadable
-        group.backend.write_slots(sent.writer, slots.memory, slots.bounds_to, plan.fingerprint, incomplete)
+        fingerprint = group.at_step(plan.fingerprint)
+        group.backend.write_slots(sent.writer, slots.memory, slots.bounds_to, fingerprint, incomplete)
         sent.add_up = phase.prepare_sum(plan, slots)
 
     def _receive(self, chunk: ExchangedChunk) -> list[Tensor]:

@@ -6,7 +6,7 @@ Reductions of gradients and updates of weights have them in common.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
@@ -128,7 +128,10 @@ class StreamGroup:
                 f"dct.data_parallel.value_dtype = '{settings.value_dtype}': the kernels for "
                 f"{self.device.type} tensors ({self.backend.name}) do not write it"
             )
-        self._transactional = transactional
+        self.transactional = transactional
+        """True if steps can be taken back, with a second residual."""
+        self.waiting: Collection[str] = ()
+        """Names of tensors whose gradients wait for their optimizer: the end of a step leaves them open."""
         self.scratch = ScratchBuffers()
         self._spare_writers: list[tuple[MessageWriter, MessageWriter]] = []
         self.loaded: dict[str, dict[str, Any]] = {}
@@ -160,13 +163,25 @@ class StreamGroup:
                 name=name,
                 rank=self.rank,
                 kernels=self.kernels,
-                transactional=self._transactional,
+                transactional=self.transactional,
                 scratch=self.scratch,
             )
             if name in self.loaded:
                 stream.load_state_dict(self.loaded.pop(name))
             self.streams[name] = stream
         return stream
+
+    def streams_of(self, names: Collection[str]) -> list[Compressor]:
+        """Return the streams of tensors, also those of the parts of their sums that this rank owns."""
+        wanted = set(names)
+        return [each for key, each in self.streams.items() if wanted & {key, key.rpartition("[")[0]}]
+
+    def arm(self) -> None:
+        """Keep a second residual from the next step on, so that steps can be taken back."""
+        if not self.transactional:
+            self.transactional = True
+            for stream in self.streams.values():
+                stream.arm()
 
     def take_writers(self) -> tuple[MessageWriter, MessageWriter]:
         """Return empty message writers: of a message for each rank, and of one for all of them."""
@@ -221,6 +236,12 @@ class StreamGroup:
         exchange other messages than ranks whose kernels do not.
         """
         return name if self.backend.lengths_on_host else f"{name}, lengths on the device"
+
+    def at_step(self, fingerprint: int) -> int:
+        """Return the fingerprint of an operation in this step: ranks that have made other numbers of steps
+        find that out.
+        """
+        return fingerprint + self.step
 
     def account(self, written: Sequence[WrittenTensor], exchange_record: Record) -> None:
         """Let thresholds follow what was written, and record it; the first figure read reads all of them."""

@@ -22,7 +22,7 @@ number of ranks), so their ratio has no unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -330,12 +330,18 @@ class StepAhead:
         """Add gradients of this rank (1-D, in their unit) to the second moments, before they are reduced."""
         self.moments.observe(entries, self._kernels, self._scratch)
 
-    def end_step(self, *, skipped: bool) -> None:
-        """Close an optimizer step; a ``skipped`` one leaves no trace."""
+    def end_step(self, *, skipped: bool, waiting: Collection[str] = ()) -> None:
+        """Close an optimizer step; a ``skipped`` one leaves no trace. ``waiting`` streams stay open."""
         if not skipped:
             self._displaced.fresh = False
         self.coefficients.end_step(skipped=skipped)
-        self.moments.end_step(skipped=skipped)
+        self.moments.end_step(skipped=skipped, waiting=waiting)
+
+    def undo(self, names: Collection[str], *, lost: bool) -> None:
+        """Forget the gradients of streams in this step; if residuals were ``lost``, displace weights anew."""
+        self.moments.forget(names)
+        if lost:
+            self._displaced.fresh = False
 
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradients' unit (loss scale)."""
@@ -459,8 +465,12 @@ class StepAheadAddOn(AddOn):
 
     def end_step(self, *, skipped: bool) -> None:
         if self._ahead is not None:
-            self._ahead.end_step(skipped=skipped)
+            self._ahead.end_step(skipped=skipped, waiting=self._group.waiting)
             self._warn_of_different_data(self._ahead.coefficients)
+
+    def undo(self, names: Collection[str], *, lost: bool) -> None:
+        if self._ahead is not None:
+            self._ahead.undo(names, lost=lost)
 
     def _warn_of_different_data(self, coefficients: ResidualCoefficients) -> None:
         """Say once, after the start, that the ranks' residuals cancel out."""

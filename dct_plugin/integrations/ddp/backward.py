@@ -51,9 +51,10 @@ class BucketReductions:
         """
         overlap = self._begin(bucket.buffer().device)
         reducer, found = overlap.reducer, Bucket(bucket)
-        self._steps.begin(found.parameters)
+        names = [self._names.name_of(parameter) for parameter in found.parameters]
+        self._steps.begin(zip(names, found.parameters, strict=True))
         self._reduced.append(found)
-        entries = list(zip(map(self._names.name_of, found.parameters), found.views, strict=True))
+        entries = list(zip(names, found.views, strict=True))
         # With static_graph DDP hands over all buckets when the pass is over, and then waits for them.
         overlap.submit(reducer.begin(entries, scale=1.0 / reducer.group_size), done, last=bucket.is_last())
         self._pass_ends(bucket)
@@ -73,8 +74,9 @@ class BucketReductions:
     def leave_sparse(self, bucket: dist.GradBucket) -> None:
         """Note a bucket with a sparse gradient, which DDP all-reduces by itself."""
         overlap = self._begin(bucket.buffer().device)
-        self._steps.begin(bucket.parameters())
-        names = {self._names.name_of(parameter) for parameter in bucket.parameters()}
+        named = [(self._names.name_of(parameter), parameter) for parameter in bucket.parameters()]
+        self._steps.begin(named)
+        names = {name for name, _ in named}
         if names - self._sparse and overlap.reducer.group_rank == 0:
             logger.warning("dct: DDP all-reduces sparse gradients by itself: %s", ", ".join(sorted(names)))
         self._sparse |= names
@@ -171,7 +173,7 @@ class NextPass:
 
     def _expect(self) -> None:
         if self._steps.awaits_optimizer and not self._accumulators:
-            for parameter in self._steps.reduced.values():
+            for parameter in self._steps.reduced:
                 accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
                 self._accumulators.append(accumulator.register_prehook(self._begin))
 
@@ -179,5 +181,5 @@ class NextPass:
         if self._accumulators:
             remove(self._accumulators)
             self._steps.end_or_reject()
-            if self._steps.steps.open:
+            if self._steps.awaits_optimizer:
                 self._accumulates()

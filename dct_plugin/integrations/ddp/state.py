@@ -199,7 +199,9 @@ class DCTState(OptimizerAttachment):
         settings = self.config.data_parallel
         if self._optimizers and settings.feedback.looks_ahead and self._ahead is None:
             self.step_ahead(model, self._optimizers)
-        if settings.local_steps is not None:
+        if settings.local_steps is None:
+            self._watch_loading(model.module, self._replicated)
+        else:
             named = self._trainable(model)
             local = self.reducer(next(iter(named.values())).device).add_ons.local_steps
             if local is not None:
