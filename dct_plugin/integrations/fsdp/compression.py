@@ -150,7 +150,7 @@ class ReplicaCompression(OptimizerAttachment):
         if self.config.data_parallel.feedback.looks_ahead:
             self._step_ahead()
         if self.config.data_parallel.local_steps is None:
-            self._watch_loading(model, lambda: ((each.name, each.local()) for each in self.parameters))
+            self._watch_loading(self._model, lambda: ((each.name, each.local()) for each in self.parameters))
         else:
             self._local_steps()
         self._optimizer_steps.follow(self._optimizers)
