@@ -21,7 +21,7 @@ from support.processes import logged, run
 
 pytest.importorskip("triton", reason="the looped transport is beside the counts of Triton's kernels")
 
-from dct_plugin.links.team import free_port
+from dct_plugin.recommender.links.team import free_port
 
 from benchmarks.host_work import LoopedPeers
 from dct_plugin import DesyncError
