@@ -266,6 +266,10 @@ class DCTState(OptimizerAttachment):
         (reducer,) = self._reducers.values()
         return [(name, reducer.shared_weight(name, as_real(weight(parameter)))) for name, parameter in pairs]
 
+    def weights(self) -> Iterable[Tensor]:
+        model = None if self._model is None else self._model()
+        return () if model is None else self._trainable(model).values()
+
     # -- the start ---
 
     def dense_all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,6 +162,9 @@ class ReplicaCompression(OptimizerAttachment):
     def parameters(self) -> Iterator[ShardedParameter]:
         """The parameters whose gradients are compressed."""
         return (parameter for group in self.groups for parameter in group.parameters)
+
+    def weights(self) -> Iterable[Tensor]:
+        return (parameter.local() for parameter in self.parameters)
 
     # -- made once ---
 
