@@ -29,6 +29,7 @@ from .parameter_groups import (
     ShardedParameter,
     check_displaceable,
     check_torch,
+    follow_methods,
     has_replicas,
     parameter_groups,
     replicated_groups,
@@ -157,6 +158,7 @@ class ReplicaCompression(OptimizerAttachment):
         # Whether a scaler skipped the last step is known at the next pass, without waiting for a device; and
         # to be known before weights are displaced.
         self._before_forward(self._model, self._optimizer_steps.end_due)
+        self.ends.callback(follow_methods(self._model))
 
     @property
     def parameters(self) -> Iterator[ShardedParameter]:
