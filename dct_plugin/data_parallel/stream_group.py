@@ -23,7 +23,6 @@ from ..config import DataParallelConfig, KernelConfig
 from ..console import logger
 from ..errors import ConfigError, PayloadError
 from ..metrics import TENSOR, Metrics, Record
-from ..policy.rules import for_compressors
 from ..transport import Exchange
 from ..transport.agreement import ranks_in_words
 from ..transport.nodes import Nodes, layout_of
@@ -109,7 +108,7 @@ class StreamGroup:
         self.exchange = Exchange(group, self.device, None if self.nodes is None else self.nodes.across)
         self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.metrics = metrics
-        self.settings = settings = for_compressors(settings, self.world_size)
+        self.settings = settings
         self.schedule = settings.schedule
         self.step = step
         """Optimizer steps so far."""
@@ -140,6 +139,16 @@ class StreamGroup:
         self.nonfinite_reported = False
         self.reduce_seconds = 0.0
         """Time so far in reductions, in the thread that runs them."""
+        self.stays_dense = False
+        """True if the framework may sum the coming gradients by itself, which is faster than thresholds; the
+        same on all ranks. No residual is kept then.
+        """
+
+    def stay_dense(self, dense: bool) -> None:
+        """Note whether the coming gradients are summed densely, and free the residuals, which were sent."""
+        self.stays_dense = dense
+        if dense:
+            self.streams.clear()
 
     def streams_state(self) -> dict[str, Any]:
         """Return the states of all streams, also of those that were loaded and not used since."""

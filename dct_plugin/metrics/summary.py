@@ -89,6 +89,7 @@ REASONS = {
     "unknown_bucket": "bucket not known",
     "unknown_tensors": "gradients of no parameter of the model",
     "sparse": "sparse gradients",
+    "faster": "this link needs no compression",
     "other_types": "integers, sparse tensors and other results than sums",
     "shared_weights": "weights that pipeline stages share",
     "skipped_layers": "layers that the configuration skips",

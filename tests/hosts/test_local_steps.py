@@ -20,10 +20,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
-from dct_plugin.config import DataParallelConfig, DCTConfig
+from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, weights
 from dct_plugin.errors import ConfigError
-from dct_plugin.integrations.host.settings import refuse_unserved
+from dct_plugin.integrations.host.refusals import refuse
 
 pytestmark = pytest.mark.slow
 
@@ -383,4 +383,4 @@ def test_what_does_not_go_with_local_steps_is_named() -> None:
     with pytest.raises(ConfigError, match="local_steps"):
         DataParallelConfig.of({"local_steps": 0})
     with pytest.raises(ConfigError, match=r"dct\.data_parallel\.local_steps: torchft"):
-        refuse_unserved(DCTConfig.given({"data_parallel": {"local_steps": 30}}), "torchft hands over tensors")
+        refuse("torchft", DataParallelConfig.of({"local_steps": 30}))

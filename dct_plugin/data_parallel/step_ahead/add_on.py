@@ -36,7 +36,7 @@ from ...kernels.displacement import Displacement
 from ...kernels.job import part_of
 from ...kernels.reference import ReferenceBackend
 from ...metrics import format_bytes
-from ...policy.evidence import BY_COMPRESSORS
+from ...policy.rules import FEW_COMPRESSORS
 from ..add_on import AddOn, ReducerContext
 from ..module_hooks import DISPLACED, remove, unregister
 from ..plan import Entries, Part, PlannedTensor, ReductionPlan, Shard, common
@@ -374,7 +374,7 @@ class StepAheadAddOn(AddOn):
         self._warned = False
         # With few ranks steps are in the unit of a rank's own gradients: all results were measured so. At two
         # ranks, steps in the unit of the mean gradient lost 0.006 nats.
-        self._has_many_ranks = context.group.world_size > BY_COMPRESSORS[0].most
+        self._has_many_ranks = context.group.world_size > FEW_COMPRESSORS
 
     @classmethod
     def configured(cls, context: ReducerContext) -> StepAheadAddOn | None:
@@ -430,7 +430,7 @@ class StepAheadAddOn(AddOn):
                 "dct.data_parallel.feedback = 'step_ahead': this host has not said which "
                 "parameters and which optimizer are meant (StepAheadAddOn.prepare); set it to 'local'"
             )
-        if self._group.world_size > 1:
+        if self._group.world_size > 1 and not self._group.stays_dense:
             large = [(name, t) for name, t in entries if not self._group.is_small(name, t.numel())]
             self._ahead.observe(large)
             for name, tensor in large if self._has_many_ranks else ():

@@ -59,6 +59,18 @@ class BucketReductions:
         overlap.submit(reducer.begin(entries, scale=1.0 / reducer.group_size), done, last=bucket.is_last())
         self._pass_ends(bucket)
 
+    @property
+    def stays_dense(self) -> bool:
+        """True if DDP sums the buckets of this pass by itself."""
+        reducer = None if self._overlap is None else self._overlap.reducer
+        return reducer is not None and reducer.stays_dense and reducer.config.nonfinite_action == "pass"
+
+    def leave_dense(self, bucket: dist.GradBucket) -> None:
+        """Note a bucket that DDP all-reduces by itself."""
+        self._begin(bucket.buffer().device)
+        self._steps.begin((self._names.name_of(each), each) for each in bucket.parameters())
+        self._pass_ends(bucket)
+
     def leave_sparse(self, bucket: dist.GradBucket) -> None:
         """Note a bucket with a sparse gradient, which DDP all-reduces by itself."""
         overlap = self._begin(bucket.buffer().device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,20 +17,20 @@ from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.module_hooks import ModuleHook
 from dct_plugin.data_parallel.step_units import ParameterGroups
 from dct_plugin.errors import ConfigError
-from dct_plugin.metrics import Metrics
 from dct_plugin.transport.nodes import Nodes
 
+from .attachment import HostAttachment
 from .replica_checksums import ReplicaChecksums
 from .restored_weights import RestoredWeights
 from .settings import optimizers_of
 from .steps import OptimizerSteps, PoisonedSteps, StepHooks
 
 
-class OptimizerAttachment:
+class OptimizerAttachment(HostAttachment, ABC):
     """An attachment that follows the optimizers of a script.
 
     Args:
-        config: The section.
+        section: The section.
         optimizer: The optimizers, as the script passed them.
         scaler: The gradient scaler of fp16.
         gradients: Gives the gradients of this rank that were reduced, by name.
@@ -37,17 +38,15 @@ class OptimizerAttachment:
         sharded: Whether ranks hold different gradients.
 
     Attributes:
-        config: The section as it is applied.
         steps: Optimizer steps so far.
-        ends: Takes off all that was put on the model, its optimizer and the process.
 
     Raises:
-        ConfigError: An optimizer is none.
+        ConfigError: An optimizer is none, or the section is wrong.
     """
 
     def __init__(
         self,
-        config: DCTConfig,
+        section: DCTConfig | Mapping[str, Any] | None,
         optimizer: Any,
         scaler: torch.amp.GradScaler | None,
         gradients: Callable[[], Iterable[tuple[str, Tensor]]],
@@ -55,42 +54,47 @@ class OptimizerAttachment:
         call: str,
         sharded: bool,
     ) -> None:
-        self.config = config
+        super().__init__(section)
         self._optimizers = optimizers_of(optimizer, call)
         self._reducers: dict[tuple[int, ...], GradientReducer] = {}
         """The key of a reducer is the ranks whose gradients it sums."""
         self.steps = StepHooks(self._reducers.values())
-        poisoned = PoisonedSteps(config.data_parallel, gradients, agree=sharded)
+        poisoned = PoisonedSteps(self.config.data_parallel, gradients, agree=sharded)
         self._optimizer_steps = OptimizerSteps(
             self.steps, self._reducers.values(), scaler, poisoned, sharded=sharded
         )
-        self._leaves = False
-        self.ends = contextlib.ExitStack()
         self.ends.callback(self._optimizer_steps.close)
 
+    @property
+    def reducers(self) -> Iterable[GradientReducer]:
+        return self._reducers.values()
+
+    def steps_so_far(self) -> int:
+        return self.steps.step
+
     def detach(self) -> None:
-        """Let the host exchange gradients after the next step, which sends all residuals.
-
-        Call it on every rank, between two steps. The next forward pass or :meth:`close` removes all hooks.
-        """
         self._optimizer_steps.end_or_reject()
-        self._leaves = True
-        for reducer in self._reducers.values():
-            reducer.flush()
+        super().detach()
 
-    def close(self) -> None:
-        """Remove all hooks from the model and its optimizer, and print the summary. Unsent entries are lost;
-        see :meth:`detach`.
+    # -- saved states ---
 
-        Raises:
-            DCTError: A parameter was written while it held displaced weights; the write is undone.
-        """
-        self.ends.close()
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals, thresholds and counters of this rank, between two steps."""
 
-    def close_if_done(self) -> None:
-        """Close a detached attachment whose last step was made."""
-        if self._leaves and all(reducer.flushed for reducer in self._reducers.values()):
-            self.close()
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+
+    @abstractmethod
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the state of all ranks; a collective."""
+
+    @abstractmethod
+    def load(self, folder: str | os.PathLike[str]) -> bool:
+        """Restore :meth:`save`; a collective. Return False, with residuals of zero, if there is none."""
+
+    # -- for the frameworks ---
 
     def _before_forward(self, model: nn.Module, function: Callable[[], None]) -> None:
         """Call a function before the forward passes of a model, and before its earlier hooks."""
@@ -154,7 +158,6 @@ class OptimizerAttachment:
         group: dist.ProcessGroup | None,
         nodes: Nodes | None,
         device: torch.device,
-        metrics: Metrics,
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
     ) -> GradientReducer:
         """Return a new reducer of the gradients of a group's ranks, whose weights are to stay equal."""
@@ -163,13 +166,13 @@ class OptimizerAttachment:
         reducer = GradientReducer(
             settings,
             nodes or group,
-            metrics=metrics,
+            metrics=self.metrics,
             device=device,
             kernels=self.config.kernels,
             transactional=self._optimizer_steps.transactional,
             optimizer=ParameterGroups(self._optimizers),
         )
         self._reducers[tuple(dist.get_process_group_ranks(group or dist.group.WORLD))] = reducer
-        self.steps.metrics = metrics
+        self.steps.metrics = self.metrics
         self.steps.replicas.append(ReplicaChecksums(settings, weights, group))
         return reducer
