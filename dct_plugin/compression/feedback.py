@@ -184,9 +184,9 @@ class Residual(_Transaction[Tensor]):
         """The residual as the next step will see it (fp32, ``[numel]``)."""
         return self._newest
 
-    def show(self, scratch: ScratchBuffers, use: str) -> Tensor:
-        """:attr:`current`, to be read before the room's next use."""
-        return self.current
+    def show(self, scratch: ScratchBuffers, use: str, *, committed: bool = False) -> Tensor:
+        """:attr:`current`, to be read before the room's next use; or what a rollback would leave."""
+        return self._committed if committed else self.current
 
     def begin(self) -> tuple[Tensor, Tensor]:
         """Return the buffers of the coming pass over the whole stream: ``(read from, write to)``. They may be
@@ -283,9 +283,10 @@ class PackedResidual(_Transaction[PackedTensor]):
         """The residual as the next step will see it (fp32, ``[numel]``), in memory of its own."""
         return self.show(ScratchBuffers(), "current")
 
-    def show(self, scratch: ScratchBuffers, use: str) -> Tensor:
-        """:attr:`current`, to be read before the room's next use."""
-        return self._newest.read(scratch.take(use, self._newest.values))
+    def show(self, scratch: ScratchBuffers, use: str, *, committed: bool = False) -> Tensor:
+        """See :meth:`Residual.show`."""
+        kept = self._committed if committed else self._newest
+        return kept.read(scratch.take(use, kept.values))
 
     def begin(self) -> tuple[Tensor, Tensor]:
         """See :meth:`Residual.begin`."""

@@ -384,9 +384,7 @@ class DataParallelConfig(Section):
                 f"quality {self.quality}, sparsity up to {self.sparsity:g}, feedback {self.feedback.label()}"
             )
         compared = ", if faster than dense" if self.quality == "if_faster" else ""
-        return (
-            f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {self.feedback.label()}{compared}"
-        )
+        return f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {self.feedback.label()}{compared}"
 
     @property
     def dense_steps(self) -> int:

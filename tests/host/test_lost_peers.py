@@ -21,13 +21,14 @@ from support.processes import logged, run
 
 pytest.importorskip("triton", reason="the looped transport is beside the counts of Triton's kernels")
 
+from dct_plugin.links.team import free_port
+
 from benchmarks.host_work import LoopedPeers
 from dct_plugin import DesyncError
 from dct_plugin.config import DataParallelConfig, KernelConfig
 from dct_plugin.data_parallel import GradientReducer, pending_exchanges
 from dct_plugin.integrations.host import lost_peers
 from dct_plugin.kernels import register_backend
-from dct_plugin.links.team import free_port
 from dct_plugin.transport import lost_ranks
 
 

@@ -39,7 +39,15 @@ from ..stream_group import StreamGroup
 from ..topologies import Topologies
 from .cost_model import CostModel, Link
 from .decision_rules import DecisionRules, gentlest_of_fastest, settings_to_try
-from .measurements import PROBE_BYTES, gradient_sizes, largest, probe_link, reduction_seconds, time_codings, time_step_ahead
+from .measurements import (
+    PROBE_BYTES,
+    gradient_sizes,
+    largest,
+    probe_link,
+    reduction_seconds,
+    time_codings,
+    time_step_ahead,
+)
 
 
 class AutomaticSparsity(AddOn):

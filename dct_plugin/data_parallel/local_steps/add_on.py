@@ -22,7 +22,8 @@ from ...config.data_parallel import LocalStepsConfig
 from ...console import logger
 from ...errors import ConfigError
 from ..add_on import AddOn, ReducerContext
-from ..module_hooks import DISPLACED, ModuleHook, around_passes, remove, unregister
+from ..module_hooks import ModuleHook, register, remove, unregister
+from ..passes import around_passes
 from ..plan import Entries
 from ..step_units import stepping, unwrapped
 from .buffers import AveragedBuffers, average
@@ -112,7 +113,7 @@ class LocalSteps(AddOn):
         self._register(module, parameters or weights, saved or (lambda name, w: w.view(weights[name].shape)))
 
     def _register(self, module: torch.nn.Module, parameters: Mapping[str, Any], saved: _Saved) -> None:
-        DISPLACED[module] = self
+        register(module, self)
         shown: list[bool] = []
 
         def before(trains: bool) -> None:  # common weights are shown where there are no gradients
@@ -124,7 +125,7 @@ class LocalSteps(AddOn):
             if shown and shown.pop():
                 self._hide()
 
-        self._handles += around_passes(module, before, after, first=False)
+        self._handles.append(around_passes(module, before, after))
 
         def loads(*_: Any) -> None:
             self._weights, self._loaded = {}, None

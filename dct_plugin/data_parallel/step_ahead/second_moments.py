@@ -55,7 +55,9 @@ class Moments:
     ) -> None:
         rows_columns = sizes(shape)
         self._numel = math.prod(shape)
-        self.memory = torch.zeros(2, sum(rows_columns), device=device) if memory is None else memory
+        if memory is None:
+            memory = torch.zeros(2, sum(rows_columns), dtype=torch.float32, device=device)
+        self.memory = memory
         (self.rows, self.columns), (self._step_rows, self._step_columns) = (
             each.split(rows_columns) for each in self.memory
         )
@@ -197,7 +199,8 @@ class SecondMoments:
         """Make the moments of a stream, beside those of the others on its device."""
         ends = self._ends
         if device not in self._memory:
-            self._memory[device] = torch.zeros(2, max(ends.values(), default=0), device=device)
+            numel = max(ends.values(), default=0)
+            self._memory[device] = torch.zeros(2, numel, dtype=torch.float32, device=device)
         parameter = self._parameters[name]
         memory = self._memory[device][:, ends[name] - sum(sizes(parameter.shape)) : ends[name]]
         return Moments(parameter.shape, device, missed=missed, memory=memory.zero_())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.console import listed, logger
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.module_hooks import ModuleHook
+from dct_plugin.data_parallel.passes import around_passes
 from dct_plugin.data_parallel.step_units import ParameterGroups
 from dct_plugin.errors import ConfigError
 from dct_plugin.transport.nodes import Nodes
@@ -97,9 +97,8 @@ class OptimizerAttachment(HostAttachment, ABC):
     # -- for the frameworks ---
 
     def _before_forward(self, model: nn.Module, function: Callable[[], None]) -> None:
-        """Call a function before the forward passes of a model, and before its earlier hooks."""
-        hook = ModuleHook(lambda *_: function(), model)
-        self.ends.callback(model.register_forward_pre_hook(hook, prepend=True).remove)
+        """Call a function before a model's forward passes, and before functions that were given earlier."""
+        self.ends.callback(around_passes(model, lambda _: function()).remove)
 
     def _watch_loading(self, model: nn.Module, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         """Drop residuals when the script restores weights; before weights are displaced."""
