@@ -129,7 +129,7 @@ class ParameterUpdates(StreamGroup):
     def _update(self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]]) -> None:
         between = self._between_nodes
         with self.recorded(self._cls) as exchange_record:
-            with self.exchange.preparing():
+            with self._exchanges.preparing():
                 if between is None:
                     tensors = [PlannedTensor(n, t, s, self.is_small(n, t.numel())) for n, t, s in entries]
                 else:

@@ -11,6 +11,7 @@ sent then, and what depends on it is computed again. The bits are those of a mes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -20,10 +21,8 @@ from ..errors import DesyncError, PayloadError
 from ..kernels.job import GRAD_DTYPES
 from ..metrics import Record
 from ..policy.memory import MOST_PENDING
-from ..transport import lost_ranks
 from ..transport.bounded_table import BoundedTable
-from ..transport.slots import AgreedCapacities, Slots
-from ..transport.tcp_connect import time_limit
+from ..transport.slots import AgreedCapacities, Slots, fail
 from .plan import ReductionPlan
 from .plan_exchange import ExchangedChunk, PlanExchange, SendOrder, SentPhase
 from .stream_group import StreamGroup
@@ -49,6 +48,23 @@ class PendingExchanges:
         self._kept = 0.0
         """Entries kept by the exchanges since the last check, the same on all ranks."""
         self._order = SendOrder()
+
+    def preparing(self) -> AbstractContextManager[None]:
+        """Surround work before the next exchange. The others wait there for headers, or, as in the last step,
+        for slots: an error is told where they wait.
+        """
+        return self._group.exchange.preparing(posts=0, failed=self._fail_next)
+
+    def _fail_next(self) -> None:
+        if expected := self._expected():
+            fail(expected, self._group.device)
+        else:
+            self._group.exchange.abort()
+
+    def _expected(self) -> list[AgreedCapacities]:
+        """Return the capacities of the slots that this step is still to send, if it is like the last one."""
+        following = self._order.following(self._group.step)
+        return [self._capacities[c][phase] for c, phase in following if self._capacities.has(c)]
 
     def begin(self, phases: Sequence[Phase], plan: ReductionPlan, exchange_record: Record) -> PlanExchange:
         """Return an exchange of a plan, to be posted and given to :meth:`complete`."""
@@ -106,17 +122,16 @@ class PendingExchanges:
             DesyncError: The others know their plan, or it is another one. They find that in their slots.
         """
         group = self._group
-        following = self._order.following(group.step)
-        slots_of_others = [self._capacities[c][phase] for c, phase in following if self._capacities.has(c)]
+        slots_of_others = self._expected()
         if not slots_of_others:
             return
         unknown = fingerprint ^ 1
         sent = slots_of_others[0].send_empty(group.device, 0, unknown)
+        group.exchange.await_device("exchange of sizes")
         try:
             group.exchange.checked_sizes(sent.headers().tolist(), unknown)
         except DesyncError:
-            for each in slots_of_others[1:]:
-                each.fail(group.device)
+            fail(slots_of_others[1:], group.device)
             raise
 
     def _remember_first(self, chunk: ExchangedChunk) -> None:
@@ -151,10 +166,8 @@ class PendingExchanges:
         names = [each.name for exchange in pending for each in exchange.plan.tensors]
         which = " to ".join(dict.fromkeys([*names[:1], *names[-1:]]))
         what = f"exchange of messages of {len(names)} tensors, {which},"
-        group, where = self._group.exchange.peers.group, self._group.device
-        with self._group.exchange.guard(what):  # here the host waits, not where it sends
-            lost_ranks.await_device(where, lambda: time_limit(group, where.type))
-            figures = iter(read_figures(stats, also))
+        self._group.exchange.await_device(what)  # here the host waits, not where it sends
+        figures = iter(read_figures(stats, also))
         results = iter([_Result(sent, slots, next(figures)) for sent, slots in phases])
         with self._group.recorded(self._cls) as exchange_record:
             for exchange in pending:

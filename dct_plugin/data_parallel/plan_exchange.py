@@ -18,7 +18,7 @@ from torch import Tensor
 from ..codecs.message import MessageWriter
 from ..metrics import Record, profiled
 from ..transport.exchange import Exchange
-from ..transport.slots import AgreedCapacities, Slots
+from ..transport.slots import AgreedCapacities, Slots, fail
 from .plan import ReductionPlan
 from .stream_group import StreamGroup, WrittenTensor
 from .topology import Phase
@@ -204,5 +204,4 @@ class PlanExchange:
         return self._exchange.preparing(posts=0 if self.in_slots else count, failed=self._fail)
 
     def _fail(self) -> None:
-        for capacities in self._unsent:
-            capacities.fail(self._group.device)
+        fail(self._unsent, self._group.device)

@@ -166,6 +166,9 @@ class GradientReducer(StreamGroup):
 
     # -- the steps of a reduction ---
 
+    def preparing(self) -> AbstractContextManager[None]:
+        return self.exchanges.preparing()
+
     def sparsities(self, names: Sequence[str]) -> Sequence[Sparsity]:
         """Return the sparsities of tensors in this step."""
         if self._flushes:
@@ -181,7 +184,7 @@ class GradientReducer(StreamGroup):
         exchange_record: Record,
     ) -> PlanExchange:
         """Send the messages of tensors that are exchanged together."""
-        with self.exchange.preparing():
+        with self.preparing():
             tensors = []
             for index, (name, tensor) in enumerate(entries):
                 small = self.is_small(name, numel := tensor.numel())
@@ -197,7 +200,7 @@ class GradientReducer(StreamGroup):
             )
         for add_on in self.add_ons:
             add_on.before_reduce(plan)
-        with self.exchange.preparing():
+        with self.preparing():
             exchange = self.exchanges.begin(topology.phases, plan, exchange_record)
         exchange.post()
         return exchange
@@ -364,7 +367,7 @@ class Reduction:
             if reducer.node_sums is not None:
                 entries, shards = reducer.node_sums.reduce_in_node(entries, shards, exchange_record)
             with self._telling_node():
-                with reducer.exchange.preparing():
+                with reducer.preparing():
                     reducer.add_ons.before_compression(entries)
                 summed = reducer.reduce_dense(entries, self._scale, exchange_record)
                 if not summed and not reducer.keep(entries, self._scale):

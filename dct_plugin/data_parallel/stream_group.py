@@ -257,6 +257,12 @@ class StreamGroup:
                 f"rank {self.rank}: message from rank {sender} of the group: {error}"
             ) from error
 
+    def preparing(self) -> AbstractContextManager[None]:
+        """Surround work before an exchange, in which the other ranks may wait already: they are told of an
+        error.
+        """
+        return self.exchange.preparing()
+
     # -- metrics ---
 
     def recorded(self, cls: str) -> AbstractContextManager[Record]:
@@ -295,12 +301,14 @@ class _Recording:
         self._recorded.__enter__()
         return self._record
 
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        self._recorded.__exit__(kind, *error)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._recorded.__exit__(kind, error, trace)
+        if error is not None:  # now: the end of the process group may wait for what this rank has queued
+            self._group.exchange.peers.state_failure(error)
         record, seconds = self._record, time.perf_counter() - self._began
         self._group.reduce_seconds += seconds
         record.exchange_ms = max(record.exchange_ms, record.waited_ms)  # the wait is a part of it
         elsewhere = self._elsewhere - record.exchange_ms - record.decode_ms
         record.select_ms += 1e3 * seconds + elsewhere
-        if self._whole and kind is None and self._group.metrics is not None:
+        if self._whole and error is None and self._group.metrics is not None:
             self._group.metrics.record(record)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -101,6 +101,13 @@ class Slots:
         exchange.scatter_into(self.received[:begin], sizes, sent, self._sizes_to)
 
 
+def fail(slots: Iterable[AgreedCapacities], device: torch.device) -> None:
+    """Send slots that say that this rank failed, in place of those that others wait for. Never raises."""
+    with contextlib.suppress(Exception):  # the transport is gone as well: the others will see that
+        for capacities in slots:
+            capacities.send_empty(device, FAILED, 0)
+
+
 class AgreedCapacities:
     """The capacities of the slots between this rank and all others, for messages of one kind.
 
@@ -123,11 +130,6 @@ class AgreedCapacities:
         largest = map(max, zip(*self._received, strict=True))
         arriving = list(map(slot_bytes, largest, self._bounds))
         return Slots(self.exchange.rank, leaving, arriving, device, shared=self.shared)
-
-    def fail(self, device: torch.device) -> None:
-        """Send slots that say that this rank failed. Never raises."""
-        with contextlib.suppress(Exception):  # the transport is gone as well: the others will see that
-            self.send_empty(device, FAILED, 0)
 
     def send_empty(self, device: torch.device, size: int, fingerprint: int) -> Slots:
         """Send slots without messages, with this size and fingerprint; return them."""

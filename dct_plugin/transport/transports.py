@@ -64,7 +64,7 @@ def subgroup(group: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.Proc
             "then. Make as many groups with every rank, or set it to 1"
         )
     backend = str(dist.get_backend_config(known_group))
-    limit = timedelta(seconds=tcp_connect.time_limit(known_group)) if "gloo" in backend else None
+    limit = timedelta(seconds=lost_ranks.time_limit(known_group, counts.device.type))
     made = dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
@@ -95,6 +95,10 @@ class Peers(ABC):
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum ``tensor`` over the ranks, in place and dense; a collective."""
+
+    def state_failure(self, error: BaseException) -> None:
+        """Tell the other ranks of an error that ends this process, where they look for such statements."""
+        return
 
     @abstractmethod
     def guard(self, what: str, step: int | None, failed: Callable[[], None]) -> AbstractContextManager[None]:
@@ -146,6 +150,9 @@ class GroupPeers(Peers):
 
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
+
+    def state_failure(self, error: BaseException) -> None:
+        lost_ranks.state_failure(error)
 
     def guard(self, what: str, step: int | None, failed: Callable[[], None]) -> AbstractContextManager[None]:
         return lost_ranks.reported(what, self.group, step, failed)

@@ -343,6 +343,8 @@ def _fail(rank: int, world_size: int, how: str) -> str:
                     reducer.exchange.gather_into = damaging(  # type: ignore[method-assign]
                         reducer.exchange.gather_into
                     )
+                elif how == "add-on":  # the others wait for slots, and this rank has none yet
+                    reducer.add_ons.before_compression = None  # type: ignore[method-assign,assignment]
                 else:
                     reducer.streams["embedding"].encode = None  # type: ignore[assignment]
             reducer.all_reduce(list(entries.items()))
@@ -352,7 +354,7 @@ def _fail(rank: int, world_size: int, how: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("how", ["damage", "direct", "two_phase"])
+@pytest.mark.parametrize("how", ["damage", "direct", "two_phase", "add-on"])
 def test_a_failing_rank_and_a_damaged_slot_are_named(how: str) -> None:
     first, second = run(2, _fail, how)
     if how == "damage":

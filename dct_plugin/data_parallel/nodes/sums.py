@@ -36,7 +36,7 @@ class NodeSums:
         host names owners; a collective.
         """
         self._node.exchange.step = self._group.step
-        with exchange_record.timed("exchange"), self._group.exchange.preparing():
+        with exchange_record.timed("exchange"), self._group.preparing():
             parts = self._node.means(entries, in_place=True)
         owners = None if shards is None else {n: s for (n, _), s in zip(entries, shards, strict=True)}
         wanted = None if owners is None else {name: self._wanted(of) for name, of in owners.items()}
