@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..codecs.message import MessageWriter
+from ..codecs.message import Key, MessageWriter
 from ..codecs.values import ValueDtype
 from ..compression.feedback import ScratchBuffers
-from ..compression.stream import Compressor, Encoded, as_flat, backend_of
+from ..compression.stream import Compressor, Encoded, as_flat, backend_of, parts_of
 from ..config import DataParallelConfig, KernelConfig
 from ..console import logger
 from ..errors import ConfigError, PayloadError
@@ -121,7 +121,7 @@ class StreamGroup:
         """Collective by which the host would give owners their sums; for the metrics."""
         self.kernels = kernels
         self.backend = backend_of(kernels, self.device)
-        value_dtype = ValueDtype.parse(settings.value_dtype)
+        self._value_dtype = value_dtype = ValueDtype.parse(settings.value_dtype)
         self.value_bits = value_dtype.bits
         """The fewest bits of a selected value."""
         if value_dtype not in self.backend.value_dtypes:
@@ -159,6 +159,10 @@ class StreamGroup:
             self.streams[name] = stream
         return stream
 
+    def most_bytes(self, bounds: Key | None, numel: int, density: float) -> Sequence[int]:
+        """Return the most bytes of the payloads that :meth:`.Compressor.encode` writes of parts."""
+        return parts_of(bounds, numel, density, self._value_dtype, self.backend.most_kept).nbytes
+
     def take_writers(self) -> tuple[MessageWriter, MessageWriter]:
         """Return empty message writers: of a message for each rank, and of one for all of them."""
         device = self.device
@@ -174,7 +178,8 @@ class StreamGroup:
     def set_value_dtype(self, value_dtype: str) -> None:
         """Send the kept values of all streams in another type from now on."""
         self.settings = self.settings.model_copy(update={"value_dtype": value_dtype})
-        self.value_bits = ValueDtype.parse(value_dtype).bits
+        self._value_dtype = ValueDtype.parse(value_dtype)
+        self.value_bits = self._value_dtype.bits
         for stream in self.streams.values():
             stream.set_value_dtype(value_dtype)
 
