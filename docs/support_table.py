@@ -91,7 +91,6 @@ ROWS = (
     Row("Accelerate, Trainer, Lightning", "DDP", "AdamW", State.CPU,
         ("huggingface/test_huggingface::test_one_call_for_torch_ddp",
          "huggingface/test_huggingface::test_lightning")),
-    Row("TorchRec", "embedding tables", "any", State.CPU, ("dlrm/test_torchrec::test_in_torchrec",)),
 )  # fmt: skip
 
 

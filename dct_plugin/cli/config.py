@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,13 +14,6 @@ if TYPE_CHECKING:
     from ..integrations.deepspeed.file_check import FileReport
 
 app = typer.Typer(help="Show and check the dct section of a JSON file.", no_args_is_help=True)
-
-
-class Device(str, Enum):
-    """Accelerators for which ``check`` judges."""
-
-    CUDA = "cuda"
-    CPU = "cpu"
 
 
 @app.command()
@@ -68,9 +60,6 @@ def check(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks of the job [default: as the batch sizes say].")
     ] = None,
-    device: Annotated[
-        Device, typer.Option(help="Accelerator of the job; this machine does not need it.")
-    ] = Device.CUDA,
 ) -> None:
     """Check DeepSpeed JSONs or bare sections; exit with 1 if a job would not start.
 
@@ -91,7 +80,7 @@ def check(
             print_error(error)
             failed = True
     asked = [file for file, (content, _) in contents.items() if file_check.for_deepspeed(content)]
-    told = parser.ask([contents[file][0] for file in asked], ranks=ranks, device=device.value)
+    told = parser.ask([contents[file][0] for file in asked], ranks=ranks)
     answers = dict(zip(asked, told, strict=False))
     for file, (content, strict) in contents.items():
         report = file_check.check(content, answers.get(file))
@@ -140,8 +129,8 @@ def suggest(
     ] = None,
 ) -> None:
     """Print recommended settings as JSON; their measured bytes and quality are on stderr."""
-    from ..links.rates import bits_per_second, check_rates
     from ..policy.evidence import Training, suggestion
+    from ..rates import bits_per_second, check_rates
 
     rate = bits_per_second(check_rates([link], option="--link")[0])
     training = Training([optimizer], momentum, stage, ranks, math.inf if lr is None else lr)

@@ -173,12 +173,12 @@ class ExpertSettings(Section):
 
     section_path = "dct.data_parallel.expert"
 
-    threshold: Literal["sample", "exact", "fixed"] = "sample"
+    threshold: Literal["sample", "topk", "fixed"] = "sample"
     """Method that finds a threshold: a random sample, corrected at every step by a smaller one (sample); the
-    exact k-th largest magnitude (exact); or a random sample that is kept for `threshold_lifespan` steps
+    k-th largest magnitude (topk); or a random sample that is kept for `threshold_lifespan` steps
     (fixed, as in the paper).
 
-    `exact` and `fixed` for tests and studies.
+    `topk` and `fixed` for tests and studies.
     """
     threshold_lifespan: int = Field(default=1000, ge=1)
     """Largest number of steps between two measurements of a threshold. It is also measured at steps 1, 2,
@@ -224,11 +224,13 @@ class DataParallelConfig(Section):
     0.9 for the highest quality, 0.99 on slow links, [less on many ranks](quality.md#many-compressors), 0 to
     measure the plugin's own cost.
     """
-    quality: Literal["exact", "safe", "bytes"] | None = None
+    quality: Literal["dense", "safe", "bytes", "if_faster"] | None = None
     """Class of settings from which the plugin chooses the fastest by measurement: only the dense exchange
-    (exact); sparsities that lost nothing measurable with this optimizer and
-    number of ranks (safe); or all sparsities (bytes). `sparsity` is then the highest sparsity and
-    `value_dtype` the widest type. null uses the settings as they are.
+    (dense); sparsities that lost nothing measurable with this optimizer and
+    number of ranks (safe); all sparsities (bytes); or, once after the dense start, the settings as they are,
+    all entries in int8, or the dense exchange (if_faster, which holds if neither `sparsity` nor `value_dtype`
+    is written). `sparsity` is otherwise the highest sparsity and `value_dtype` the widest type. null uses the
+    settings as they are.
 
     If the speed of the link is not known or changes ([how it decides](automatic.md)).
     """
@@ -373,15 +375,18 @@ class DataParallelConfig(Section):
     @property
     def summary(self) -> str:
         """The share of entries sent, and the feedback for the others, in words."""
-        if self.quality == "exact":
-            return "quality exact, nothing left out"
+        if self.quality == "dense":
+            return "quality dense, nothing left out"
         if self.local_steps is not None:
             return f"an exchange of progress every {self.local_steps.every} steps, {self.value_dtype} values"
-        if self.quality is not None:
+        if self.quality not in (None, "if_faster"):
             return (
                 f"quality {self.quality}, sparsity up to {self.sparsity:g}, feedback {self.feedback.label()}"
             )
-        return f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {self.feedback.label()}"
+        rule = ", if faster" if self.quality == "if_faster" else ""
+        return (
+            f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {self.feedback.label()}{rule}"
+        )
 
     @property
     def dense_steps(self) -> int:

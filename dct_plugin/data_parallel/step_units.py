@@ -109,6 +109,15 @@ def unwrapped(optimizer: Any) -> Any:
         optimizer = inner
 
 
+def stepping(optimizer: Any) -> Any:
+    """Return the optimizer whose rule makes the steps: the one inside wrappers, or inside of torch's
+    ``ZeroRedundancyOptimizer``, which has this rank's share of the parameters.
+    """
+    inner = unwrapped(optimizer)
+    share = getattr(inner, "optim", None)
+    return share if hasattr(share, "param_groups") else inner
+
+
 def units_of(
     optimizer: Any, parameters: Sequence[Sequence[torch.nn.Parameter]] | None = None
 ) -> Callable[[torch.nn.Parameter], StepUnit | None]:
@@ -122,7 +131,7 @@ def units_of(
     Raises:
         ConfigError: The unit of this optimizer's steps is not known.
     """
-    inner = unwrapped(optimizer)
+    inner = stepping(optimizer)
     for group in optimizer.param_groups:  # refused now rather than in a forward pass
         StepUnit.of(inner, group)
     group_of: dict[int, int] = {}

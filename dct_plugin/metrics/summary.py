@@ -31,6 +31,7 @@ class ClassSummary:
     density_target: float | None
     tau: float | None
     refreshes: int
+    held_back: int
     select_ms: float
     encode_ms: float
     exchange_ms: float
@@ -93,6 +94,7 @@ REASONS = {
     "unknown_bucket": "bucket not known",
     "unknown_tensors": "gradients of no parameter of the model",
     "sparse": "sparse gradients",
+    "faster": "this link needs no compression",
     "other_types": "integers, sparse tensors and other results than sums",
     "shared_weights": "weights that pipeline stages share",
     "skipped_layers": "layers that the configuration skips",

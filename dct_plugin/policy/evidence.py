@@ -45,6 +45,8 @@ class Training:
         optimizer_unknown_hint: What to do so that the plugin knows the optimizer, in words.
         exact_unavailable: Why exact updates of the weights cannot be had, in words; empty if they can, None
             where no weights are gathered after a step.
+        precision: Type of the weights, in words; empty if it is not known.
+        is_timed: Whether ranks can compare the time of steps: not where their number changes.
     """
 
     optimizer: Sequence[str] = ()
@@ -57,10 +59,24 @@ class Training:
     step_ahead_unavailable: str = ""
     optimizer_unknown_hint: str = ""
     exact_unavailable: str | None = None
+    precision: str = ""
+    is_timed: bool = True
     family: OptimizerFamily = field(init=False)
+
+    def facts(self, compressors: int) -> str:
+        """Return what settings depend on, in words; ``compressors`` exchange messages."""
+        rate = f"learning rate {self.lr:g}" if self.lr < math.inf else ""
+        ranks = f"{self.ranks} ranks" if self.ranks else ""
+        nodes = f"{compressors} nodes" if self.ranks and compressors != self.ranks else ""
+        return ", ".join(filter(None, (rate, ranks, nodes, self.precision)))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "family", family_of(self.optimizer, momentum=self.momentum))
+
+    @property
+    def name(self) -> str:
+        """The name of the optimizer."""
+        return self.optimizer[0] if self.optimizer else "an optimizer that the plugin was not told"
 
     @property
     def is_fine_tuning(self) -> bool:
@@ -168,7 +184,7 @@ class KnownLoss(NamedTuple):
     stage: int | None = None
     """The ZeRO stage; None: any."""
     ranks: int = 0
-    """The least number of ranks."""
+    """The least number of compressors."""
     without_start: bool = False
     """Only without dense steps and ramp."""
     updates: float | None = None
@@ -178,14 +194,14 @@ class KnownLoss(NamedTuple):
     clips: bool = False
     """Only with gradients clipped by their norm."""
 
-    def applies(self, settings: DataParallelConfig, training: Training) -> bool:
+    def applies(self, settings: DataParallelConfig, training: Training, compressors: int) -> bool:
         """Return whether a training has this setting."""
         return (
             training.family in self.families
             and settings.feedback.label() in self.feedback
             and settings.sparsity >= self.sparsity
             and self.stage in (None, training.stage)
-            and training.ranks >= self.ranks
+            and compressors >= self.ranks
             and training.lr <= self.most_lr
             and training.clips >= self.clips
             and not (self.without_start and settings.dense_steps + settings.ramp_steps)
@@ -197,27 +213,22 @@ class KnownLoss(NamedTuple):
         return isinstance(updates, ParametersConfig) and updates.sparsity >= (self.updates or 0.0)
 
 
-class ByCompressors(NamedTuple):
-    """The default settings with step-ahead for a number of compressors, which each row was measured with."""
+class MeasuredThresholds(NamedTuple):
+    """Thresholds for optimizers and a number of compressors, which the row was measured with."""
 
     sparsity: float
     value_dtype: str
-    server_density: float
-    """Density of owners' answers, as a multiple of the density of what they receive."""
+    loses: bool
+    """True where the thresholds lost quality, or were not measured with these optimizers: nothing takes them
+    unless the section asks for thresholds.
+    """
     model: str
     source: str
+    server_density: float | None = None
+    """Density of owners' answers, as a multiple of the density of what they receive."""
+    families: tuple[OptimizerFamily, ...] = tuple(OptimizerFamily)
     most: float = math.inf
     """The greatest number of compressors."""
-
-
-class SafeSparsity(NamedTuple):
-    """The highest sparsity at which step-ahead lost nothing measurable between so many ranks."""
-
-    ranks: int
-    sparsity: float
-    model: str
-    source: str
-    families: tuple[OptimizerFamily, ...] = tuple(OptimizerFamily)
 
 
 _DATA = json.loads((resources.files(__package__) / "evidence.json").read_text(encoding="utf-8"))
@@ -227,10 +238,10 @@ _DATA = json.loads((resources.files(__package__) / "evidence.json").read_text(en
 RECOMMENDATIONS = TypeAdapter(tuple[Recommendation, ...]).validate_python(_DATA["recommendations"])
 #: The first one that applies to a training is the one to tell.
 KNOWN_LOSSES = TypeAdapter(tuple[KnownLoss, ...]).validate_python(_DATA["known_losses"])
-#: Loss grows with the number of compressors at one density, and fewer bits pay for a higher one.
-BY_COMPRESSORS = TypeAdapter(tuple[ByCompressors, ...]).validate_python(_DATA["by_compressors"])
+#: The first row for an optimizer and a number of compressors counts: loss grows with that number at one
+#: density, and fewer bits pay for a higher one.
+THRESHOLDS = TypeAdapter(tuple[MeasuredThresholds, ...]).validate_python(_DATA["thresholds"])
 EXACT_UPDATES = TypeAdapter(Measured).validate_python(_DATA["exact_updates"])
-SAFE_WITH_STEP_AHEAD = TypeAdapter(tuple[SafeSparsity, ...]).validate_python(_DATA["safe_with_step_ahead"])
 
 
 def size_of(model: str) -> str:
@@ -262,7 +273,7 @@ def suggestion(training: Training, rate: float) -> tuple[Recommendation | None, 
     return min(near, key=lambda row: row.distance(training, rate), default=None), False
 
 
-def known_losses(settings: DataParallelConfig, training: Training) -> Iterator[KnownLoss]:
+def known_losses(settings: DataParallelConfig, training: Training, compressors: int) -> Iterator[KnownLoss]:
     """Yield what the settings are known to lose in a training, the one to tell first."""
     if settings.enabled:
-        yield from (each for each in KNOWN_LOSSES if each.applies(settings, training))
+        yield from (loss for loss in KNOWN_LOSSES if loss.applies(settings, training, compressors))

@@ -43,7 +43,7 @@ DATA_PARALLEL = {
     "expert": st.fixed_dictionaries(
         {},
         optional={
-            "threshold": st.sampled_from(["sample", "exact", "fixed"]),
+            "threshold": st.sampled_from(["sample", "topk", "fixed"]),
             "threshold_lifespan": st.integers(1, 10**9),
             "server_density": st.none() | st.floats(1, 1e6) | st.integers(1, 100),
         },
@@ -304,7 +304,7 @@ def test_a_name_stands_for_an_object_without_settings() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"sparsity": 0, "expert": {"threshold": "exact"}},
+        {"sparsity": 0, "expert": {"threshold": "topk"}},
         {"feedback": "none", "verify": {}},
         {"sparsity": 0, "warmup_steps": 3, "sparsity_warmup_steps": 3},
         {"min_numel": 0, "sparsity": 0.9999},

@@ -22,7 +22,7 @@ number of ranks), so their ratio has no unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,7 +38,7 @@ from ...kernels.job import part_of
 from ...kernels.reference import ReferenceBackend
 from ...metrics import Record, format_bytes
 from ...metrics.summary import DISPLACED
-from ...policy.evidence import BY_COMPRESSORS
+from ...policy.rules import FEW_COMPRESSORS
 from ..add_on import AddOn, ReducerContext
 from ..module_hooks import register, remove, unregister
 from ..plan import Entries, Part, PlannedTensor, ReductionPlan, Shard, common
@@ -366,16 +366,24 @@ class StepAhead:
             "parts or its forward method, and attach after module.compile()"
         )
 
-    def end_step(self, *, skipped: bool) -> tuple[int, list[str]]:
-        """Close an optimizer step; a ``skipped`` one leaves no trace. Return :meth:`.Coverage.end_step`."""
+    def end_step(self, *, skipped: bool, waiting: Collection[str] = ()) -> tuple[int, list[str]]:
+        """Close an optimizer step; a ``skipped`` one leaves no trace. ``waiting`` streams stay open.
+        Return :meth:`.Coverage.end_step`.
+        """
         is_displaced = self._displaced.state is State.DISPLACED
         covered = self.coverage.end_step(shown=self._displaced.names if is_displaced else ())
         if not is_displaced or self._passes.runs:
             self.forget()
         # Else it is a rejected step, which ends as the gradients of the next pass come.
         self.coefficients.end_step(skipped=skipped)
-        self.moments.end_step(skipped=skipped)
+        self.moments.end_step(skipped=skipped, waiting=waiting)
         return covered
+
+    def undo(self, names: Collection[str], *, lost: bool) -> None:
+        """Forget the gradients of streams in this step; if residuals were ``lost``, displace weights anew."""
+        self.moments.forget(names)
+        if lost:
+            self.forget()
 
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradients' unit (loss scale)."""
@@ -408,7 +416,7 @@ class StepAheadAddOn(AddOn):
         self._warned = self._told_missed = False
         # With few ranks steps are in the unit of a rank's own gradients: all results were measured so. At two
         # ranks, steps in the unit of the mean gradient lost 0.006 nats.
-        self._has_many_ranks = context.group.world_size > BY_COMPRESSORS[0].most
+        self._has_many_ranks = context.group.world_size > FEW_COMPRESSORS
 
     @classmethod
     def configured(cls, context: ReducerContext) -> StepAheadAddOn | None:
@@ -466,7 +474,7 @@ class StepAheadAddOn(AddOn):
                 "dct.data_parallel.feedback = 'step_ahead': this host has not said which "
                 "parameters and which optimizer are meant (StepAheadAddOn.prepare); set it to 'local'"
             )
-        if self._group.world_size > 1:
+        if self._group.world_size > 1 and not self._group.stays_dense:
             large = [(name, t) for name, t in entries if not self._group.is_small(name, t.numel())]
             self._ahead.observe(large)
             for name, tensor in large if self._has_many_ranks else ():
@@ -502,7 +510,7 @@ class StepAheadAddOn(AddOn):
 
     def end_step(self, *, skipped: bool) -> None:
         if self._ahead is not None:
-            displaced, missed = self._ahead.end_step(skipped=skipped)
+            displaced, missed = self._ahead.end_step(skipped=skipped, waiting=self._group.waiting)
             if not skipped and displaced + len(missed):
                 self._note_coverage(self._ahead, displaced, missed)
             self._warn_of_different_data(self._ahead.coefficients)
@@ -521,6 +529,10 @@ class StepAheadAddOn(AddOn):
                 f"{ahead.why_missed(missed[0])}. Adam and momentum lose quality without it; 'feedback': "
                 "'local' in dct.data_parallel is the same without this line"
             )
+
+    def undo(self, names: Collection[str], *, lost: bool) -> None:
+        if self._ahead is not None:
+            self._ahead.undo(names, lost=lost)
 
     def _warn_of_different_data(self, coefficients: ResidualCoefficients) -> None:
         """Say once, after the start, that the ranks' residuals cancel out."""

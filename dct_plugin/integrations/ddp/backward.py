@@ -53,18 +53,33 @@ class BucketReductions:
         """
         overlap = self._begin(bucket.buffer().device)
         reducer, found = overlap.reducer, Bucket(bucket)
-        self._steps.begin(found.parameters)
+        names = [self._names.name_of(parameter) for parameter in found.parameters]
+        self._steps.begin(zip(names, found.parameters, strict=True))
         self._reduced.append(found)
-        entries = list(zip(map(self._names.name_of, found.parameters), found.views, strict=True))
+        entries = list(zip(names, found.views, strict=True))
         # With static_graph DDP hands over all buckets when the pass is over, and then waits for them.
         overlap.submit(reducer.begin(entries, scale=1.0 / reducer.group_size), done, last=bucket.is_last())
+        self._pass_ends(bucket)
+
+    @property
+    def stays_dense(self) -> bool:
+        """True if DDP sums the buckets of this pass by itself."""
+        reducer = None if self._overlap is None else self._overlap.reducer
+        return reducer is not None and reducer.stays_dense and reducer.config.nonfinite_action == "pass"
+
+    def leave_dense(self, bucket: dist.GradBucket) -> None:
+        """Note a bucket that DDP all-reduces by itself."""
+        self._begin(bucket.buffer().device)
+        parameters = bucket.parameters()
+        self._steps.begin((self._names.name_of(parameter), parameter) for parameter in parameters)
         self._pass_ends(bucket)
 
     def leave_sparse(self, bucket: dist.GradBucket) -> None:
         """Note a bucket with a sparse gradient, which DDP all-reduces by itself."""
         overlap = self._begin(bucket.buffer().device)
-        self._steps.begin(bucket.parameters())
-        names = {self._names.name_of(parameter) for parameter in bucket.parameters()}
+        named = [(self._names.name_of(parameter), parameter) for parameter in bucket.parameters()]
+        self._steps.begin(named)
+        names = {name for name, _ in named}
         if names - self._sparse and overlap.reducer.group_rank == 0:
             logger.warning("dct: DDP all-reduces sparse gradients by itself: %s", ", ".join(sorted(names)))
         self._sparse |= names
@@ -79,12 +94,12 @@ class BucketReductions:
         if self._overlap is None:
             self._overlap = self._agree(device)
         if torch._C._current_graph_task_id() < 0:  # DDP reduces zeros for a rank without inputs
-            self._overlap.reducer.exchange.abort()
-            raise ConfigError(
-                f"rank {dist.get_rank()}: this rank has no more inputs, and DistributedDataParallel.join() "
-                "does not work with compressed gradients; give all ranks the same number of batches "
-                "(DistributedSampler, drop_last=True)"
-            )
+            with self._overlap.reducer.preparing():
+                raise ConfigError(
+                    f"rank {dist.get_rank()}: this rank has no more inputs, and "
+                    "DistributedDataParallel.join() does not work with compressed gradients; give all ranks "
+                    "the same number of batches (DistributedSampler, drop_last=True)"
+                )
         self._steps.end_due()
         return self._overlap
 
@@ -150,6 +165,6 @@ class NextPass:
     def _begin(self, _: bool) -> Iterator[None]:
         if self._steps.awaits_optimizer and torch._C._current_graph_task_id() < 0:
             self._steps.end_or_reject()
-            if self._steps.steps.open:
+            if self._steps.awaits_optimizer:
                 self._accumulates()
         yield

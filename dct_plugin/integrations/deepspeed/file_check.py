@@ -15,7 +15,7 @@ from dct_plugin.policy.optimizers import OptimizerFamily, unknown_step
 
 from ..host.versions import installed, parse
 from .parser import Answer
-from .rules import refusals, training_facts, unread_keys, with_job_defaults, without_slot
+from .rules import refusals, training_facts, unread_keys, without_slot
 from .section import KEYS, READ_BY_PLUGIN, SECTION, Job, backend_name, misplaced_section
 
 #: Keys that a warning names; of more it says how many there are.
@@ -96,7 +96,7 @@ def _judge(content: Mapping[str, Any], report: FileReport) -> None:
             f"them once, 1/{steps} of the bytes"
         )
     if report.config is not None:
-        report.config = with_job_defaults(job, config)
+        report.config = config
 
 
 def _dense(config: DCTConfig) -> list[str]:
