@@ -24,6 +24,7 @@ from ...errors import DCTError
 SAMPLES = 64
 #: A write that was taken back (``p += e; p -= e``) leaves so many roundings of the largest entry at most.
 ROUNDINGS = 16
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class State(Enum):
@@ -99,7 +100,7 @@ class DisplacedWeights:
         self._aside: dict[str, tuple[Tensor, int]] = {}
         """Displaced weights that come back after a block, and the parameter's version counter in it."""
         self._samples: list[Tensor] = []
-        """Views of some entries of all displaced weights."""
+        """Views of the bits of some entries of all displaced weights."""
         self._sampled = torch.empty(0)
         """Their values after they were computed."""
         self._unchecked = False
@@ -196,7 +197,7 @@ class DisplacedWeights:
         for name, parameter, displaced in self._compute():
             self._computed[name] = Computed(parameter, displaced, parameter._version)
         flat = [each.displaced.view(-1) for each in self._computed.values()]
-        self._samples = [x[:: max(1, x.numel() // SAMPLES)] for x in flat]
+        self._samples = [x[:: max(1, x.numel() // SAMPLES)].view(_BITS[x.element_size()]) for x in flat]
         if flat:
             self._sampled = torch.cat(self._samples)
 
@@ -232,8 +233,9 @@ class DisplacedWeights:
     def _is_written(self, name: str) -> bool:
         """Return whether samples of a parameter's displaced weights have changed; waits for the device."""
         number = list(self._computed).index(name)
-        before = self._sampled.split([each.numel() for each in self._samples])[number]
-        return not _is_close(self._samples[number], before)
+        now, dtype = self._samples[number], self._computed[name].displaced.dtype
+        before = self._sampled.split([each.numel() for each in self._samples])[number].to(now.dtype)
+        return not _is_close(now.view(dtype), before.view(dtype))
 
     def _refuse(self, written: list[str], thorough: bool) -> None:
         if thorough and self._unchecked:
