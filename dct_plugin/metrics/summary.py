@@ -31,6 +31,7 @@ class ClassSummary:
     density_target: float | None
     tau: float | None
     refreshes: int
+    held_back: int
     select_ms: float
     encode_ms: float
     exchange_ms: float
@@ -78,6 +79,10 @@ class Summary(ClassSummary):
             if "/" not in cls
         }
 
+
+#: The class without bytes whose density is the share of tensors whose gradients were taken at displaced
+#: weights, among those for which step-ahead had some.
+DISPLACED = "gradient/displaced"
 
 #: Rows of what crosses dense though its kind is compressed begin with this; ``HOST`` has these bytes, too.
 UNCOMPRESSED = "uncompressed/"
@@ -169,6 +174,8 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
         if full is not None:
             share = full.dense_bytes / (full.dense_bytes + exact.dense_bytes)
             parts[-1] += f", {_percent(share)} of their gathers are whole"
+    if (displaced := total.classes.get(DISPLACED)) is not None and displaced.density is not None:
+        parts.append(f"{_percent(displaced.density)} of the tensors displaced by step-ahead")
     if total.intra_node:
         parts.append(f"{format_bytes(total.intra_node)} inside its node")
     select, encode, exchange, decode, waited = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..metrics import format_bytes
-from ..metrics.summary import fewer
+from ..metrics.summary import DISPLACED, fewer
 from ..output import Table, faster, formatted
 from . import charts
 from .advice import advice
@@ -71,6 +71,8 @@ def verdict(run: Run, dense_losses: _Losses = ()) -> list[str]:
         saved += f"; after the start {fewer(steady)} bytes"
     if changed := run.density("parameter_exact"):
         saved += f"; {100 * changed[0]:.2g} % of the weights change in a step"
+    if displaced := run.density(DISPLACED):
+        saved += f"; step-ahead displaced {100 * displaced[0]:.3g} % of the tensors"
     step, before = run.step_ms, run.dense_step_ms
     if step is None:
         time = "How long steps took is not in these metrics: one step, or an older version."

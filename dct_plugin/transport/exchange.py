@@ -8,7 +8,7 @@ and a rank that fails can tell the others before it stops. :mod:`.transports` ch
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -61,6 +61,24 @@ class Staging:
     def received(self, received: Sequence[Tensor], own: Tensor) -> list[Tensor]:
         """Return the messages that were received, with this rank's own message to itself among them."""
         return [own if r == self._rank else m.to(self._device) for r, m in enumerate(received)]
+
+
+#: Differences of fingerprints below this are optimizer steps.
+_STEPS = 1 << 20
+
+
+def _refuse_steps_apart(own: str, apart: Mapping[int, int]) -> None:
+    """Name ranks of other optimizer steps, if the operation is the same.
+
+    Raises:
+        DesyncError: It is.
+    """
+    if max(map(abs, apart.values())) < _STEPS:
+        named = ", ".join(f"rank {rank} by {steps:+d}" for rank, steps in apart.items())
+        raise DesyncError(
+            f"{own}: ranks have made different numbers of optimizer steps ({named}): a check of the loss or "
+            "of gradients has kept one rank alone from its step; decide on all ranks"
+        )
 
 
 #: Header and fixed parts of a payload, and position and value of an entry, both with room to spare.
@@ -161,7 +179,9 @@ class Exchange:
         """
         announced, headers = self._announced.receive_headers()
         sizes = self._agreed(headers, announced.headers[0].fingerprint, bounds)
-        return self._staging.received(self._announced.receive_messages(announced, sizes), own)
+        received = self._announced.receive_messages(announced, sizes)
+        self.await_device("exchange of messages")  # the caller reads them next
+        return self._staging.received(received, own)
 
     def agree(self, fingerprint: int) -> None:
         """Make sure that every rank is at this operation; errors as of :meth:`all_to_all`."""
@@ -185,7 +205,11 @@ class Exchange:
                 f"{own}: rank(s) {failed} failed while preparing this exchange{at}; see their own error "
                 f"output{lost_ranks.found_lost()}"
             )
-        if others := [self._global[r] for r, header in enumerate(headers) if header[1] != fingerprint]:
+        if apart := {
+            self._global[r]: h[1] - fingerprint for r, h in enumerate(headers) if h[1] != fingerprint
+        }:
+            _refuse_steps_apart(own, apart)
+        if others := list(apart):
             raise DesyncError(
                 f"{own}: rank(s) {others} are exchanging other tensors (names, sizes or order differ); every "
                 "rank must reduce the same gradients in one order"
@@ -241,6 +265,18 @@ class Exchange:
         self.other_bytes += size
         return size
 
+    def await_device(self, what: str) -> None:
+        """Wait for the messages that are queued on the device, before the host reads what depends on them.
+
+        Args:
+            what: The messages, in words.
+
+        Raises:
+            DesyncError: Names the ranks that failed, or that are lost.
+        """
+        with self.guard(what):
+            lost_ranks.await_device(self.device, self.peers.group)
+
     # -- failures --------------------------------------------------------------------------------------------
 
     def preparing(
@@ -261,9 +297,7 @@ class Exchange:
         if self._transport_failed:  # the others see that
             return
         with contextlib.suppress(Exception):
-            for _ in range(posts):
-                self._announced.post_failure()
-            self._announced.drain()
+            self._announced.fail(posts)
         self._announced.clear()
 
     def _agreed(
@@ -320,7 +354,8 @@ class _Preparing:
     def __enter__(self) -> None:
         self._before = self._announced.posts
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._exchange.peers.state_failure(error)  # first: what follows may wait for the others
             self._exchange.abort(self._posts - (self._announced.posts - self._before))
             self._failed()

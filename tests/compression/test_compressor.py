@@ -168,10 +168,18 @@ def test_rollback_is_bitwise_and_commit_keeps() -> None:
     assert torch.equal(plain.residual.current, careful.residual.current)  # type: ignore[union-attr]
 
 
-def test_rollback_needs_a_transaction() -> None:
+def test_a_residual_without_a_transaction_is_lost_once() -> None:
     residual = Residual(4, torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="transactional"):
-        residual.rollback()
+    residual.current.fill_(1.0)
+    residual.rollback()
+    assert not residual.current.any()
+    residual.current.fill_(1.0)
+    residual.arm()
+    residual.begin()[1].fill_(2.0)
+    residual.end(0)
+    assert residual.current.tolist() == [2.0] * 4
+    residual.rollback()
+    assert residual.current.tolist() == [1.0] * 4
 
 
 def test_loss_scale_change_rescales() -> None:

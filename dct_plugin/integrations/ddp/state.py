@@ -25,7 +25,7 @@ from dct_plugin.policy import Training
 from dct_plugin.transport.nodes import Nodes, layout_of
 
 from ..host import attachments, startup
-from ..host.attachment import switched_off
+from ..host.attachment import PlainTraining, switched_off
 from ..host.checkpoint import FRESH, ReducerFiles, mean_residuals
 from ..host.optimizer_attachment import OptimizerAttachment
 from ..host.overlap import Overlap
@@ -109,7 +109,8 @@ class DCTState(OptimizerAttachment):
         self._reducer: GradientReducer | None = None
         self._ahead: StepAhead | None = None
         self._model: weakref.ref[DistributedDataParallel] | None = None
-        if switched_off(self.written):
+        if reason := switched_off(self.written):
+            PlainTraining(self.written, reason)
             self.close()
 
     @functools.cached_property
@@ -198,7 +199,9 @@ class DCTState(OptimizerAttachment):
         settings = self.config.data_parallel
         if self._optimizers and settings.feedback.looks_ahead and self._ahead is None:
             self.step_ahead(model, self._optimizers)
-        if settings.local_steps is not None:
+        if settings.local_steps is None:
+            self._watch_loading(model.module, self._replicated)
+        else:
             named = self._trainable(model)
             local = self.reducer(next(iter(named.values())).device).add_ons.local_steps
             if local is not None:

@@ -29,6 +29,7 @@ from .parameter_groups import (
     ShardedParameter,
     check_displaceable,
     check_torch,
+    follow_methods,
     has_replicas,
     parameter_groups,
     replicated_groups,
@@ -149,12 +150,15 @@ class ReplicaCompression(OptimizerAttachment):
         self._before_forward(self._model, self.close_if_done)
         if self.config.data_parallel.feedback.looks_ahead:
             self._step_ahead()
-        if self.config.data_parallel.local_steps is not None:
+        if self.config.data_parallel.local_steps is None:
+            self._watch_loading(self._model, lambda: ((each.name, each.local()) for each in self.parameters))
+        else:
             self._local_steps()
         self._optimizer_steps.follow(self._optimizers)
         # Whether a scaler skipped the last step is known at the next pass, without waiting for a device; and
         # to be known before weights are displaced.
         self._before_forward(self._model, self._optimizer_steps.end_due)
+        self.ends.callback(follow_methods(self._model))
 
     @property
     def parameters(self) -> Iterator[ShardedParameter]:
@@ -247,7 +251,7 @@ class ReplicaCompression(OptimizerAttachment):
             self._agreed.add(group.reducer)
         self._follow_unit(group)
         self._reduced.add(group.reducer)
-        self._optimizer_steps.begin(each.sharded for each in group.expected)
+        self._optimizer_steps.begin((each.name, each.sharded) for each in group.expected)
         return current >= 0
 
     def _end_pass(self) -> None:

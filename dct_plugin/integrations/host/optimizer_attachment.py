@@ -11,16 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dct_plugin.config import DCTConfig
+from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.console import listed, logger
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.module_hooks import ModuleHook
+from dct_plugin.data_parallel.passes import around_passes
 from dct_plugin.data_parallel.step_units import ParameterGroups
 from dct_plugin.errors import ConfigError
 from dct_plugin.transport.nodes import Nodes
 
 from .attachment import HostAttachment
 from .replica_checksums import ReplicaChecksums
+from .restored_weights import RestoredWeights
 from .settings import optimizers_of
 from .steps import OptimizerSteps, PoisonedSteps, StepHooks
 
@@ -96,9 +97,14 @@ class OptimizerAttachment(HostAttachment, ABC):
     # -- for the frameworks ---
 
     def _before_forward(self, model: nn.Module, function: Callable[[], None]) -> None:
-        """Call a function before the forward passes of a model, and before its earlier hooks."""
-        hook = ModuleHook(lambda *_: function(), model)
-        self.ends.callback(model.register_forward_pre_hook(hook, prepend=True).remove)
+        """Call a function before a model's forward passes, and before functions that were given earlier."""
+        self.ends.callback(around_passes(model, lambda _: function()).remove)
+
+    def _watch_loading(self, model: nn.Module, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        """Drop residuals when the script restores weights; before weights are displaced."""
+        restored = RestoredWeights(self._optimizer_steps, self._reducers.values(), weights)
+        for handle in restored.watch(model):
+            self.ends.callback(handle.remove)
 
     def _check_optimizers(
         self, model: nn.Module, compressed: Mapping[str, Tensor], *, call: str, remedy: str, warns: bool
@@ -129,6 +135,23 @@ class OptimizerAttachment(HostAttachment, ABC):
                 f"{listed(without_optimizer)}; pass all optimizers in a list"
             )
 
+    def _refuse_line_search(self, settings: DataParallelConfig) -> None:
+        """Refuse an optimizer that compares the gradients of several passes, unless they are exact.
+
+        Raises:
+            ConfigError: Names it.
+        """
+        is_exact = settings.value_dtype == "fp32" and (settings.sparsity == 0 or settings.quality == "exact")
+        if is_exact or settings.local_steps is not None:
+            return
+        for each in self._optimizers:
+            if isinstance(each, torch.optim.LBFGS):
+                raise ConfigError(
+                    f"{type(each).__name__}: it compares gradients of several passes of one step, which lack "
+                    'what was not sent; set dct.data_parallel.sparsity to 0 and value_dtype to "fp32", or '
+                    "train without dct"
+                )
+
     def _make_reducer(
         self,
         group: dist.ProcessGroup | None,
@@ -138,13 +161,14 @@ class OptimizerAttachment(HostAttachment, ABC):
     ) -> GradientReducer:
         """Return a new reducer of the gradients of a group's ranks, whose weights are to stay equal."""
         settings = self.config.data_parallel
+        self._refuse_line_search(settings)
         reducer = GradientReducer(
             settings,
             nodes or group,
             metrics=self.metrics,
             device=device,
             kernels=self.config.kernels,
-            transactional=self._optimizer_steps.scaler is not None,
+            transactional=self._optimizer_steps.transactional,
             optimizer=ParameterGroups(self._optimizers),
         )
         self._reducers[tuple(dist.get_process_group_ranks(group or dist.group.WORLD))] = reducer

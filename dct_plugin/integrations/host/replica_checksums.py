@@ -16,13 +16,10 @@ from torch import Tensor
 
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.console import logger
+from dct_plugin.data_parallel.checksums import checksum
 from dct_plugin.errors import DesyncError
 from dct_plugin.host_traffic import own_traffic
 from dct_plugin.transport import lost_ranks
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-#: Entries that are summed at once, in 16 bytes of memory each.
-_CHUNK = 2**20
 
 
 class ReplicaChecksums:
@@ -84,18 +81,6 @@ class ReplicaChecksums:
                 f"dct: parameters differed between the ranks after step {step}: {text}{more}; all took over "
                 f"those of rank {ranks[0]}"
             )
-
-
-def checksum(weight: Tensor) -> Tensor:
-    """Return the sum of a tensor's bit patterns, each mixed with its position: int64, on its device."""
-    flat = weight.detach().contiguous().view(-1)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start, words in enumerate(flat.view(_WORDS[flat.element_size()]).split(_CHUNK)):
-        # Odd factors, so that no single difference vanishes.
-        first = 2 * start * _CHUNK + 1
-        factors = torch.arange(first, first + 2 * words.numel(), 2, device=flat.device)
-        total += (words * factors).sum()
-    return total
 
 
 def _minority(ranks: list[int], sums: list[int]) -> str:

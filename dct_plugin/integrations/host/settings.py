@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.data_parallel.step_units import StepUnit, unwrapped
+from dct_plugin.data_parallel.step_units import StepUnit, stepping, unwrapped
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy import AppliedSettings, Training, resolve
 from dct_plugin.policy.optimizers import OptimizerFamily
@@ -74,7 +74,7 @@ def training_of(optimizer: Any, training: Training) -> Training:
     """Return ``training`` with the facts of its optimizer, or of a wrapper of it; as it is with None."""
     if optimizer is None:
         return training
-    inner = unwrapped(optimizer)
+    inner = stepping(optimizer)
     names = [cls.__name__ for cls in type(inner).__mro__]
     if hasattr(inner, "step_unit"):  # it says itself what its steps are
         units = [StepUnit.of(inner, group) for group in inner.param_groups]
