@@ -383,10 +383,9 @@ class DataParallelConfig(Section):
             return (
                 f"quality {self.quality}, sparsity up to {self.sparsity:g}, feedback {self.feedback.label()}"
             )
-        rule = ", if faster" if self.quality == "if_faster" else ""
-        return (
-            f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {self.feedback.label()}{rule}"
-        )
+        rule = ", if faster than dense" if self.quality == "if_faster" else ""
+        feedback = self.feedback.label()
+        return f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {feedback}{rule}"
 
     @property
     def dense_steps(self) -> int:
