@@ -215,7 +215,6 @@ class BackToSender:
         self.parameters = [parameter for parameter in model.parameters() if parameter.numel() >= 4096]
         self.streams = [Compressor(sparsity=sparsity, name=str(i)) for i in range(len(self.parameters))]
         self.kernels, self.writer = get_backend(DEVICE), MessageWriter(torch.device(DEVICE))
-        self.size = 0  # of the last message
 
     def __call__(self) -> None:
         self.writer.clear()
@@ -224,19 +223,13 @@ class BackToSender:
         with self.kernels.batched():
             encoded = [s.encode(g, self.writer, clear=True) for s, g in pairs]
         stats = [part for each in encoded for part in each.stats]
-        late = 1
-        if self.size and not self.kernels.lengths_on_host:
-            slot = torch.empty(slot_bytes(self.size), dtype=torch.uint8, device=DEVICE)
-            self.kernels.write_slots(self.writer, slot, [(0, slot.numel())], 0)
-            heads, missing = self.kernels.prepare_sum(slot, [(0, slot.numel())], grads, 1.0)()
-            _, (late,) = read_figures(stats, [heads, missing])
-            if late:
-                for grad in grads:
-                    grad.zero_()
-        if late:
-            message = self.writer.message
-            self.kernels.sum_messages([message], grads, 1.0)
-        self.size = sum(part.nbytes for part in stats)
+        if self.kernels.lengths_on_host:
+            self.kernels.sum_messages([self.writer.message], grads, 1.0)
+        else:
+            bounds = [(0, slot_bytes(sum(sum(each.sizes) for each in self.writer.placed)))]
+            slot = torch.empty(bounds[0][1], dtype=torch.uint8, device=DEVICE)
+            self.kernels.write_slots(self.writer, slot, bounds, 0)
+            read_figures(stats, [self.kernels.prepare_sum(slot, bounds, grads, 1.0)()])
         for stream, each in zip(self.streams, encoded, strict=True):
             stream.observe(each)
             stream.end_step()

@@ -164,7 +164,7 @@ def counted() -> Iterator[Counter[str]]:
         elif name == "kth_largest":
             arguments[2].fill_(1.0)
         elif name == "open_messages":
-            buffer, table, heads, bounds_at = arguments[0], arguments[1], arguments[4], arguments[5]
+            buffer, table, heads, bounds_at = arguments[0], arguments[1], arguments[3], arguments[4]
             firsts = table[bounds_at:].view(-1, 3)[:, :1] // 8 + torch.arange(WORDS)
             heads.copy_(buffer.view(torch.int64)[firsts] if constants["SLOTS"] else torch.zeros(()))
         elif name == "fill_slots":

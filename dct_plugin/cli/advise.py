@@ -74,14 +74,13 @@ class Figures(NamedTuple):
         return cls(model, training, made, content["left_out"])
 
     @property
-    def rows(self) -> dict[str, Setting]:
-        """What a job with nothing written compares, by name: see :func:`.policy.settings.settings_within`."""
-        dense, whole, *thresholds = settings_within(self.settings.settings)
-        return {"dense": dense, "all entries": whole} | {"thresholds": each for each in thresholds}
+    def rows(self) -> list[Setting]:
+        """The settings that a job with nothing written compares, the dense exchange first."""
+        return settings_within(self.settings.settings)
 
     def best(self, model: CostModel) -> Setting:
         """Return the setting that a job with nothing written takes, by the rule of the job itself."""
-        seconds = {setting: model.predict(setting).total for setting in self.rows.values()}
+        seconds = {setting: model.predict(setting).total for setting in self.rows}
         return gentlest_of_fastest(seconds, DecisionRules())
 
     def pays_below(self, setting: Setting) -> float:
@@ -212,7 +211,7 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
 
 
 def _rows(figures: Figures, models: dict[str, CostModel]) -> Iterator[dict[str, Any]]:
-    for setting in figures.rows.values():
+    for setting in figures.rows:
         yield {
             "sparsity": setting.sparsity,
             "value_dtype": setting.value_dtype,
@@ -227,7 +226,7 @@ def _print(figures: Figures, models: dict[str, CostModel], line: Sequence[str]) 
     for name in ("setting", "sent", *(f"ms, {name}" for name in models), "pays below"):
         table.add_column(name, justify="left" if name == "setting" else "right")
     best = {name: figures.best(model) for name, model in models.items()}
-    for row, setting in zip(_rows(figures, models), figures.rows.values(), strict=True):
+    for row, setting in zip(_rows(figures, models), figures.rows, strict=True):
         times = [f"{ms:.1f}" + (" *" if best[name] == setting else "") for name, ms in row["step_ms"].items()]
         below = "" if setting.is_dense else _rate(row["pays_below"])
         table.add_row(str(setting), format_bytes(row["sent_bytes"]), *times, below)
@@ -252,7 +251,7 @@ def decision(figures: Figures, name: str, model: CostModel, line: Sequence[str])
     """Return the sentence that says whether the plugin pays on a link."""
     best, dense = figures.best(model), model.predict(Setting()).total
     if best.is_dense:
-        others = (model.predict(each).total for each in figures.rows.values() if not each.is_dense)
+        others = (model.predict(each).total for each in figures.rows if not each.is_dense)
         return f"{name}: leave the plugin out, dense steps are as fast ({dense / min(others):.2f}x)."
     section = "--dct-data-parallel-enabled true" if "dct_plugin.megatron" in line else '"dct": {}'
     return f"{name}: take {section}, which becomes {best}: {dense / model.predict(best).total:.2f}x as fast."

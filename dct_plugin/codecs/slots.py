@@ -3,11 +3,9 @@
 ====== ==== ===========================================================================================
 offset type field
 ====== ==== ===========================================================================================
-0      i64  bytes of the message. If there is less room, the slot holds its beginning. -1: the sender
-            failed.
+0      i64  bytes of the message. If there is less room, it is not there. -1: the sender failed.
 8      i64  fingerprint of the operation
-16     i64  1 if this message has no payloads to add: the sender lacked a message that did not fit, and this
-            one stands for nothing; or it is weights as they are
+16     i64  1 if this message has nothing to add: the weights follow as they are
 24     i64  0
 32          the message
 ====== ==== ===========================================================================================
@@ -28,15 +26,9 @@ FAILED = -1
 ALIGNMENT = 256
 
 
-def slot_bytes(largest: int, most: int = 1 << 62) -> int:
-    """Return the bytes of a slot for the next message of a series, of whose last messages the ``largest`` is
-    so long.
-
-    A slot has an eighth more: thresholds that follow a sample hardly ever need more. It has no more than
-    ``most``, rounded up.
-    """
-    room = min(largest * 9 // 8, most)
-    return PREFIX + -(-room // ALIGNMENT) * ALIGNMENT
+def slot_bytes(most: int) -> int:
+    """Return the bytes of a slot for a message of at most so many."""
+    return PREFIX + -(-most // ALIGNMENT) * ALIGNMENT
 
 
 def first_words(buffer: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:

@@ -9,7 +9,7 @@ the stream of gradients, which keeps what it did not send. That of activations, 
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,10 +30,6 @@ from ..metrics import Record
 from .feedback import PackedResidual, Residual, Saved, ScratchBuffers
 from .thresholds import Threshold, wanted
 
-#: Most entries of one message, as a multiple of the target density; what overflows stays in the residual.
-_CAPACITY = 2.0
-#: Room beside this capacity, so that tiny parts are not cut by counting noise.
-_CAPACITY_SLACK = 64
 #: Multiplier of the position from which a full message is filled; odd and large, so that successive starts
 #: spread.
 _START_STRIDE = 0x9E3779B1
@@ -80,6 +76,7 @@ class Encoded:
             target_density=self.density or totals.nnz / max(self.numel, 1),
             tau=totals.tau,
             refreshes=self.refreshes,
+            held_back=totals.above - totals.nnz,
             select_ms=sum([part.select_ns for part in self.stats]) / 1e6,
             encode_ms=sum([part.encode_ns for part in self.stats]) / 1e6,
         )
@@ -261,9 +258,10 @@ class Compressor(Stream):
         before, after = (None, None) if residual is None else residual.begin()
         dense = encoded.density >= 1.0 or not numel
         tau = 0.0 if dense else self.propose(encoded, grad, before)
-        parts = _parts_of(bounds, numel, 1.0 if dense else encoded.density, self._value_dtype)
+        kernels = self.backend(grad.device)
+        parts = parts_of(bounds, numel, encoded.density, self._value_dtype, kernels.most_kept)
         job = PartedJob(grad, before, tau, after, parts, step * _START_STRIDE, clear)
-        encoded.stats = self.backend(grad.device).compress_parts(job, writer, receivers)
+        encoded.stats = kernels.compress_parts(job, writer, receivers)
         if residual is not None:
             residual.end(step)
         return encoded
@@ -375,13 +373,17 @@ class Compressor(Stream):
             self._loaded = None
 
 
-@functools.lru_cache(maxsize=512)
-def _parts_of(bounds: Key | None, numel: int, density: float, value_dtype: ValueDtype) -> Parts:
-    """Return the parts of a tensor, of which a share is kept, with room for more."""
+@functools.lru_cache(maxsize=4096)
+def parts_of(
+    bounds: Key | None, numel: int, density: float, value_dtype: ValueDtype, most_kept: Callable[..., int]
+) -> Parts:
+    """Return the parts of a tensor, of which a share is kept, with the room that kernels give them
+    (:meth:`.kernels.Backend.most_kept`).
+    """
     bounds = Key([(0, numel)]) if bounds is None else bounds
     capacities = []
     for start, stop in bounds:
-        kept = math.ceil(_CAPACITY * wanted(density, stop - start)) + _CAPACITY_SLACK
+        kept = most_kept(wanted(density, stop - start), of_part=len(bounds) > 1)
         capacities.append(stop - start if density >= 1.0 else min(stop - start, kept))
     return Parts(bounds, capacities, value_dtype)
 
@@ -453,6 +455,11 @@ def encode_all(
     stats = kernels.compress(Job(flat, None, tau, room, capacity=numel, value_dtype=code, clear=clear))
     writer.advance(stats, receiver)
     return Encoded([stats], numel)
+
+
+def dense_nbytes(numel: int, dtype: torch.dtype) -> int:
+    """Return the most bytes of what :func:`encode_all` appends, without loss, of so many entries."""
+    return payload_bound(numel, numel, wire_dtype(dtype, dense=True))
 
 
 def encode_at(kernels: Backend, flat: Tensor, mask: Tensor, value_dtype: ValueDtype) -> tuple[Tensor, Stats]:

@@ -398,8 +398,10 @@ class DataParallelConfig(Section):
             return (
                 f"quality {self.quality}, sparsity up to {self.sparsity:g}, feedback {self.feedback.label()}"
             )
-        compared = ", if faster than dense" if self.quality == "if_faster" else ""
-        return f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {self.feedback.label()}{compared}"
+        rule = ", if faster" if self.quality == "if_faster" else ""
+        return (
+            f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {self.feedback.label()}{rule}"
+        )
 
     @property
     def asks_to_verify(self) -> bool:

@@ -6,7 +6,8 @@ all weights would give them.
 Where the host knows the lengths of messages, a message has a record of changes for each part of the weights.
 Where lengths stay on a device, it has two payloads for each part: the changes by one step in the order of the
 floats, 2 bits each, and all others, 16 bits each (:mod:`dct_plugin.codecs.changes`). If that is not smaller
-than the weights, or a change has no code, the message is the weights as they are, without any header.
+than the weights, or a change has no code, or the message is longer than its slot, the weights follow as they
+are.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ import torch
 from torch import Tensor
 
 from ..codecs.changes import add_steps, record_bound, steps_between
-from ..codecs.copies import to_device
 from ..codecs.message import MessageWriter
 from ..codecs.slots import first_words
-from ..codecs.stats import Figures, Stats
+from ..codecs.stats import Stats
 from ..codecs.values import ValueDtype
 from ..compression.stream import Encoded, encode_all
 from ..transport.slots import Slots
-from .plan import ReductionPlan
+from .plan import PlannedTensor, ReductionPlan
 from .stream_group import WrittenTensor
 from .topology import Destination, OwnersToAll
 
@@ -38,9 +38,11 @@ _RECORD, _PART = 1 << 20, 1 << 24
 class ChangesToAll(OwnersToAll):
     """Every owner compares its working weights with those before the step, and sends what differs."""
 
+    follows = True
+
     def write(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
         group, written = self.group, []
-        copies, self.unreadable = group.world_size - 1, None
+        copies, self.nothing_to_add = group.world_size - 1, None
         self._cut: list[Tensor] = []
         for each, shard in plan.owned_by(group.rank):
             held, encoded = each.view(shard), Encoded(numel=shard.stop - shard.start, density=0.0)
@@ -50,7 +52,7 @@ class ChangesToAll(OwnersToAll):
             dense = copies * held.nbytes
             written.append(WrittenTensor(None, EXACT_CLASS, encoded, None, dense, []))
         if written and not group.backend.lengths_on_host:
-            self._replace_large(plan.views_of(group.rank), written, writer)
+            self._give_up_large(plan.views_of(group.rank), written)
         return [each._replace(copies=[copies] * len(each.encoded.stats)) for each in written]
 
     def _changes(self, new: Tensor, old: Tensor, writer: MessageWriter) -> list[Stats]:
@@ -65,23 +67,25 @@ class ChangesToAll(OwnersToAll):
         writer.advance(stats)
         return [stats]
 
-    def _replace_large(
-        self, weights: Sequence[Tensor], written: Sequence[WrittenTensor], writer: MessageWriter
-    ) -> None:
-        """Put the weights into the message in place of payloads that are not smaller, or lack a change; the
-        host is not asked.
-        """
-        figures = [stats.device_counts for each in written for stats in each.encoded.stats]
-        large = torch.stack(figures)[:, 0].sum() >= sum(each.nbytes for each in weights)
-        self.unreadable = replaced = (large | torch.stack(self._cut).any()).to(torch.int64)
-        torch._foreach_mul_([counts[:1] for counts in figures], 1 - replaced)
-        sizes = torch.tensor([number for held in weights for number in (held.nbytes, 0, 0, 0)])
-        table = Figures(to_device(sizes, replaced.device) * replaced)
-        for number, (held, each) in enumerate(zip(weights, written, strict=True)):
-            writer.reserve(held.nbytes).copy_(held.view(torch.uint8))
-            stats = Stats.on_device(table, number)
-            writer.advance(stats)
-            each.encoded.stats.append(stats)
+    def _give_up_large(self, weights: Sequence[Tensor], written: Sequence[WrittenTensor]) -> None:
+        """Have the weights follow payloads that are not smaller, or lack a change; the host is not asked."""
+        sizes = torch.stack([stats.device_counts for each in written for stats in each.encoded.stats])[:, 0]
+        large = sizes.sum() >= sum(each.nbytes for each in weights)
+        self.nothing_to_add = (large | torch.stack(self._cut).any()).to(torch.int64)
+
+    def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
+        return [tensor.view(shard).nbytes for shard in tensor.parts]
+
+    def complete(self, plan: ReductionPlan, senders: Sequence[int]) -> None:
+        rank, ranks = self.group.rank, range(self.group.world_size)
+        weights = {owner: [each.view(torch.uint8) for each in plan.views_of(owner)] for owner in senders}
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.group.device)
+        own = torch.cat([nothing, *weights.get(rank, ())])
+        sizes = [sum(each.numel() for each in weights.get(owner, ())) for owner in ranks]
+        arrived = self.group.exchange.transfer([own for _ in ranks], sizes)
+        for owner in set(senders) - {rank}:
+            parts = arrived[owner].split([each.numel() for each in weights[owner]])
+            torch._foreach_copy_(weights[owner], parts)
 
     def largest_messages(self, plan: ReductionPlan) -> list[int]:
         return [sum(map(_most_bytes, plan.views_of(owner))) for owner in range(self.group.world_size)]
@@ -90,12 +94,11 @@ class ChangesToAll(OwnersToAll):
         ranks = range(self.group.world_size)
         return [_ChangedWeights(self.group, [owner], plan.views_of(owner)) for owner in ranks]
 
-    def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], tuple[Tensor, Tensor]]:
-        def add() -> tuple[Tensor, Tensor]:  # the tensors of the sums are made then
+    def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], Tensor]:
+        def add() -> Tensor:  # the tensors of the sums are made then
             ranks = range(self.group.world_size)
             found = [_ChangedWeights(self.group, [o], plan.views_of(o)).add_slots(slots) for o in ranks]
-            heads, missing = zip(*found, strict=True)
-            return torch.cat(heads), torch.cat(missing)
+            return torch.cat(found)
 
         return add
 
@@ -113,21 +116,13 @@ class _ChangedWeights(Destination):
         if self.senders[0] == group.rank:  # they are new already
             return
         with group.naming_sender(self.senders[0]):
-            if group.backend.lengths_on_host:
-                parts = [part for tensor in self.tensors for part in tensor.split(_RECORD)]
-                group.backend.apply_changes(message, parts)
-            elif message.numel() == sum(each.nbytes for each in self.tensors):
-                weights = message.split([each.nbytes for each in self.tensors])
-                for tensor, own in zip(self.tensors, weights, strict=True):
-                    tensor.view(torch.uint8).copy_(own)
-            else:
-                with self._steps() as outs:
-                    group.backend.sum_messages([message], outs)
+            parts = [part for tensor in self.tensors for part in tensor.split(_RECORD)]
+            group.backend.apply_changes(message, parts)
 
-    def add_slots(self, slots: Slots) -> tuple[Tensor, Tensor]:
+    def add_slots(self, slots: Slots) -> Tensor:
         group, bounds = self.group, slots.bounds[self.senders[0]]
         if self.senders[0] == group.rank:
-            return first_words(slots.received, [bounds]), slots.received.new_zeros(1, dtype=torch.int64)
+            return first_words(slots.received, [bounds])
         with self._steps() as outs:
             return group.backend.prepare_sum(slots.received, [bounds], outs, 1.0, spare=True)()
 

@@ -24,7 +24,7 @@ from typing_extensions import Unpack
 
 from ..codecs.message import MessageWriter
 from ..codecs.values import ValueDtype
-from ..compression.stream import add_payload, encode_all
+from ..compression.stream import add_payload, dense_nbytes, encode_all
 from ..config import DataParallelConfig, NoFeedback, ParametersConfig
 from ..kernels.checks import split_message
 from ..metrics import Record
@@ -129,7 +129,7 @@ class ParameterUpdates(StreamGroup):
     def _update(self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]]) -> None:
         between = self._between_nodes
         with self.recorded(self._cls) as exchange_record:
-            with self.exchange.preparing():
+            with self._exchanges.preparing():
                 if between is None:
                     tensors = [PlannedTensor(n, t, s, self.is_small(n, t.numel())) for n, t, s in entries]
                 else:
@@ -221,11 +221,18 @@ class MasterBroadcast(OwnersToAll):
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
         return [_WeightsOf(self.group, plan, owner) for owner in range(self.group.world_size)]
 
-    def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], tuple[Tensor, Tensor]]:
+    def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
+        group, numels = self.group, [stop - start for _, start, stop in tensor.parts]
+        if tensor.small:
+            return [dense_nbytes(numel, tensor.tensor.dtype) for numel in numels]
+        density = group.schedule.density(group.step)
+        return [group.most_bytes(None, numel, density)[0] for numel in numels]
+
+    def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], Tensor]:
         add_up = super().prepare_sum(plan, slots)
         small = [each.tensor for each in plan.tensors if each.small]  # which are sent whole
 
-        def add() -> tuple[Tensor, Tensor]:
+        def add() -> Tensor:
             if small:
                 torch._foreach_zero_(small)
             return add_up()

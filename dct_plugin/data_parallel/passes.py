@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.variable import Variable
 
-#: The attribute of a module that torch calls in place of it; ``OptimizedModule`` would set its inner module's.
+#: The attribute that torch calls in place of a module; ``OptimizedModule`` would set its inner module's.
 _PLACE = "_compiled_call_impl"
 #: Returns what surrounds a backward pass; it is told whether the pass keeps its graph.
 _AroundBackward = Callable[[bool], AbstractContextManager[None]]

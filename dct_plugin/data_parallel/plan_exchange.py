@@ -2,7 +2,7 @@
 
 A plan is cut between tensors. The message of the first chunk leaves before the last chunk is made, and sums
 begin with the first message that arrives. Where the host knows the lengths of messages, they travel with
-their lengths. Where lengths stay on a device, messages travel in slots of agreed capacity, and
+their lengths. Where lengths stay on a device, messages travel in slots, and
 :class:`.pending_exchanges.PendingExchanges` checks them later.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..codecs.message import MessageWriter
 from ..metrics import Record, profiled
 from ..transport.exchange import Exchange
-from ..transport.slots import AgreedCapacities, Slots
+from ..transport.slots import AgreedCapacities, Slots, fail
 from .plan import ReductionPlan
 from .stream_group import StreamGroup, WrittenTensor
 from .topology import Phase
@@ -32,8 +32,7 @@ class SentPhase:
         writer: That of the messages: one for each receiver, or one for all.
         written: The tensors in the messages of this rank.
         messages: The messages by receiver, if the host knows their lengths.
-        received: Bytes of the messages by sender, as soon as the host knows them.
-        slots: Those of messages whose lengths are on a device; else None.
+        slots, capacities: Those of messages whose lengths are on a device; else None.
         add_up: Adds up the messages in slots, see :meth:`.Phase.prepare_sum`.
         heads: int64 [ranks, WORDS]: the first words of the slot from each sender, the last of which is what
             kernels found wrong with its message.
@@ -43,9 +42,9 @@ class SentPhase:
     writer: MessageWriter
     written: list[WrittenTensor]
     messages: Sequence[Tensor] = ()
-    received: dict[int, int] = field(default_factory=dict)
     slots: Slots | None = None
-    add_up: Callable[[], tuple[Tensor, Tensor]] | None = None
+    capacities: AgreedCapacities | None = None
+    add_up: Callable[[], Tensor] | None = None
     heads: Tensor = field(init=False)
 
 
@@ -57,8 +56,6 @@ class ExchangedChunk:
     writers: tuple[MessageWriter, MessageWriter]
     """That of messages to each rank, and that of a message to all of them."""
     sent: list[SentPhase] = field(default_factory=list)
-    incomplete: Tensor | None = None
-    """int64 [ranks]: 1 where the last sum lacked a message, or it had no payloads; None before a sum."""
 
 
 class SendOrder:
@@ -94,8 +91,7 @@ class PlanExchange:
         plan: The plan.
         chunks: Its parts.
         exchange_record: Record of the exchange.
-        capacities: By chunk, those of the slots of each phase; None where the host knows the lengths of
-            messages, or reads them now.
+        capacities: By chunk, those of the slots of each phase; None where messages travel with their lengths.
 
     Attributes:
         chunks: The chunks that were posted.
@@ -154,9 +150,7 @@ class PlanExchange:
         with profiled("dct.select"), group.backend.batched():
             sent = SentPhase(phase, writer, phase.write(plan, writer))
             if self.in_slots:
-                self._fill_slots(sent, chunk)
-        if not group.backend.lengths_on_host:
-            self._order.note(group.step, plan.fingerprint, self._phases.index(phase))
+                self._fill_slots(sent, plan)
         if sent.slots is None:
             sent.messages = writer.read() * (group.world_size if phase.to_all else 1)
             with self._exchange_record.timed("exchange"):
@@ -164,17 +158,19 @@ class PlanExchange:
             group.account(sent.written, self._exchange_record)
         else:
             self._unsent.popleft()
+            self._order.note(group.step, plan.fingerprint, self._phases.index(phase))
             with self._exchange_record.timed("exchange"):
                 sent.slots.send(self._exchange)
         chunk.sent.append(sent)
 
-    def _fill_slots(self, sent: SentPhase, chunk: ExchangedChunk) -> None:
+    def _fill_slots(self, sent: SentPhase, plan: ReductionPlan) -> None:
         """Put the messages of a phase into slots, and prepare the sum of those that arrive."""
-        group, phase, plan = self._group, sent.phase, chunk.plan
-        sent.slots = slots = self._unsent[0].slots(group.device)
-        incomplete = chunk.incomplete if phase.unreadable is None else phase.unreadable
+        group, phase = self._group, sent.phase
+        sent.capacities = self._unsent[0]
+        sent.slots = slots = sent.capacities.slots(group.device)
+        nothing = phase.nothing_to_add
         fingerprint = group.at_step(plan.fingerprint)
-        group.backend.write_slots(sent.writer, slots.memory, slots.bounds_to, fingerprint, incomplete)
+        group.backend.write_slots(sent.writer, slots.memory, slots.bounds_to, fingerprint, nothing)
         sent.add_up = phase.prepare_sum(plan, slots)
 
     def _receive(self, chunk: ExchangedChunk) -> list[Tensor]:
@@ -184,9 +180,7 @@ class PlanExchange:
             return []
         bounds = sent.phase.largest_messages(chunk.plan)
         with self._exchange_record.timed("exchange"):
-            received = self._exchange.collect(sent.messages[self._group.rank], bounds=bounds)
-        sent.received = {rank: message.numel() for rank, message in enumerate(received)}
-        return received
+            return self._exchange.collect(sent.messages[self._group.rank], bounds=bounds)
 
     def _add(self, chunk: ExchangedChunk, messages: Sequence[Tensor]) -> None:
         """Add up the messages of the last phase."""
@@ -196,7 +190,7 @@ class PlanExchange:
                 for destination in sent.phase.destinations(chunk.plan):
                     destination.add_messages([messages[sender] for sender in destination.senders])
                 return
-            sent.heads, chunk.incomplete = sent.add_up()
+            sent.heads = sent.add_up()
 
     def _preparing(self, count: int) -> AbstractContextManager[None]:
         """Surround the work that sends so many messages to each rank. If it fails, the other ranks, which may
@@ -205,5 +199,4 @@ class PlanExchange:
         return self._exchange.preparing(posts=0 if self.in_slots else count, failed=self._fail)
 
     def _fail(self) -> None:
-        for capacities in self._unsent:
-            capacities.fail(self._group.device)
+        fail(self._unsent, self._group.device)

@@ -140,20 +140,12 @@ class GradientReducer(StreamGroup):
     def finish(self) -> None:
         """Complete the sums of all reductions that were finished; a collective.
 
-        It waits for the device, and sends what did not fit; with nodes, their ranks gather the sums.
+        It waits for the device, and checks the messages.
 
         Raises:
             DesyncError, PayloadError: See :meth:`all_reduce`.
         """
         self.exchanges.finish()
-        if self.node_sums is not None:
-            self.node_sums.gather_in_node()
-
-    def replace_result(self, name: str, tensor: Tensor) -> None:
-        """Note that the host copied a tensor that was reduced since the last :meth:`finish`, and uses the
-        copy ``tensor``. If a message did not fit its slot, :meth:`finish` corrects the copy.
-        """
-        self.exchanges.replace_result(name, tensor)
 
     def flush(self) -> None:
         """Send all gradients and residuals from the next step on, before the host continues without this
@@ -162,10 +154,12 @@ class GradientReducer(StreamGroup):
         self._flushes = True
         for each in self.add_ons:
             each.flush()
-        if self.backend.lengths_on_host:  # capacities of slots are agreed for one type of values
-            self.set_value_dtype("fp32")
+        self.set_value_dtype("fp32")
 
     # -- the steps of a reduction ---
+
+    def preparing(self) -> AbstractContextManager[None]:
+        return self.exchanges.preparing()
 
     def sparsities(self, names: Sequence[str]) -> Sequence[Sparsity]:
         """Return the sparsities of tensors in this step."""
@@ -182,7 +176,7 @@ class GradientReducer(StreamGroup):
         exchange_record: Record,
     ) -> PlanExchange:
         """Send the messages of tensors that are exchanged together."""
-        with self.exchange.preparing():
+        with self.preparing():
             tensors = []
             for index, (name, tensor) in enumerate(entries):
                 small = self.is_small(name, numel := tensor.numel())
@@ -198,7 +192,7 @@ class GradientReducer(StreamGroup):
             )
         for add_on in self.add_ons:
             add_on.before_reduce(plan)
-        with self.exchange.preparing():
+        with self.preparing():
             exchange = self.exchanges.begin(topology.phases, plan, exchange_record)
         exchange.post()
         return exchange
@@ -396,7 +390,7 @@ class Reduction:
             if reducer.node_sums is not None:
                 entries, shards = reducer.node_sums.reduce_in_node(entries, shards, exchange_record)
             with self._telling_node():
-                with reducer.exchange.preparing():
+                with reducer.preparing():
                     reducer.add_ons.before_compression(entries)
                 summed = reducer.reduce_dense(entries, self._scale, exchange_record)
                 if not summed and not reducer.keep(entries, self._scale):
@@ -416,6 +410,8 @@ class Reduction:
         with reducer.recording(self._exchange_record), self._telling_node():
             for exchange in self._exchanges or ():
                 reducer.exchanges.complete(exchange)
+            if reducer.node_sums is not None:
+                reducer.node_sums.gather_in_node(self._exchange_record)
         if reducer.metrics is not None:
             reducer.metrics.record(self._exchange_record)
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..codecs.message import MessageWriter
+from ..codecs.message import Key, MessageWriter
 from ..codecs.values import ValueDtype
 from ..compression.feedback import ScratchBuffers
-from ..compression.stream import Compressor, Encoded, as_flat, backend_of
+from ..compression.stream import Compressor, Encoded, as_flat, backend_of, parts_of
 from ..config import DataParallelConfig, KernelConfig
 from ..console import logger
 from ..errors import ConfigError, PayloadError
@@ -120,7 +120,7 @@ class StreamGroup:
         """Collective by which the host would give owners their sums; for the metrics."""
         self.kernels = kernels
         self.backend = backend_of(kernels, self.device)
-        value_dtype = ValueDtype.parse(settings.value_dtype)
+        self._value_dtype = value_dtype = ValueDtype.parse(settings.value_dtype)
         self.value_bits = value_dtype.bits
         """The fewest bits of a selected value."""
         if value_dtype not in self.backend.value_dtypes:
@@ -183,6 +183,10 @@ class StreamGroup:
             for stream in self.streams.values():
                 stream.arm()
 
+    def most_bytes(self, bounds: Key | None, numel: int, density: float) -> Sequence[int]:
+        """Return the most bytes of the payloads that :meth:`.Compressor.encode` writes of parts."""
+        return parts_of(bounds, numel, density, self._value_dtype, self.backend.most_kept).nbytes
+
     def take_writers(self) -> tuple[MessageWriter, MessageWriter]:
         """Return empty message writers: of a message for each rank, and of one for all of them."""
         device = self.device
@@ -198,7 +202,8 @@ class StreamGroup:
     def set_value_dtype(self, value_dtype: str) -> None:
         """Send the kept values of all streams in another type from now on."""
         self.settings = self.settings.model_copy(update={"value_dtype": value_dtype})
-        self.value_bits = ValueDtype.parse(value_dtype).bits
+        self._value_dtype = ValueDtype.parse(value_dtype)
+        self.value_bits = self._value_dtype.bits
         for stream in self.streams.values():
             stream.set_value_dtype(value_dtype)
 
@@ -287,6 +292,12 @@ class StreamGroup:
                 f"rank {self.rank}: message from rank {sender} of the group: {error}"
             ) from error
 
+    def preparing(self) -> AbstractContextManager[None]:
+        """Surround work before an exchange, in which the other ranks may wait already: they are told of an
+        error.
+        """
+        return self.exchange.preparing()
+
     # -- metrics ---
 
     def recorded(self, cls: str) -> AbstractContextManager[Record]:
@@ -325,12 +336,14 @@ class _Recording:
         self._recorded.__enter__()
         return self._record
 
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        self._recorded.__exit__(kind, *error)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._recorded.__exit__(kind, error, trace)
+        if error is not None:  # now: the end of the process group may wait for what this rank has queued
+            self._group.exchange.peers.state_failure(error)
         record, seconds = self._record, time.perf_counter() - self._began
         self._group.reduce_seconds += seconds
         record.exchange_ms = max(record.exchange_ms, record.waited_ms)  # the wait is a part of it
         elsewhere = self._elsewhere - record.exchange_ms - record.decode_ms
         record.select_ms += 1e3 * seconds + elsewhere
-        if self._whole and kind is None and self._group.metrics is not None:
+        if self._whole and error is None and self._group.metrics is not None:
             self._group.metrics.record(record)

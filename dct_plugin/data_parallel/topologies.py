@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..codecs.message import MessageWriter
+from ..codecs.payload import payload_bound
 from ..codecs.values import ValueDtype
-from ..compression.stream import Encoded, as_flat, encode_all
+from ..compression.stream import Encoded, as_flat, dense_nbytes, encode_all
 from ..host_traffic import bytes_sent
 from ..policy.rules import exchange_by_rule
 from .plan import PlannedTensor, ReductionPlan, Shard, shards_of
@@ -59,6 +60,11 @@ class GradientPhase(Phase):
         cls = "gradient_small" if tensor.small else "gradient"
         dense *= tensor.tensor.nbytes
         return WrittenTensor(tensor.name, cls, encoded, stream, dense, copies, label)
+
+    def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
+        if not tensor.small:
+            return self.group.most_bytes(tensor.parts.bounds, tensor.numel, tensor.sparsity.density)
+        return [dense_nbytes(stop - start, tensor.tensor.dtype) for _, start, stop in tensor.parts]
 
 
 class Direct(Topology):
@@ -158,25 +164,37 @@ class _Answers(Phase):
         self, tensor: PlannedTensor, shard: Shard, total: Tensor, writer: MessageWriter
     ) -> WrittenTensor:
         """Write a sum, and leave zeros in ``total``."""
-        density = min(1.0, tensor.sparsity.density * self.group.settings.server_density)
         stream = None
         if tensor.small:
-            # A sum of bf16 is rounded to bf16 on arrival. One of fp16 may not be an fp16 before it is scaled.
-            bf16 = tensor.tensor.dtype == torch.bfloat16
-            values = ValueDtype.BF16 if bf16 else ValueDtype.FP32
-            encoded = encode_all(self.group.backend, total, writer, values, clear=True)
+            encoded = encode_all(self.group.backend, total, writer, _sum_dtype(tensor), clear=True)
         else:
             stream = self.group.stream(_stream_of(tensor.name, shard))
-            encoded = stream.encode(total, writer, density, clear=True)
+            encoded = stream.encode(total, writer, self._density(tensor), clear=True)
         receivers, cls = self.group.world_size - 1, "gradient_small" if tensor.small else "gradient_answer"
         dense = receivers * total.numel() * tensor.tensor.element_size()
         return WrittenTensor(None, cls, encoded, stream, dense, [receivers])
+
+    def _density(self, tensor: PlannedTensor) -> float:
+        return min(1.0, tensor.sparsity.density * self.group.settings.server_density)
+
+    def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
+        numels = [stop - start for _, start, stop in tensor.parts]
+        if tensor.small:
+            return [payload_bound(numel, numel, _sum_dtype(tensor)) for numel in numels]
+        return [self.group.most_bytes(None, numel, self._density(tensor))[0] for numel in numels]
 
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
         return [
             Sum(self.group, [owner], plan.views_of(owner), plan.scale)
             for owner in range(self.group.world_size)
         ]
+
+
+def _sum_dtype(tensor: PlannedTensor) -> ValueDtype:
+    """Return the type in which the sum of a small tensor is sent. A sum of bf16 is rounded to bf16 on
+    arrival. One of fp16 may not be an fp16 before it is scaled.
+    """
+    return ValueDtype.BF16 if tensor.tensor.dtype == torch.bfloat16 else ValueDtype.FP32
 
 
 def _stream_of(name: str, shard: Shard) -> str:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..codecs.message import MessageWriter
 from ..kernels.job import GRAD_DTYPES
-from ..transport.slots import Slots
-from .plan import ReductionPlan, Shard
+from ..transport.slots import AgreedCapacities, Slots
+from .plan import PlannedTensor, ReductionPlan, Shard
 from .stream_group import StreamGroup, WrittenTensor
 
 
@@ -36,10 +36,6 @@ class Destination(ABC):
             PayloadError: A message is damaged; names its sender.
         """
 
-    def add_again(self, messages: Sequence[Tensor]) -> None:
-        """Replace what :meth:`Phase.prepare_sum` made of messages of which one did not fit."""
-        self.add_messages(messages)
-
 
 class Sum(Destination):
     """Tensors, zeros at first, that become ``scale`` times the sum of messages, in the order of the ranks."""
@@ -56,11 +52,6 @@ class Sum(Destination):
             if total is not tensor:
                 tensor.copy_(total)
 
-    def add_again(self, messages: Sequence[Tensor]) -> None:
-        for tensor in self.tensors:
-            tensor.zero_()
-        self.add_messages(messages)
-
 
 class Phase(ABC):
     """One exchange of messages.
@@ -69,18 +60,20 @@ class Phase(ABC):
         to_all: Every rank sends one message to all ranks; else it sends one to each owner of a part.
         from_owners: A message holds the sender's shards; else it holds those of the receiver, or all, and all
             are added to one destination.
-        spare: Tensors stay as they are where a message did not fit its slot; else they become NaN.
-        unreadable: int64 []: 1 if the message that was written last has no payloads, and is to be added by
-            :meth:`Destination.add_again` alone; None where it has.
+        spare: Tensors stay as they are where the sender failed; else they become NaN.
+        follows: The next slots follow the lengths of the last messages; else they hold any message.
+        nothing_to_add: int64 []: 1 if the message that was written last has nothing to add; None where it
+            has.
     """
 
     to_all: ClassVar[bool]
     from_owners: ClassVar[bool] = False
     spare: ClassVar[bool] = False
+    follows: ClassVar[bool] = False
 
     def __init__(self, group: StreamGroup) -> None:
         self.group = group
-        self.unreadable: Tensor | None = None
+        self.nothing_to_add: Tensor | None = None
 
     @abstractmethod
     def write(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
@@ -92,9 +85,9 @@ class Phase(ABC):
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
         """Return the tensors that messages are added to, by senders."""
 
-    def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], tuple[Tensor, Tensor]]:
+    def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], Tensor]:
         """Return a function that adds the messages in slots once they are there, and returns the first words
-        of each slot, and whether its message did not fit, as :meth:`.kernels.Backend.prepare_sum` says.
+        of each slot, as :meth:`.kernels.Backend.prepare_sum` says.
         """
         group, scale, spans = self.group, plan.scale, None
         if self.from_owners:
@@ -106,6 +99,27 @@ class Phase(ABC):
         return group.backend.prepare_sum(
             slots.received, slots.bounds, tensors, scale, spans, spare=self.spare, bits=group.value_bits
         )
+
+    @abstractmethod
+    def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
+        """Return the most bytes of the payload of each part of a tensor."""
+
+    def capacities(self, plan: ReductionPlan) -> AgreedCapacities:
+        """Return the capacities of slots that hold any message of a plan."""
+        exchange, ranks = self.group.exchange, range(self.group.world_size)
+        bounds = [0 for _ in ranks]
+        for tensor in plan.tensors:
+            for (owner, *_), nbytes in zip(tensor.parts, self.payload_bounds(tensor), strict=True):
+                bounds[owner] += nbytes
+        if self.from_owners:
+            return AgreedCapacities(exchange, None, bounds)
+        if self.to_all:  # one rank is the nominal owner of all parts
+            return AgreedCapacities(exchange, None, [sum(bounds)] * len(ranks))
+        return AgreedCapacities(exchange, bounds, [bounds[self.group.rank]] * len(ranks))
+
+    def complete(self, plan: ReductionPlan, senders: Sequence[int]) -> None:
+        """Exchange what the messages of these senders did not hold, where slots :attr:`follow <follows>`."""
+        raise NotImplementedError
 
     def largest_messages(self, plan: ReductionPlan) -> list[int]:
         """Return, for each sender, bytes that its message cannot reach."""

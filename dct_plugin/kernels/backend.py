@@ -70,6 +70,17 @@ class Backend(ABC):
 
     # -- payloads ---
 
+    @staticmethod
+    def most_kept(wanted: int, *, of_part: bool) -> int:
+        """Return the most entries of a payload, of which so many are ``wanted``. What overflows stays in the
+        residual.
+
+        Args:
+            wanted: Entries at the wanted density.
+            of_part: The payload is of a part of a tensor; the threshold is that of the whole tensor.
+        """
+        return 2 * wanted + 64
+
     @abstractmethod
     def compress(self, job: Job) -> Stats:
         """Do error feedback, selection and encoding in one pass (DCT, Gupta et al., KDD 2021, section 3).
@@ -260,7 +271,7 @@ class Backend(ABC):
         buffer: Tensor,
         bounds: Sequence[tuple[int, int]],
         fingerprint: int,
-        incomplete: Tensor | None = None,
+        nothing: Tensor | None = None,
     ) -> None:
         """Put messages, whose figures are all on the device, into slots, as far as they fit; within
         :meth:`batched` behind the payloads of the block.
@@ -270,8 +281,7 @@ class Backend(ABC):
             buffer: uint8, with the slots.
             bounds: First byte of each slot (a multiple of 8), and the one behind it, by receiver.
             fingerprint: The fingerprint of the operation.
-            incomplete: int64 [any], flags. If one is 1, the slots say that their messages have no payloads to
-                add. None: none is.
+            nothing: int64 []. If it is 1, the slots say that their messages have nothing to add.
         """
         raise NotImplementedError(f"{self.name} kernels write no slots")
 
@@ -285,7 +295,7 @@ class Backend(ABC):
         *,
         spare: bool = False,
         bits: int = 2,
-    ) -> Callable[[], tuple[Tensor, Tensor]]:
+    ) -> Callable[[], Tensor]:
         """Return a function that does what :meth:`sum_messages` does, for messages that arrive in slots.
 
         What the host knows of the sum goes to the device now, or with the block's payloads (:meth:`batched`).
@@ -304,9 +314,8 @@ class Backend(ABC):
             bits: The fewest bits of a value that has a position.
 
         Returns:
-            The function, which returns two tensors. ``heads``, int64 [slots, WORDS]: the first words of each
-            slot, with what is wrong with its message in place of the last one
-            (:data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`; 0: nothing). A message with an error is not
-            added. ``missing``, int64 [slots]: 1 where a message is missing, or has nothing to add.
+            The function, which returns int64 [slots, WORDS]: the first words of each slot, with what is wrong
+            with its message in place of the last one (:data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`; 0:
+            nothing). A message with an error is not added.
         """
         raise NotImplementedError(f"{self.name} kernels read no slots")

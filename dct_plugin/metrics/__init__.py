@@ -52,6 +52,7 @@ class Record:
         target_density: Wanted nnz / numel; 1 for what is sent dense.
         tau: Threshold (mean over the tensors); 0 or infinite ones do not enter the mean.
         refreshes: Thresholds that were measured anew.
+        held_back: Entries that reached the threshold, and wait for a later step, as the message was full.
         select_ms, encode_ms, exchange_ms, decode_ms: Milliseconds.
         waited_ms: How many of ``exchange_ms`` passed until the slowest rank's message was ready.
         intra_node: Bytes sent inside the node, which are not in ``sent_bytes``.
@@ -65,6 +66,7 @@ class Record:
     target_density: float = 1.0
     tau: float = 0.0
     refreshes: int = 0
+    held_back: int = 0
     select_ms: float = 0.0
     encode_ms: float = 0.0
     exchange_ms: float = 0.0
@@ -117,6 +119,7 @@ class _Sums(Record):
         self.numel += record.numel
         self.nnz += record.nnz if record.target_density < 1 else record.numel
         self.refreshes += record.refreshes
+        self.held_back += record.held_back
         self.select_ms += record.select_ms
         self.encode_ms += record.encode_ms
         self.exchange_ms += record.exchange_ms
@@ -145,6 +148,7 @@ class _Sums(Record):
             density_target=ratio_of(self.sparse_target, self.sparse_numel),
             tau=ratio_of(self.tau, self.tau_numel),
             refreshes=self.refreshes,
+            held_back=self.held_back,
             intra_node=round(self.intra_node),
             **{name: getattr(self, name) * per_step for name in _TIMES},
         )
@@ -400,6 +404,7 @@ def _row(sums: _Sums, steps: int) -> dict[str, float | None]:
         "density": ratio_of(sums.nnz, sums.numel),
         "tau": ratio_of(sums.tau, sums.tau_numel),
         "refreshes": sums.refreshes,
+        "held_back": sums.held_back,
         **{name: round(getattr(sums, name) / steps, 4) for name in _TIMES},
     }
 

@@ -31,6 +31,7 @@ class ClassSummary:
     density_target: float | None
     tau: float | None
     refreshes: int
+    held_back: int
     select_ms: float
     encode_ms: float
     exchange_ms: float

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..compression.stream import Encoded
 from ..errors import PayloadError, blamed
+from ..transport import lost_ranks
 from .compressors.compressor import NUMBER_NBYTES
 from .stream import ActivationStream
 
@@ -94,7 +95,9 @@ class FixedMessages:
 
 def number_of(message: Tensor) -> int:
     """Return the number with which a message begins."""
-    return int(message[:NUMBER_NBYTES].cpu().view(torch.int64))
+    with lost_ranks.reported("receipt of a message of activations"):
+        lost_ranks.await_device(message.device, None)
+        return int(message[:NUMBER_NBYTES].cpu().view(torch.int64))
 
 
 def _numbered(number: int, body: Tensor, size: int) -> Tensor:

@@ -72,31 +72,31 @@ JOBS = (
 )
 
 
-def kept_in_words(
-    settings: DataParallelConfig, entries: int, weight_bytes: float, free: float, *, transactional: bool
-) -> str:
+def kept_in_words(settings: DataParallelConfig, entries: float, weights: float, free: float) -> str:
     """Return what a rank keeps from step to step and two smaller settings, in words; empty if it is less
     than a tenth of what is free.
 
     Args:
         settings: The settings as they are applied.
-        entries: Entries of the gradients that this rank compresses.
-        weight_bytes: Bytes of a weight that the rank trains with.
+        entries: Entries of the residuals that this rank keeps.
+        weights: Bytes of the weights that it trains with.
         free: Bytes of memory that are free.
-        transactional: Whether skipped steps are taken back, which takes a second residual.
     """
     feedback, dtype = settings.feedback, settings.residual_dtype
-    residual = (1.0 + transactional) * _RESIDUAL[dtype] * entries * feedback.keeps_residual
-    displaced = weight_bytes * entries * feedback.looks_ahead
-    if residual + displaced <= LARGE_SHARE * free:
+    copies = (1.0 + (settings.nonfinite_action == "skip")) * feedback.keeps_residual
+    parts = {
+        "residual": copies * _RESIDUAL[dtype] * entries,
+        "displaced weights": weights * feedback.looks_ahead,
+    }
+    kept = sum(parts.values())
+    if kept <= LARGE_SHARE * free:
         return ""
-    parts = {"residual": residual, "displaced weights": displaced}
-    kept = " and ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
-    int8 = (1.0 + transactional) * _RESIDUAL["int8"] * entries
-    smaller = [f'"residual_dtype": "int8" keeps {format_bytes(int8 + displaced)}'] if dtype != "int8" else []
+    words = " and ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
+    int8 = format_bytes(copies * _RESIDUAL["int8"] * entries + parts["displaced weights"])
+    smaller = [f'"residual_dtype": "int8" keeps {int8}'] if dtype != "int8" else []
     smaller.append('"sparsity": 0, "value_dtype": "int8", "feedback": "none" keeps nothing')
-    share = f"{100 * (residual + displaced) / free:.0f} % of the free memory" if free else "no memory is free"
-    return f"this rank keeps {kept} ({share}); smaller: {', or '.join(smaller)}"
+    share = f"{100 * kept / free:.0f} % of the free memory" if free else "no memory is free"
+    return f"this rank keeps {words} ({share}); smaller: {', or '.join(smaller)}"
 
 
 def memory(job: Job, parameters: float, *, width: int = 1024, bucket: int = 6_553_600) -> dict[str, float]:

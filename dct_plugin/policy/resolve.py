@@ -32,6 +32,7 @@ class AppliedSettings:
     Attributes:
         settings: The settings that all layers read.
         compressors: Ranks or nodes that exchange messages.
+        inside: Ranks of a node, each of which keeps a part of the node's residuals.
         line: Says what was chosen and why, or that the settings are known to lose; empty where neither is so.
         warns: True where the line is a warning: the settings are known to lose, or lack what was written.
         updates: Says how updated weights are gathered by default; empty where the host gathers none, or the
@@ -43,6 +44,7 @@ class AppliedSettings:
     line: str = ""
     warns: bool = False
     updates: str = ""
+    inside: float = 1.0
 
     @property
     def lines(self) -> list[str]:
@@ -66,6 +68,7 @@ def resolve(
     if written.local_steps is not None:
         return _local_steps(written, training, count)
     made = _with_residuals(_with_losses(written, training, count), training)
+    made = replace(made, inside=training.ranks / count if training.ranks and count else 1.0)
     return _with_updates(_compared(made, written, training), written, training)
 
 

@@ -49,9 +49,17 @@ class AnnouncedMessages:
         with self.guard("exchange of sizes"):
             self.transport().post(announced)
 
-    def post_failure(self) -> None:
-        """Tell all ranks, in place of the next messages, that this one failed."""
-        self.post([_FAILED] * self.world_size, 0, None)
+    def fail(self, posts: int) -> None:
+        """Tell all ranks, in place of the next so many messages, that this one failed; receive what the
+        others send for what was posted, and forget it: they may be well, and go on.
+        """
+        failed = [_FAILED] * self.world_size
+        if not self.transport().queues:
+            for _ in range(posts):
+                self.post(failed, 0, None)
+            self.drain()
+        elif posts or self._posted:  # the host would wait for ranks that may be in another call
+            self.transport().queue_headers(Announced([Header(size, 0, 0) for size in failed], None))
 
     def receive_headers(self) -> tuple[Announced, list[Header]]:
         """Return the oldest messages that were posted, and the headers that came from all ranks for them."""
@@ -79,6 +87,9 @@ class AnnouncedMessages:
 
     def discard(self, sizes: Sequence[int]) -> None:
         """Throw away the messages behind the last headers, and all that others send for what was posted."""
+        if self.transport().queues:  # others may be gone, and the host would wait for them
+            self.clear()
+            return
         self.transport().discard(sizes)
         with suppress(RuntimeError):  # the first error is the one to report
             self.drain()

@@ -66,12 +66,14 @@ class Transport:
 
     Attributes:
         sent_bytes: Bytes handed to the transport so far.
+        queues: Calls return before messages have arrived: the host waits where it reads them.
         peers: Positions in the group to receive from and to send to, each rank in another order.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.sent_bytes = 0
+        self.queues = False
         # Point-to-point calls take global ranks.
         self.rank, self.ranks = rank, list(ranks)
         self.world_size = len(ranks)
@@ -82,6 +84,10 @@ class Transport:
 
     def post(self, announced: Announced) -> None:
         """Start sending. Several may be posted; the methods below are then called for one after the other."""
+
+    def queue_headers(self, announced: Announced) -> Tensor:
+        """Exchange headers, int64 [ranks, fields], on the device, where the transport ``queues``."""
+        raise NotImplementedError
 
     def receive_headers(self, announced: Announced) -> list[Header]:
         """Return the header from every rank, where this rank posted ``announced``."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..host_traffic import own_traffic
+from . import lost_ranks
 from .base import HEADER, Announced, Header, Transport
 
 #: torch 2.13 has other names for them, and warns of these.
@@ -29,14 +30,20 @@ class CollectiveTransport(Transport):
     ) -> None:
         super().__init__(rank, ranks, group)
         self._device = device
+        self.queues = device.type != "cpu"
 
     @own_traffic()
-    def receive_headers(self, announced: Announced) -> list[Header]:
+    def queue_headers(self, announced: Announced) -> Tensor:
         pinned = torch.tensor(announced.headers, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         sent = pinned.to(self._device, non_blocking=True)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         self.sent_bytes += HEADER.size * (self.world_size - 1)
+        return received
+
+    def receive_headers(self, announced: Announced) -> list[Header]:
+        received = self.queue_headers(announced)
+        lost_ranks.await_device(self._device, self.group)
         return [Header(*row) for row in received.tolist()]
 
     def receive_messages(

@@ -179,7 +179,9 @@ class Exchange:
         """
         announced, headers = self._announced.receive_headers()
         sizes = self._agreed(headers, announced.headers[0].fingerprint, bounds)
-        return self._staging.received(self._announced.receive_messages(announced, sizes), own)
+        received = self._announced.receive_messages(announced, sizes)
+        self.await_device("exchange of messages")  # the caller reads them next
+        return self._staging.received(received, own)
 
     def agree(self, fingerprint: int) -> None:
         """Make sure that every rank is at this operation; errors as of :meth:`all_to_all`."""
@@ -263,6 +265,18 @@ class Exchange:
         self.other_bytes += size
         return size
 
+    def await_device(self, what: str) -> None:
+        """Wait for the messages that are queued on the device, before the host reads what depends on them.
+
+        Args:
+            what: The messages, in words.
+
+        Raises:
+            DesyncError: Names the ranks that failed, or that are lost.
+        """
+        with self.guard(what):
+            lost_ranks.await_device(self.device, self.peers.group)
+
     # -- failures --------------------------------------------------------------------------------------------
 
     def preparing(
@@ -283,9 +297,7 @@ class Exchange:
         if self._transport_failed:  # the others see that
             return
         with contextlib.suppress(Exception):
-            for _ in range(posts):
-                self._announced.post_failure()
-            self._announced.drain()
+            self._announced.fail(posts)
         self._announced.clear()
 
     def _agreed(
@@ -342,7 +354,8 @@ class _Preparing:
     def __enter__(self) -> None:
         self._before = self._announced.posts
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._exchange.peers.state_failure(error)  # first: what follows may wait for the others
             self._exchange.abort(self._posts - (self._announced.posts - self._before))
             self._failed()

@@ -12,12 +12,14 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .. import processes
+from ..console import logger
 from ..errors import DCTError, DesyncError
 
 #: Seconds in which ranks whose collective failed report that they live.
@@ -60,6 +62,10 @@ class Wait(NamedTuple):
 waits: dict[int, Wait] = {}
 #: The statement of a rank that ended with an error, as far as this rank has looked for one.
 failure: list[str] = []
+#: The errors that this rank has stated, in words.
+own_failures: list[str] = []
+#: Attribute of an error that was stated.
+_STATED = "_dct_stated"
 
 
 def register_process() -> None:
@@ -77,13 +83,27 @@ def rejoin() -> None:
             default_store().delete_key(key)
 
     failure.clear()
+    own_failures.clear()
     in_time(clear, _REPORT)
 
 
 def state_failure(error: BaseException) -> None:
-    """Tell the others in the store that an error ends this process; the first of several ranks is heard."""
+    """Log an error, and tell the others in the store that it ends this process. The statement of the first of
+    several ranks counts. An error is stated once; never raises.
+    """
+    if hasattr(error, _STATED) or not dist.is_initialized():
+        return
+    setattr(error, _STATED, True)
     text = f"rank {dist.get_rank()} ended with {type(error).__name__}: {str(error).strip()[:500]}"
+    own_failures.append(text)
+    logger.error("dct: %s", text)
     in_time(lambda: default_store().compare_set(_FAILED, "", text), _REPORT)
+
+
+def withdraw_failure() -> None:
+    """Take back what :func:`state_failure` stated: this rank has caught the error, and goes on."""
+    own_failures.clear()
+    in_time(lambda: default_store().delete_key(_FAILED), _REPORT)
 
 
 def look_for_failure(store: Any = None) -> None:
@@ -91,13 +111,13 @@ def look_for_failure(store: Any = None) -> None:
     failure[:] = filter(None, [stated(_FAILED, store)])
 
 
-def await_device(device: torch.device, limit: Callable[[], float]) -> None:
+def await_device(device: torch.device, group: dist.ProcessGroup | None) -> None:
     """Wait for the messages that are queued on the current stream. nccl waits for a rank that is gone, and
     would let the host wait with it.
 
     Args:
         device: The device.
-        limit: Returns the seconds that the group waits for its ranks.
+        group: Group of the messages; None for the default one. The wait ends before its time limit does.
 
     Raises:
         DesyncError: A rank ended with an error, which it has stated in the store.
@@ -106,13 +126,22 @@ def await_device(device: torch.device, limit: Callable[[], float]) -> None:
     is_there = queued(device)
     if is_there():
         return
-    until = time.monotonic() + (patience := _PATIENCE * limit())
+    until = time.monotonic() + (patience := _PATIENCE * time_limit(group, device.type))
     while not is_there():
         if failure:
-            raise DesyncError(f"rank {dist.get_rank()}: {failure[0]}; see its own output")
+            raise DesyncError(f"rank {dist.get_rank()}: {failure.pop()}; see its own output")
         if time.monotonic() > until:
             raise RuntimeError(f"Operation timed out after {patience:.0f} s")
         time.sleep(_PAUSE)
+
+
+def time_limit(group: dist.ProcessGroup | None, device: str = "cpu") -> float:
+    """Return the seconds that the group waits for its ranks, where a type of device sends messages."""
+    known_group: Any = group if group is not None else dist.group.WORLD
+    with contextlib.suppress(AttributeError, RuntimeError):
+        limit: timedelta = known_group._get_backend(torch.device(device)).options._timeout
+        return limit.total_seconds()
+    return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
 
 
 def queued(device: torch.device) -> Callable[[], bool]:
@@ -158,12 +187,18 @@ class reported:  # used as a statement
             waits.pop(threading.get_ident(), None)
         else:
             waits[threading.get_ident()] = self._outer
-        if error is None or isinstance(error, DCTError):
+        if error is None:
+            return
+        if isinstance(error, DCTError):
+            state_failure(error)
             return
         if self._failed is not None:
             self._failed()
         if of_transport(error):
-            raise DesyncError(describe_failure(self._what, error, self._group, self._step)) from error
+            named = DesyncError(describe_failure(self._what, error, self._group, self._step))
+            state_failure(named)
+            raise named from error
+        state_failure(error)
 
 
 def of_transport(error: BaseException) -> bool:

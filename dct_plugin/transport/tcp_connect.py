@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
+from .lost_ranks import time_limit as time_limit
 
 #: Environment variable that chooses how messages in host memory travel, on every rank alike.
 VARIABLE = "DCT_TRANSPORT"
@@ -119,15 +120,6 @@ class Meeting(NamedTuple):
             raise
         rendezvous.close()
         return None, reason or "another rank could not be connected"
-
-
-def time_limit(group: dist.ProcessGroup | None, device: str = "cpu") -> float:
-    """Return the seconds that the group waits for its ranks, where a type of device sends messages."""
-    known_group: Any = group if group is not None else dist.group.WORLD
-    with contextlib.suppress(AttributeError, RuntimeError):
-        limit: timedelta = known_group._get_backend(torch.device(device)).options._timeout
-        return limit.total_seconds()
-    return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
 
 
 class _Rendezvous:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -43,9 +44,16 @@ def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Tra
 
 
 @own_traffic(recorded=False)
-def subgroup(group: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:
+def subgroup(
+    group: dist.ProcessGroup | None, ranks: Sequence[int], device: torch.device
+) -> dist.ProcessGroup:
     """Make a process group of some ranks of a group, with its backend and time limit; a collective of the
-    group, every rank of which makes one.
+    group, every rank of which makes one. Ranks of other groups need not take part.
+
+    Args:
+        group: The group, None for the default one.
+        ranks: Global ranks of the new one.
+        device: Device of its messages.
 
     Raises:
         ConfigError: torch could not make it.
@@ -53,9 +61,7 @@ def subgroup(group: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.Proc
     known_group: Any = group if group is not None else dist.group.WORLD
     # torch names a group that some ranks make after the number of groups that each of them is in.
     count = len(dist.distributed_c10d._world.pg_names)
-    counts = torch.tensor([count, -count])
-    if "nccl" in dist.get_backend(known_group):
-        counts = counts.cuda()
+    counts = torch.tensor([count, -count], device=device)
     dist.all_reduce(counts, dist.ReduceOp.MAX, known_group)
     if counts[0] != -counts[1]:
         raise ConfigError(
@@ -64,10 +70,31 @@ def subgroup(group: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.Proc
             "then. Make as many groups with every rank, or set it to 1"
         )
     backend = str(dist.get_backend_config(known_group))
-    limit = timedelta(seconds=tcp_connect.time_limit(known_group)) if "gloo" in backend else None
-    made = dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+    limit = timedelta(seconds=lost_ranks.time_limit(known_group, device.type))
+    try:
+        with _without_split():
+            made = dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+    except NotImplementedError as error:  # of TorchComms
+        raise ConfigError(
+            f"rank {dist.get_rank()}: dct.data_parallel.nodes: torch cannot make groups of nodes with "
+            f"TORCH_DISTRIBUTED_USE_TORCHCOMMS: {error}. Leave it out, or set nodes to 1"
+        ) from error
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+@contextlib.contextmanager
+def _without_split() -> Iterator[None]:
+    """Have torch give a new group a communicator of its own. With ``init_process_group(device_id=...)`` it
+    would split that of all ranks, and wait for those that make no group.
+    """
+    everyone: Any = dist.group.WORLD
+    bound = everyone.bound_device_id
+    everyone.bound_device_id = None
+    try:
+        yield
+    finally:
+        everyone.bound_device_id = bound
 
 
 class Peers(ABC):
@@ -96,6 +123,10 @@ class Peers(ABC):
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum ``tensor`` over the ranks, in place and dense; a collective."""
 
+    def state_failure(self, error: BaseException) -> None:
+        """Tell the other ranks of an error that ends this process, where they look for such statements."""
+        return
+
     @abstractmethod
     def guard(self, what: str, step: int | None, failed: Callable[[], None]) -> AbstractContextManager[None]:
         """Surround the work of a transport. Its errors name addresses at best; those raised here name ranks.
@@ -120,12 +151,13 @@ class GroupPeers(Peers):
         everyone = ranks or dist.get_process_group_ranks(group or dist.group.WORLD)
         super().__init__(list(everyone).index(dist.get_rank()), everyone)
         self._group, self._in_part = group, ranks is not None
+        self._device = torch.device("cpu")
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group; the first use of one of some ranks is a collective of the whole group."""
         if self._in_part:
-            self._group, self._in_part = subgroup(self._group, self.ranks), False
+            self._group, self._in_part = subgroup(self._group, self.ranks, self._device), False
         return self._group
 
     @group.setter
@@ -135,9 +167,10 @@ class GroupPeers(Peers):
     def message_device(self, device: torch.device) -> torch.device:
         backends = str(dist.get_backend_config(self._group)).split(",")
         if device.type == "cpu" or f"{device.type}:gloo" not in backends:
-            return device
-        log_once(f"dct: gloo carries messages of {device} through the host; nccl would not")
-        return torch.device("cpu")
+            self._device = device
+        else:
+            log_once(f"dct: gloo carries messages of {device} through the host; nccl would not")
+        return self._device
 
     def open_transport(self, device: torch.device) -> Transport:
         transport = open_transport(self.group, device)
@@ -146,6 +179,9 @@ class GroupPeers(Peers):
 
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
+
+    def state_failure(self, error: BaseException) -> None:
+        lost_ranks.state_failure(error)
 
     def guard(self, what: str, step: int | None, failed: Callable[[], None]) -> AbstractContextManager[None]:
         return lost_ranks.reported(what, self.group, step, failed)

@@ -1,4 +1,4 @@
-"""The three pages to a decision: their commands run as they are printed, and the last one prints a decision."""
+"""The three pages to a decision: their commands run as printed, and the last one prints a decision."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ from dct_plugin.transport.exchange import Exchange
 from dct_plugin.transport.slots import Slots
 
 SIZES = {"embedding": 60_000, "layer": 40_001, "head": 5_000, "bias": 64, "empty": 0}
-#: Message rounds in which this rank writes something.
-ROUNDS = {"direct": 1, "two_phase": 2, "reduce_scatter": 1}
+EXCHANGES = ("direct", "reduce_scatter", "two_phase")
 
 
 def tensor(size: int, seed: int) -> torch.Tensor:
@@ -69,7 +68,7 @@ def _reduce(rank: int, world_size: int, backend: str, exchange: str) -> dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", sorted(ROUNDS))
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_a_reducer_reads_once_per_round_and_gives_the_same_bits(exchange: str) -> None:
     expected = run(2, _reduce, "reference", exchange)
     found = run(2, _reduce, "deferred", exchange)
@@ -79,9 +78,8 @@ def test_a_reducer_reads_once_per_round_and_gives_the_same_bits(exchange: str) -
         for name, (sent, *figures) in mine["sent"].items():
             fewest, *expected_figures = other["sent"][name]
             assert figures == expected_figures
-            assert fewest <= sent <= 1.5 * fewest  # slots have room to spare
-        # The first step's messages travel with their lengths; those of later ones are checked in one read.
-        assert mine["reads"] == [ROUNDS[exchange], *[1] * 5]
+            assert fewest <= sent <= 4 * fewest  # slots have room for the largest messages
+        assert mine["reads"] == [1] * 6
         assert other["reads"] == [0] * 6
 
 
@@ -125,7 +123,7 @@ def _slot_sizes(rank: int, world_size: int, exchange: str) -> list[tuple[int, bo
     class Recorded(Slots):
         def send(self, exchange: Exchange) -> None:
             arriving = [end - begin for begin, end in self.bounds]
-            sizes.append((self.received.numel(), self._equal, self._sizes_to, arriving))
+            sizes.append((self.received.numel(), self.layout.equal, self.layout.sizes_to, arriving))
             super().send(exchange)
 
     slots.Slots = Recorded  # type: ignore[misc]
@@ -146,9 +144,9 @@ def _slot_sizes(rank: int, world_size: int, exchange: str) -> list[tuple[int, bo
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["direct", "two_phase"])
 def test_slots_have_one_size_at_both_ends_whatever_happened_on_a_rank(exchange: str) -> None:
-    """nccl checks no sizes. They follow from the lengths in the headers, which both ends have."""
+    """nccl checks no sizes. They follow from what both ends know of the largest message."""
     exchanges = list(zip(*run(3, _slot_sizes, exchange), strict=True))
-    assert len(exchanges) == 7 * 2 * (2 if exchange == "two_phase" else 1)
+    assert len(exchanges) == 8 * 2 * (2 if exchange == "two_phase" else 1)
     for ranks in exchanges:
         assert len({equal for _, equal, _, _ in ranks}) == 1
         if ranks[0][1]:
@@ -158,7 +156,8 @@ def test_slots_have_one_size_at_both_ends_whatever_happened_on_a_rank(exchange: 
                 enumerate(ranks), 2
             ):
                 assert leaving[receiver] == arriving[sender]
-    assert len({ranks[0][0] for ranks in exchanges}) > 1  # they follow the lengths
+    totals = [ranks[0][0] for ranks in exchanges]
+    assert totals == 8 * totals[: len(totals) // 8]
 
 
 def _reduce_buckets(rank: int, world_size: int, exchange: str, deviates: str) -> Any:

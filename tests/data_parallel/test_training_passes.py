@@ -308,6 +308,39 @@ def test_an_optimizer_steps_between_two_backward_passes() -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
+class Manual(nn.Module):
+    """A forward pass that makes two optimizer steps, as Lightning's manual optimization does."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.model, self.job = job.model, job
+        self.seen: list[bool] = []
+
+    def forward(self, x: Tensor) -> None:
+        for _ in range(2):
+            self.seen.append(self.job.restored)
+            self.model.zero_grad()
+            first(self.model(x)).backward()
+            self.seen.append(self.job.restored)
+            self.job.optimizer.step()
+            self.job.weights = torch.cat(
+                [self.job.ahead.weight(parameter).reshape(-1) for parameter in self.model.parameters()]
+            )
+
+
+def test_a_step_within_a_forward_pass_displaces_again() -> None:
+    job = Job()
+    job.ahead.detach()
+    manual = Manual(job)
+    job.ahead.attach(manual, job.optimizer)
+    manual(job.x)
+    assert manual.seen == [False] * 4
+    with torch.no_grad():
+        assert not manual.job.restored
+    torch.ones(1, requires_grad=True).sum().backward()
+    assert job.restored
+
+
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_the_optimizer_steps_the_weights_after_the_passes_of_its_closure(by_keyword: bool) -> None:
     job, other = Job(), Job()

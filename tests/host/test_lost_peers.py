@@ -21,15 +21,17 @@ from support.processes import logged, run
 
 pytest.importorskip("triton", reason="the looped transport is beside the counts of Triton's kernels")
 
-from dct_plugin.links.team import free_port
-
-from benchmarks.host_work import LoopedPeers
+from benchmarks.host_work import LoopedPeers, LoopedTransport
 from dct_plugin import DesyncError
 from dct_plugin.config import DataParallelConfig, KernelConfig
-from dct_plugin.data_parallel import GradientReducer, pending_exchanges
+from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.integrations.host import lost_peers
 from dct_plugin.kernels import register_backend
+from dct_plugin.model_parallel.fixed import number_of
+from dct_plugin.recommender.links.team import free_port
 from dct_plugin.transport import lost_ranks
+from dct_plugin.transport.base import Announced, Header, Transport
+from dct_plugin.transport.exchange import Exchange
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +127,83 @@ def test_a_rank_that_waits_for_a_device_hears_of_one_that_ended_with_an_error() 
     assert heard == "rank 0: rank 1 ended with ValueError: no such file; see its own output"
 
 
+def _reads_before_anything_arrives(rank: int, world_size: int) -> list[str]:
+    """Rank 1 fails in a reduction, and catches its error. What rank 0 waits for is on no device."""
+    lost_peers.INTERVAL = 0.05
+    job, store = watched(), lost_ranks.default_store()
+    alone = [dist.new_group([own]) for own in range(world_size)][rank]
+    exchange = Exchange(alone, torch.device("cpu"))
+    exchange.agree(0)
+    if rank:
+        reducer = GradientReducer(DataParallelConfig(sparsity=0.9, feedback="local"), alone)
+        reducer.exchange.agree(0)
+        reducer.add_ons.before_compression = None  # type: ignore[method-assign,assignment]
+        for _ in range(3):
+            store.wait(["rank 0 waits"])
+            store.delete_key("rank 0 waits")
+            with pytest.raises(TypeError):
+                reducer.begin([("weight", torch.randn(4096))]).finish()
+            store.wait(["rank 0 heard"])
+            store.delete_key("rank 0 heard")
+        job.step += 1
+        while lost_ranks.own_failures:
+            time.sleep(0.05)
+        store.set("taken back", str(lost_ranks.stated(lost_ranks._FAILED)))
+        return []
+    message, heard = torch.zeros(8, dtype=torch.uint8), []
+    reads = (lambda: exchange.agree(0), lambda: exchange.all_to_all([message]), lambda: number_of(message))
+    for arrived, read in zip(([False], [True, False], [False]), reads, strict=True):
+        answers = iter(arrived)  # headers are there first, then messages
+        lost_ranks.queued = lambda device, answers=answers: (lambda answer: lambda: answer)(next(answers))
+        store.set("rank 0 waits", "")
+        with pytest.raises(DesyncError) as ended:
+            read()
+        lost_ranks.rejoin()
+        store.set("rank 0 heard", "")
+        heard.append(str(ended.value))
+    store.wait(["taken back"])
+    del job
+    return [*heard, store.get("taken back").decode()]
+
+
+@pytest.mark.slow
+def test_every_read_from_a_device_hears_of_a_failed_rank_and_an_error_that_was_caught_is_taken_back() -> None:
+    """Before the rank ends: the end of its process group may wait for what it has queued."""
+    (*heard, stated), _ = run(2, _reads_before_anything_arrives, DCT_TRANSPORT="gloo")
+    assert len(heard) == 3
+    assert all(text.startswith("rank 0: rank 1 ended with TypeError: 'NoneType'") for text in heard)
+    assert stated == "None"
+
+
+class _QueueingTransport(LoopedTransport):
+    """Queues headers on a device, where other ranks are in another call: reading any would not end."""
+
+    def queue_headers(self, announced: Announced) -> torch.Tensor:
+        self.told = [header.size for header in announced.headers]
+        return torch.empty(0)
+
+    def receive_headers(self, announced: Announced) -> list[Header]:
+        raise AssertionError("the host waits")
+
+
+class _QueueingPeers(LoopedPeers):
+    def open_transport(self, device: torch.device) -> Transport:
+        self.transport = _QueueingTransport(self.rank, self.ranks)
+        self.transport.queues = True
+        return self.transport
+
+
+def test_a_failing_rank_reads_nothing_from_a_device() -> None:
+    peers = _QueueingPeers(0, range(2))
+    exchange = Exchange(peers, torch.device("cpu"))
+    exchange.post([torch.zeros(4, dtype=torch.uint8)] * 2)
+    with pytest.raises(ValueError, match="expected"), exchange.preparing():
+        raise ValueError("expected")
+    assert peers.transport.told == [-1, -1]
+    with pytest.raises(DesyncError, match="rank 0: rank"):
+        exchange.checked_sizes([(0, 0), (-1, 0)], 0)
+
+
 def _stop_this_process() -> None:
     """Stop; the thread that says that this rank lives has ended, so no file of the store stays locked."""
     store, waits = lost_ranks.default_store(), lost_peers._excepthook.waits
@@ -161,7 +240,7 @@ def _waits_for_a_stopped_rank(rank: int, world_size: int, waiting: str) -> tuple
         _stop_this_process()
         return "", ""
     pid = int(store.get("rank 1 stops"))
-    pending_exchanges.time_limit = lambda group, device: 0.0
+    lost_ranks.time_limit = lambda group, device: 0.0
     with logged() as lines:
 
         def nothing_arrives() -> bool:

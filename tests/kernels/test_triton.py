@@ -239,9 +239,9 @@ def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> No
             TRITON.write_slots(writer, buffer, places, 7)
         assert launched == ["fill_slots"]
         found = [torch.zeros(size, dtype=dtype) for size in sizes]
-        heads, missing = TRITON.prepare_sum(buffer, bounds, found, 1 / 3)()
+        heads = TRITON.prepare_sum(buffer, bounds, found, 1 / 3)()
     assert reads.places == []
-    assert (heads[:, -1].tolist(), missing.tolist()) == ([0, 0, 0], [0, 0, 0])
+    assert heads[:, -1].tolist() == [0, 0, 0]
     expected = [torch.zeros(size, dtype=dtype) for size in sizes]
     contents = [message for receiver, message in enumerate(writer.read()) if receiver not in (1, 4)]
     assert empty.view(torch.int64).tolist() == [0, 7, *[0] * 34]
@@ -255,11 +255,11 @@ def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> No
         assert bool((frame[32 + content.numel() :] == 0xA5).all())
     expected, found = ([torch.linspace(-1, 1, size).to(dtype) for size in sizes] for _ in BOTH)
     untouched = [out.clone() for out in found]
-    heads, missing = TRITON.prepare_sum(buffer, [(0, 1024)], found, 1.0, spare=True)()
-    assert (heads[:, -1].tolist(), missing.tolist()) == ([0], [1])
+    heads = TRITON.prepare_sum(buffer, [(0, 1024)], found, 1.0, spare=True)()
+    assert heads[:, -1].tolist() == [0]
     assert all(same_bits(one, other) for one, other in zip(found, untouched, strict=True))
-    heads, missing = TRITON.prepare_sum(buffer, bounds[:1], found, 1.0, spare=True)()
-    assert (heads[:, -1].tolist(), missing.tolist()) == ([0], [0])
+    heads = TRITON.prepare_sum(buffer, bounds[:1], found, 1.0, spare=True)()
+    assert heads[:, -1].tolist() == [0]
     for payload, out in zip(Payload.split(contents[0]), expected, strict=True):
         total = out.to(torch.float32)
         REFERENCE.decode_add(payload, total)
@@ -267,12 +267,12 @@ def test_slots_are_written_and_added_up_without_a_look(dtype: torch.dtype) -> No
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
     buffer[16_384 + 300] ^= 1
     found = [torch.zeros(size, dtype=dtype) for size in sizes]
-    heads, missing = TRITON.prepare_sum(buffer, [(0, 1024), bounds[1]], found, 1.0)()
-    assert (heads[:, -1].tolist(), missing.tolist()) == ([0, 1], [1, 0])
+    heads = TRITON.prepare_sum(buffer, [(0, 1024), bounds[1]], found, 1.0)()
+    assert heads[:, -1].tolist() == [0, 1]
     assert all(bool(out.isnan().all()) for out in found)
     buffer[16_384 + 32] ^= 1  # no header at all
     found = [torch.zeros(size, dtype=dtype) for size in sizes]
-    heads, _ = TRITON.prepare_sum(buffer, bounds[1:2], found, 1.0)()
+    heads = TRITON.prepare_sum(buffer, bounds[1:2], found, 1.0)()
     assert heads[:, -1].tolist() == [7]
     assert not any(bool(out.any()) for out in found)
 
@@ -301,9 +301,9 @@ def test_payloads_slots_and_the_coming_sum_are_one_upload(
         TRITON.write_slots(writer, slot, [(0, 8192)], 7)
         add_up = TRITON.prepare_sum(slot, [(0, 8192), (8192, 16_384)], found, 1 / 3)
     slot[8192:] = slot[:8192]  # that of the other rank arrives
-    heads, missing = add_up()
+    heads = add_up()
     assert len(uploaded) == expected
-    assert (heads[:, -1].tolist(), missing.tolist()) == ([0, 0], [0, 0])
+    assert heads[:, -1].tolist() == [0, 0]
     REFERENCE.sum_messages([writer.message] * 2, wanted, 1 / 3)
     assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True))
 
@@ -320,7 +320,7 @@ def test_room_for_positions_is_that_of_the_values_and_a_message_with_more_is_dam
         targets = np.array([[[size, 0, 0, 0, 0]]])
         messages = UnopenedMessages(slot, [(0, 1024)], Spans.whole((size,)), targets, slots=True, bits=bits)
         opened = messages.open(upload(messages.table(), slot.device))
-        heads, _ = TRITON.prepare_sum(slot, [(0, 1024)], out, 1.0, bits=bits)()
+        heads = TRITON.prepare_sum(slot, [(0, 1024)], out, 1.0, bits=bits)()
         assert (heads[:, -1].tolist(), opened.positions.numel()) == ([expected], positions)
         assert bool(out[0].any()) == (not expected)
 
@@ -392,12 +392,10 @@ def test_slots_of_owners_are_added_at_once(dtype: torch.dtype, scale: float) -> 
             else:
                 pairs = zip(bounds, outs, strict=True)
                 found = [TRITON.prepare_sum(buffer, [place], own, scale)() for place, own in pairs]
-        heads, missing = (torch.cat(parts) for parts in zip(*found, strict=True))
-        results.append((heads, missing, [out for each in outs for out in each]))
+        results.append((torch.cat(found), [out for each in outs for out in each]))
     assert launched == ["open_messages", "scan", "place", "add"]
-    (one, lacks, expected), (other, missing, sums) = results
+    (one, expected), (other, sums) = results
     assert one[:, -1].tolist() == other[:, -1].tolist() == [0, 0, 0, 0, 0, 1, 7]
-    assert lacks.tolist() == missing.tolist() == [0, 0, 0, 0, 1, 0, 0]
     for mine, theirs in zip(sums, expected, strict=True):
         assert same_bits(mine, theirs) or bool((mine.isnan() & theirs.isnan()).all())
     assert sum(bool(out.any()) for out in sums) >= 5

@@ -19,8 +19,8 @@ from dct_plugin.metrics import Event, Metrics, Record, format_bytes
 
 FIELDS = {
     "step", "steps", "is_start", "step_ms", "dense_step_ms", "class", "dense_bytes", "sent_bytes", "ratio",
-    "density_target", "density", "tau", "refreshes", "select_ms", "encode_ms", "exchange_ms", "decode_ms",
-    "waited_ms", "rank", "world_size", "time",
+    "density_target", "density", "tau", "refreshes", "held_back", "select_ms", "encode_ms", "exchange_ms",
+    "decode_ms", "waited_ms", "rank", "world_size", "time",
 }  # fmt: skip
 
 

@@ -148,11 +148,12 @@ def test_the_page_has_the_table() -> None:
 def test_memory_is_said_where_it_is_over_a_tenth_of_what_is_free() -> None:
     def said(free: float, **settings: object) -> str:
         made = DataParallelConfig.of({"feedback": "step_ahead", **settings})
-        return kept_in_words(made, 1_000_000, 2.0, free, transactional=False)
+        return kept_in_words(made, 1e6, 2e6, free)
 
     assert said(61e6) == ""
     assert said(59e6) == (
-        "this rank keeps 4.0 MB of residual and 2.0 MB of displaced weights (10 % of the free memory); smaller: "
+        "this rank keeps 4.0 MB of residual and 2.0 MB of displaced weights (10 % of the free memory); "
+        "smaller: "
         '"residual_dtype": "int8" keeps 3.0 MB, or "sparsity": 0, "value_dtype": "int8", "feedback": "none" '
         "keeps nothing"
     )

@@ -69,9 +69,9 @@ class DeferredBackend(ReferenceBackend):
         buffer: Tensor,
         bounds: Sequence[tuple[int, int]],
         fingerprint: int,
-        incomplete: Tensor | None = None,
+        nothing: Tensor | None = None,
     ) -> None:
-        lacking = 0 if incomplete is None else int(incomplete.as_subclass(Tensor).amax())
+        empty = 0 if nothing is None else int(nothing.as_subclass(Tensor))
         for receiver, (begin, end) in enumerate(bounds):
             out = buffer[begin:end]
             parts = [
@@ -80,7 +80,7 @@ class DeferredBackend(ReferenceBackend):
                 if each.receivers == (receiver,)
             ]
             message = torch.cat([out[:0], *parts])
-            out.view(torch.int64)[:WORDS] = torch.tensor([message.numel(), fingerprint, lacking, 0])
+            out.view(torch.int64)[:WORDS] = torch.tensor([message.numel(), fingerprint, empty, 0])
             room = out[PREFIX:]
             room[: message.numel()] = message[: room.numel()]
 
@@ -94,14 +94,13 @@ class DeferredBackend(ReferenceBackend):
         *,
         spare: bool = False,
         bits: int = 2,
-    ) -> Callable[[], tuple[Tensor, Tensor]]:
-        def add_up() -> tuple[Tensor, Tensor]:
+    ) -> Callable[[], Tensor]:
+        def add_up() -> Tensor:
             if spans is None:
                 return self._sum_slots(buffer, bounds, outs, scale, spare)
             parts = [[outs[w][start:stop] for w, start, stop in each] for each in spans.of]
             pairs = zip(bounds, parts, strict=True)
-            found = [self._sum_slots(buffer, [place], own, scale, spare) for place, own in pairs]
-            return torch.cat([heads for heads, _ in found]), torch.cat([missing for _, missing in found])
+            return torch.cat([self._sum_slots(buffer, [place], own, scale, spare) for place, own in pairs])
 
         return add_up
 
@@ -112,12 +111,12 @@ class DeferredBackend(ReferenceBackend):
         outs: Sequence[Tensor],
         scale: float,
         spare: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         slots = [buffer[slice(*each)] for each in bounds]
         heads = [slot.view(torch.int64)[:WORDS].tolist() for slot in slots]
         missing = [
-            int(not 0 <= size <= slot.numel() - PREFIX or incomplete)
-            for slot, (size, _, incomplete, _) in zip(slots, heads, strict=True)
+            not 0 <= size <= slot.numel() - PREFIX or empty
+            for slot, (size, _, empty, _) in zip(slots, heads, strict=True)
         ]
         if any(missing):
             for out in outs if not spare else ():
@@ -132,7 +131,7 @@ class DeferredBackend(ReferenceBackend):
                     self.sum_messages(messages, outs, scale)
             except PayloadError as error:
                 heads[error.message][-1] = 7
-        return on_device(heads, torch.int64), on_device(missing, torch.int64)
+        return on_device(heads, torch.int64)
 
     def exact_threshold(  # type: ignore[override]
         self, grad: Tensor, residual: Tensor | None, k: int

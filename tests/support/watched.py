@@ -35,6 +35,9 @@ class Watched:
             if parameter.requires_grad:
                 parameter.register_hook(functools.partial(self._compare, name))
 
+    def __deepcopy__(self, _: Any) -> Watched:  # with the module whose hooks refer to it
+        return self
+
     def displaced(self) -> list[str]:
         """Return the names of the parameters that hold displaced weights now."""
         return [n for n, p in self._named.items() if self._ahead.weight(p).data_ptr() != p.data_ptr()]

@@ -6,14 +6,19 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.processes import run
 
-from dct_plugin.errors import DesyncError
+from dct_plugin.errors import ConfigError, DesyncError
 from dct_plugin.transport import Exchange, tcp_connect
+from dct_plugin.transport.lost_ranks import time_limit
+from dct_plugin.transport.transports import subgroup
 
 pytestmark = pytest.mark.slow
 
@@ -121,3 +126,36 @@ def test_after_a_failure_that_was_told_the_next_exchange_is_whole(choice: str) -
     for text in (first, third):
         assert "rank(s) [1] failed while preparing this exchange" in text
     assert received == [0, 1, 2]
+
+
+def _some_ranks_in_a_group_of_their_own(rank: int, world_size: int) -> tuple[list[int], float, str]:
+    """Rank 2 makes no group: it is on a pipeline stage without experts, for example."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+    if rank == 2:
+        return [], 0.0, ""
+    everyone: Any = dist.group.WORLD
+    everyone.bound_device_id = torch.device("cuda:0")  # as with init_process_group(device_id=...)
+    make, split = dist.new_group, []
+
+    def new_group(*arguments: Any, **options: Any) -> Any:
+        split.append(everyone.bound_device_id)  # torch would split the communicator of all ranks then
+        return make(*arguments, **options)
+
+    with patch.object(dist, "new_group", new_group):
+        made = subgroup(group, [0, 1], CPU)
+    assert split == [None]
+    total = torch.ones(1)
+    dist.all_reduce(total, group=made)
+    assert (total.item(), everyone.bound_device_id) == (2.0, torch.device("cuda:0"))
+    refusing = patch.object(dist, "new_group", side_effect=NotImplementedError("TorchComms"))
+    with refusing, pytest.raises(ConfigError) as refused:
+        subgroup(group, [0, 1], CPU)
+    everyone.bound_device_id = None
+    return dist.get_process_group_ranks(made), time_limit(made), str(refused.value)
+
+
+def test_some_ranks_make_a_group_without_all_others() -> None:
+    for rank, (ranks, seconds, refused) in enumerate(run(3, _some_ranks_in_a_group_of_their_own)[:2]):
+        assert (ranks, seconds) == ([0, 1], 77.0)
+        assert refused.startswith(f"rank {rank}: dct.data_parallel.nodes: torch cannot make groups of nodes")
+        assert "TORCH_DISTRIBUTED_USE_TORCHCOMMS" in refused

@@ -36,7 +36,7 @@ class NodeSums:
         host names owners; a collective.
         """
         self._node.exchange.step = self._group.step
-        with exchange_record.timed("exchange"), self._group.exchange.preparing():
+        with exchange_record.timed("exchange"), self._group.preparing():
             parts = self._node.means(entries, in_place=True)
         owners = None if shards is None else {n: s for (n, _), s in zip(entries, shards, strict=True)}
         wanted = None if owners is None else {name: self._wanted(of) for name, of in owners.items()}
@@ -45,12 +45,10 @@ class NodeSums:
             return parts, None
         return parts, [self._nodes_as_owners(name, owners[name]) for name, _ in parts]
 
-    def gather_in_node(self) -> None:
-        """Give the ranks the sums of what was reduced, once its exchange is complete; a collective."""
+    def gather_in_node(self, exchange_record: Record) -> None:
+        """Give the ranks the sums of what was reduced, behind its exchange; a collective."""
         reduced, self._reduced = self._reduced, []
-        if not reduced:
-            return
-        with self._group.recorded("gradient") as exchange_record, exchange_record.timed("exchange"):
+        with exchange_record.timed("exchange"):
             for entries, wanted in reduced:
                 self._node.gather("gather", entries, wanted)
 

@@ -107,8 +107,8 @@ class Unsent(NamedTuple):
     The tensors may share memory with those of the next call: read them before it.
 
     Attributes:
-        residual: Returns the residual of a stream (fp32 [numel]): before this step, if a step can be taken back,
-            else as it is. None if it keeps none.
+        residual: Returns the residual of a stream (fp32 [numel]): before this step, if a step can be taken
+            back, else as it is. None if it keeps none.
         owner_residuals: Takes a stream and its number of entries. Yields each part of the ranks' *sum* that
             this rank owns, and the residual of that part (fp32): what this rank has not sent back of the sum.
         pending: Returns the part of the stream's weights that this rank owns, and the updates that it has not

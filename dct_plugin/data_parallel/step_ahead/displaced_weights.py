@@ -258,7 +258,7 @@ def _is_close(now: Tensor, before: Tensor) -> bool:
     """Return whether two tensors are equal to a few roundings; NaN is equal to NaN."""
     if now.dtype != before.dtype or now.shape != before.shape:
         return False
-    most = float(before.abs().max()) if before.numel() else 0.0
+    most = float(before.abs().nan_to_num(0.0, 0.0, 0.0).max()) if before.numel() else 0.0
     rounding = ROUNDINGS * torch.finfo(before.dtype).eps * most
     return torch.allclose(now, before, rtol=0.0, atol=rounding, equal_nan=True)
 

@@ -94,12 +94,12 @@ class BucketReductions:
         if self._overlap is None:
             self._overlap = self._agree(device)
         if torch._C._current_graph_task_id() < 0:  # DDP reduces zeros for a rank without inputs
-            self._overlap.reducer.exchange.abort()
-            raise ConfigError(
-                f"rank {dist.get_rank()}: this rank has no more inputs, and DistributedDataParallel.join() "
-                "does not work with compressed gradients; give all ranks the same number of batches "
-                "(DistributedSampler, drop_last=True)"
-            )
+            with self._overlap.reducer.preparing():
+                raise ConfigError(
+                    f"rank {dist.get_rank()}: this rank has no more inputs, and "
+                    "DistributedDataParallel.join() does not work with compressed gradients; give all ranks "
+                    "the same number of batches (DistributedSampler, drop_last=True)"
+                )
         self._steps.end_due()
         return self._overlap
 

@@ -274,6 +274,10 @@ class DCTState(OptimizerAttachment):
         model = None if self._model is None else self._model()
         return [] if model is None else not_trained(model.module, (name for name, _ in self._replicated()))
 
+    def weights(self) -> Iterable[Tensor]:
+        model = None if self._model is None else self._model()
+        return () if model is None else self._trainable(model).values()
+
     # -- the start ---
 
     def dense_all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch.distributed as dist
+from torch import Tensor
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.console import logger
@@ -203,6 +205,11 @@ class EngineAttachment(HostAttachment):
             self.steps = StepHooks([], self.metrics, rank=engine.global_rank)
             self._choose_paths(EngineContext(engine, self.config, self.metrics, self.steps), path)
         return True
+
+    def weights(self) -> Iterable[Tensor]:
+        if self._engine.zero_optimization_stage() == 3:  # parameters hold nothing between passes
+            return ()
+        return (parameter for parameter in self._engine.module.parameters() if parameter.requires_grad)
 
     def _decide(self, path: type[GradientPath] | None) -> None:
         """Decide the settings, and refuse what the engine cannot do."""

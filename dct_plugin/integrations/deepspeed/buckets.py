@@ -6,14 +6,13 @@ for the bucket's buffer is filled again. Two classes decide how long the host wa
 - :class:`BucketReductions` waits for every bucket. With ``overlap_comm`` messages travel while the backward
   pass goes on, on CUDA on DeepSpeed's reduction stream. The copies are made before the next bucket is handed
   over, or at the end of the pass.
-- :class:`DeferredReductions`, on a device, waits once, at the end of the backward pass. A message that did
-  not fit its slot is completed then, and its sums are corrected where DeepSpeed has copied the others.
+- :class:`DeferredReductions`, on a device, waits once, at the end of the backward pass, for figures.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,10 +72,6 @@ class CommunicationBuffer:
             self._grad.copy_(self.flat.view(self._grad.shape))
 
 
-#: The name in the reducer and the entries of gradients, by the id of the parameter.
-Copied = Mapping[int, tuple[str, int]]
-
-
 class BucketReductions:
     """Reductions of buckets whose sums have an owner.
 
@@ -94,13 +89,12 @@ class BucketReductions:
         self._overlap = Overlap(reducer, wanted=self._overlaps, own_stream=False)
         self._uses: list[Callable[[], None]] = []
 
-    def reduce(self, reductions: Sequence[Reduction], use: Callable[[], None], copied: Copied) -> None:
+    def reduce(self, reductions: Sequence[Reduction], use: Callable[[], None]) -> None:
         """Reduce a bucket.
 
         Args:
             reductions: Those of its gradients.
             use: Uses the sums.
-            copied: The gradients that DeepSpeed copies from the bucket as they are.
         """
         for each in reductions:
             self._overlap.submit(each)
@@ -144,42 +138,13 @@ class BucketReductions:
 class DeferredReductions(BucketReductions):
     """Reductions that are waited for at the end of the backward pass; arguments as of the base class."""
 
-    def __init__(self, optimizer: Any, reducer: GradientReducer) -> None:
-        super().__init__(optimizer, reducer)
-        self._uncopied: dict[int, tuple[str, int]] = {}
-        self._nothing = torch.empty(1, device=reducer.device)
-
-    @staticmethod
-    def applies(optimizer: Any, reducer: GradientReducer) -> bool:
-        """Return whether sums stay where DeepSpeed copies them, and somebody waits for a device at all.
-
-        Sums do not stay that are added up as they are copied.
-        """
-        compact = getattr(optimizer, "_use_compact_grad_partition_buffer", lambda _: False)
-        stays = optimizer.contiguous_gradients and optimizer.reduce_scatter
-        stays = stays and not any(compact(group) for group in range(len(optimizer.bit16_groups)))
-        return bool(stays and not reducer.backend.lengths_on_host)
-
-    def reduce(self, reductions: Sequence[Reduction], use: Callable[[], None], copied: Copied) -> None:
+    def reduce(self, reductions: Sequence[Reduction], use: Callable[[], None]) -> None:
         for each in reductions:
             each.finish()
-        if copied:
-            self._uncopied |= copied
-        else:
-            self._reducer.finish()  # sums that are converted or stay in the bucket cannot be corrected there
         use()
 
     def _reduce_buckets(self, original: Function, comm_dtype: Any = None) -> None:
         original(comm_dtype)
-        for name, numel in self._uncopied.values():  # other ranks': their memory may be given back
-            self._reducer.replace_result(name, self._nothing.expand(numel))
-        self._uncopied.clear()
         if comm_dtype is None:  # the end of the backward pass
             with self._reduction_stream():
                 self._reducer.finish()
-
-    def _copy(self, original: Function, parameter: Any, *arguments: Any) -> None:
-        original(parameter, *arguments)
-        if (uncopied := self._uncopied.pop(id(parameter), None)) is not None:
-            copy = self._optimizer.get_gradient_for_reduction(parameter)
-            self._reducer.replace_result(uncopied[0], copy.detach().view(-1))

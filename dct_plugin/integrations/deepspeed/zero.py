@@ -89,8 +89,8 @@ class ZeroPath(GradientPath):
             together = getattr(optimizer, "use_multi_rank_bucket_allreduce", True)
             reducer.host_collective = "all_reduce" if together else "reduce"
         self._bucket: Tensor | None = None
-        deferred = DeferredReductions.applies(optimizer, self.reducer)
-        self._reductions = (DeferredReductions if deferred else BucketReductions)(optimizer, self.reducer)
+        kind = BucketReductions if self.reducer.backend.lengths_on_host else DeferredReductions
+        self._reductions = kind(optimizer, self.reducer)
         self._shards: dict[tuple[int, int], list[Shard]] = {}
 
     @classmethod
@@ -181,11 +181,7 @@ class ZeroPath(GradientPath):
                         part.copy_(result)
 
         if reducer is self.reducer:
-            copied = {}
-            is_owned = not any(id(each.parameter) in self._tied_weights for each in parameters)
-            if is_owned and tensor.dtype == dtype == self.optimizer.dtype:
-                copied = {id(p): (self.name_of(group, p), p.numel()) for group, _, p in parameters}
-            self._reductions.reduce(self._reductions_of(buffer.flat, parameters, reducer), use, copied)
+            self._reductions.reduce(self._reductions_of(buffer.flat, parameters, reducer), use)
         else:
             self._reduce(buffer.flat, parameters, reducer)
             use()

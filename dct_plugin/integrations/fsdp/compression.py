@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from .parameter_groups import (
     ShardedParameter,
     check_displaceable,
     check_torch,
+    follow_methods,
     has_replicas,
     parameter_groups,
     replicated_groups,
@@ -158,11 +159,15 @@ class ReplicaCompression(OptimizerAttachment):
         # Whether a scaler skipped the last step is known at the next pass, without waiting for a device; and
         # to be known before weights are displaced.
         self._before_forward(self._model, self._optimizer_steps.end_due)
+        self.ends.callback(follow_methods(self._model))
 
     @property
     def parameters(self) -> Iterator[ShardedParameter]:
         """The parameters whose gradients are compressed."""
         return (parameter for group in self.groups for parameter in group.parameters)
+
+    def weights(self) -> Iterable[Tensor]:
+        return (parameter.local() for parameter in self.parameters)
 
     # -- made once ---
 

@@ -97,21 +97,8 @@ class ReplicaGroup(dist.ProcessGroup):
         finishes_later = self._before(self)
         if entries:
             self.reducer.begin(entries, scale=1.0 / self.size() if self.averages else 1.0).finish()
-            if not (finishes_later and self._become_gradients(flat)):
+            if not finishes_later:
                 self.reducer.finish()
-
-    def _become_gradients(self, flat: Tensor) -> bool:
-        """Return whether the sums themselves become gradients, so that they can be corrected at the end of
-        the backward pass. Else FSDP divides, converts, copies or adds them, or shows them to a hook, at once.
-        """
-        return self.divided_by == 1.0 and not any(
-            each.sharded.grad is not None
-            or each.sharded.dtype != flat.dtype
-            or each.fsdp.offload_to_cpu
-            or getattr(each.group, "_all_reduce_hook", None) is not None
-            or getattr(each.sharded, "_post_accumulate_grad_hooks", None)
-            for each in self.expected
-        )
 
     @property
     def unit(self) -> float:

@@ -13,7 +13,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
+import psutil
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.config.dct import MetricsConfig
@@ -21,6 +24,7 @@ from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.metrics import Metrics, Sink
 from dct_plugin.policy import AppliedSettings, Training
+from dct_plugin.policy.memory import kept_in_words
 from dct_plugin.transport.agreement import HINT, Agreement
 from dct_plugin.transport.nodes import Nodes
 
@@ -153,9 +157,29 @@ class HostAttachment:
         summary = settings.summary if settings.enabled else "dense gradients"
         fingerprint = self.config.fingerprint()
         logger.warning("dct: active on %s, %s, config %s", what, summary, fingerprint)
-        for line in self.applied.lines:
-            logger.warning("dct: %s", line)
+        for line in (*self.applied.lines, self._memory()):
+            if line:
+                logger.warning("dct: %s", line)
         self.metrics.event("settings", config=fingerprint, data_parallel=settings.model_dump(mode="json"))
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return the weights whose gradients are compressed, as this rank trains with them; empty if it does
+        not know them.
+        """
+        return ()
+
+    def _memory(self) -> str:
+        """Return what the plugin keeps on this rank, in words; empty if that is little."""
+        weights = list(self.weights())
+        if not weights or not self.config.data_parallel.enabled:
+            return ""
+        device = weights[0].device
+        if device.type == "cuda":
+            free = float(torch.cuda.mem_get_info(device)[0])
+        else:
+            free = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        entries, size = sum(weight.numel() for weight in weights), weights[0].element_size()
+        return kept_in_words(self.config.data_parallel, entries / self.applied.inside, size * entries, free)
 
     def steps_so_far(self) -> int:
         """Return the optimizer steps so far."""

@@ -144,10 +144,15 @@ class LongWaits(threading.Thread):
 
     def run(self) -> None:
         reported: lost_ranks.Wait | None = None
+        failed_in: list[int | None] = []
         while not self._ended.wait(INTERVAL):
+            step = self._step_of()
+            if lost_ranks.own_failures and failed_in not in ([], [step]):  # its error was caught
+                lost_ranks.withdraw_failure()
+            failed_in = [step] if lost_ranks.own_failures else []
             with contextlib.suppress(Exception):
                 key = lost_ranks.key_of("heard", dist.get_rank())
-                self._store.set(key, f"{time.monotonic()} {self._step_of()}")
+                self._store.set(key, f"{time.monotonic()} {step}")
             longest = min(list(lost_ranks.waits.values()), key=lambda wait: wait.began, default=None)
             if longest is not None and time.monotonic() > longest.began + INTERVAL:
                 with contextlib.suppress(Exception):

@@ -76,6 +76,7 @@ class _ThresholdedGroup(ProcessGroupWrapper):
             ranks=2,
             step_ahead_unavailable="torchft hands over tensors without their parameters",
             optimizer_unknown_hint=f"{type(self).__name__}(section, optimizer=optimizer) takes what suits it",
+            is_timed=False,
         )
         attachment = ReplicaAttachment(section)
         attachment.resolve(optimizer, training)

@@ -73,7 +73,7 @@ META = tl.constexpr(5)
 #: Entries that such a program owns, and messages that it searches at once.
 RANGE, SEARCHED = map(tl.constexpr, (16384, 32))
 
-#: Bytes of a slot before its message, and the words in them: size, fingerprint, incomplete, 0.
+#: Bytes of a slot before its message, and the words in them: size, fingerprint, nothing to add, 0.
 PREFIX, WORDS = map(tl.constexpr, (32, 4))
 #: Numbers of a slot, and of a payload that is put into one.
 PART = tl.constexpr(4)
@@ -137,7 +137,7 @@ def _read_header(buffer, at, end, numel):
 
 @triton.jit(do_not_specialize=["bounds_at", "count", "stride", "room"])
 def open_messages(
-    buffer, meta, rows, missing, heads, bounds_at, count, stride, room, SLOTS: tl.constexpr,
+    buffer, meta, rows, heads, bounds_at, count, stride, room, SLOTS: tl.constexpr,
     ABSENT: tl.constexpr,
 ):  # fmt: skip
     """Make the rows of messages, which lie between two bytes of ``buffer``.
@@ -168,7 +168,6 @@ def open_messages(
         absent = ((size < 0) | (at + PREFIX + size > end) | stands_for_nothing).to(tl.int64)
         at += PREFIX
         end = tl.where(absent != 0, at, at + size)
-    tl.store(missing + message, absent)
     tl.store(heads + WORDS * message + lanes, tl.where(lanes < WORDS - 1, head, 0))
     checks = absent * 0
     scans = absent * 0
@@ -516,9 +515,10 @@ def _sizes(places, part, mask):
     return tl.load(figures, mask=mask, other=0)
 
 
-@triton.jit(do_not_specialize=["slots", "fingerprint", "senders"])
-def fill_slots(places, buffer, incomplete, slots, fingerprint, senders, ANSWERS: tl.constexpr):
-    """Copy payloads into their slots, as far as there is room, and write the first words of the slots.
+@triton.jit(do_not_specialize=["slots", "fingerprint"])
+def fill_slots(places, buffer, nothing, slots, fingerprint, EMPTY: tl.constexpr):
+    """Copy payloads into their slots, as far as there is room, and write the first words of the slots, with
+    the flag ``nothing`` if EMPTY.
 
     ``places``, int64 [slots + payloads, PART]. Of a slot: its first payload, number of payloads, first byte
     in the buffer, and the one behind it. Of a payload: address, first unit of work in its slot, address of
@@ -556,12 +556,8 @@ def fill_slots(places, buffer, incomplete, slots, fingerprint, senders, ANSWERS:
         words = slot.to(tl.pointer_type(tl.int64))
         tl.store(words, total)
         tl.store(words + 1, fingerprint.to(tl.int64))
-        lacking = total * 0
-        if ANSWERS:
-            first = 0
-            while first < senders:
-                flags = tl.load(incomplete + first + lanes, mask=first + lanes < senders, other=0)
-                lacking = tl.maximum(lacking, tl.max(flags, 0))
-                first += SEARCHED
-        tl.store(words + 2, lacking)
+        empty = total * 0
+        if EMPTY:
+            empty = tl.load(nothing)
+        tl.store(words + 2, empty)
         tl.store(words + 3, total * 0)

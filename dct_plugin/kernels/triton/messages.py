@@ -62,18 +62,17 @@ class UnopenedMessages(NamedTuple):
         room = min(8 * longest // (bits + 1), layout.entries)
         stride = targets[0].size if len(targets) > 1 else 0
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
-        missing = torch.empty(several, dtype=torch.int64, device=where)
         heads = torch.empty(several, device.WORDS.value, dtype=torch.int64, device=where)
         absent = device.ADDED if spare else device.POISONED
         units = layout.blocks + longest // CHUNK + count
-        arguments = buffer, table, rows, missing, heads, targets.size, count, stride, room
+        arguments = buffer, table, rows, heads, targets.size, count, stride, room
         launch(device.open_messages, several, *arguments, SLOTS=slots, ABSENT=absent.value)
         counts = torch.zeros(several, 2, counts_and_sums(units, count), dtype=torch.int64, device=where)
         positions = torch.empty(several, room, dtype=torch.int32, device=where)
         sizes, checks = (count, stride, units, counts.shape[-1]), -(-longest // (4 * CHUNK)) + count
         launch(device.scan, (checks + units, several), buffer, rows, table, counts, *sizes, checks)
         launch(device.place, (units, several), buffer, rows, table, counts, positions, *sizes, room)
-        return OpenedMessages(buffer, rows, positions, missing, heads, layout.programs, table, stride)
+        return OpenedMessages(buffer, rows, positions, heads, layout.programs, table, stride)
 
 
 class OpenedMessages(NamedTuple):
@@ -83,8 +82,6 @@ class OpenedMessages(NamedTuple):
     rows: Tensor
     """int64 [messages, payloads + 1, ROW]."""
     positions: Tensor
-    missing: Tensor
-    """int64 [messages]. 1 where a message is missing, or has no payloads to add."""
     heads: Tensor
     """int64 [messages, WORDS]: the first words of slots (zeros without); the last one is 0."""
     sums: int
@@ -116,11 +113,9 @@ class OpenedMessages(NamedTuple):
             positions = self.positions[0, : payload.nnz].to(torch.int64) & 0xFFFFFFFF
         return positions.clamp_(max=max(payload.numel - 1, 0)), wrong.view(1)
 
-    def add(
-        self, scale: float, together: int = 1, apart: int = 0, wrong: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def add(self, scale: float, together: int = 1, apart: int = 0, wrong: Tensor | None = None) -> Tensor:
         """Add messages to their tensors, so many ``together`` to the same ones. Return :attr:`heads`, with
-        what is wrong with each message as its last word, and :attr:`missing`.
+        what is wrong with each message as its last word.
 
         Args:
             apart: Entries whose sums are made in other memory, in fp32.
@@ -135,7 +130,7 @@ class OpenedMessages(NamedTuple):
         early = scales_first(together, scale)
         scaled = {"SCALED": scale != 1.0 and early, "SCALED_SUM": scale != 1.0 and not early}
         launch(device.add, grid, *read, *places, *numbers, **scaled)
-        return self.heads, self.missing
+        return self.heads
 
 
 def prepared_sum(
@@ -146,7 +141,7 @@ def prepared_sum(
     scale: float,
     spans: Spans | None = None,
     **options: Any,
-) -> Callable[[], tuple[Tensor, Tensor]]:
+) -> Callable[[], Tensor]:
     """Do what :meth:`.backend.Backend.prepare_sum` does, with what a batch uploads; ``options``: see
     :class:`UnopenedMessages`.
     """
@@ -160,7 +155,7 @@ def prepared_sum(
     table = list[Tensor]()
     batch.then(messages.table, table.append)
 
-    def add_up() -> tuple[Tensor, Tensor]:
+    def add_up() -> Tensor:
         batch.launch()  # unless that is done
         with launched_on(buffer.device):
             return messages.open(*table).add(scale, 1 if once else count, apart)
