@@ -103,6 +103,8 @@ class DisplacedWeights:
         """Views of the bits of some entries of all displaced weights."""
         self._sampled = torch.empty(0)
         """Their values after they were computed."""
+        self._views: dict[str, tuple[Tensor, Tensor]] = {}
+        """By name, displaced weights and the view of their samples."""
         self._unchecked = False
 
     @property
@@ -196,10 +198,17 @@ class DisplacedWeights:
         self.drop()
         for name, parameter, displaced in self._compute():
             self._computed[name] = Computed(parameter, displaced, parameter._version)
-        flat = [each.displaced.view(-1) for each in self._computed.values()]
-        self._samples = [x[:: max(1, x.numel() // SAMPLES)].view(_BITS[x.element_size()]) for x in flat]
-        if flat:
+        self._samples = [self._sample(name, each.displaced) for name, each in self._computed.items()]
+        if self._samples:
             self._sampled = torch.cat(self._samples)
+
+    def _sample(self, name: str, displaced: Tensor) -> Tensor:
+        of, view = self._views.get(name, (None, displaced))
+        if of is not displaced:
+            view = displaced.view(-1)[:: max(1, displaced.numel() // SAMPLES)]
+            view = view.view(_BITS[view.element_size()])
+            self._views[name] = displaced, view
+        return view
 
     def _show(self) -> None:
         """Show the displaced weights, but for those of parameters that were written since: another optimizer
@@ -214,11 +223,11 @@ class DisplacedWeights:
     def _restore(self) -> list[str]:
         """Put the weights back, and return the names of the parameters that were written meanwhile."""
         written = []
-        for name, parameter in self._shown():
-            _, displaced, version = self._computed[name]
+        for name, weight in self._weights.items():
+            parameter, displaced, version = self._computed[name]
             now = parameter.data
             moved = now.data_ptr() != displaced.data_ptr()
-            parameter.data = self._weights[name]
+            parameter.data = weight
             if not moved and parameter._version == version:
                 continue
             if not _is_close(now, displaced) if moved else self._is_written(name):
