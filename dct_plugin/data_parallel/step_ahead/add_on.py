@@ -380,9 +380,11 @@ class StepAhead:
         return covered
 
     def undo(self, names: Collection[str], *, lost: bool) -> None:
-        """Forget the gradients of streams in this step; if residuals were ``lost``, displace weights anew."""
+        """Forget the gradients of streams in this step; if residuals were ``lost``, displace weights anew in the
+        next pass. One that runs ends as it began.
+        """
         self.moments.forget(names)
-        if lost:
+        if lost and self._displaced.state is not State.DISPLACED:
             self.forget()
 
     def rescale(self, factor: float) -> None:
