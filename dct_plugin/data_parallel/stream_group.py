@@ -143,10 +143,14 @@ class StreamGroup:
         """True if the framework may sum the coming gradients by itself, which is faster than thresholds; the
         same on all ranks. No residual is kept then.
         """
+        self.sends_all = False
+        """True if every entry of the coming gradients is sent, so that step-ahead has nothing to foresee."""
 
-    def stay_dense(self, dense: bool) -> None:
-        """Note whether the coming gradients are summed densely, and free the residuals, which were sent."""
-        self.stays_dense = dense
+    def send_all(self, *, wanted: bool, dense: bool) -> None:
+        """Note whether all entries of the coming gradients are sent, and whether densely. Then the residuals,
+        which were sent, are freed.
+        """
+        self.sends_all, self.stays_dense = wanted, dense
         if dense:
             self.streams.clear()
 
