@@ -12,7 +12,8 @@ _CHUNK = 2**20
 
 def checksum(weight: Tensor) -> Tensor:
     """Return the sum of a tensor's bit patterns, each mixed with its position: int64, on its device."""
-    flat = weight.detach().contiguous().view(-1)
+    real = torch.view_as_real(weight.resolve_conj()) if weight.is_complex() else weight
+    flat = real.detach().contiguous().view(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start, words in enumerate(flat.view(_WORDS[flat.element_size()]).split(_CHUNK)):
         # Odd factors, so that no single difference vanishes.

@@ -26,6 +26,7 @@ from dct_plugin.config import (
     TensorConfig,
     options,
 )
+from dct_plugin.config.data_parallel import VerifyConfig
 from dct_plugin.config.options import documentation, models
 
 FEEDBACK = 'one of "auto", "local", "step_ahead", "none", or an object with "kind" and settings'
@@ -107,12 +108,9 @@ def test_defaults_are_those_of_the_documentation() -> None:
     assert config.data_parallel.feedback == AutoFeedback()
     assert config.data_parallel.dense_steps == config.data_parallel.ramp_steps == 0
     assert config.data_parallel.expert == ExpertSettings(threshold="sample", threshold_lifespan=1000)
-    assert (
-        config.data_parallel.parameters
-        is config.data_parallel.verify
-        is config.data_parallel.adaptive
-        is None
-    )
+    assert config.data_parallel.parameters is config.data_parallel.adaptive is None
+    assert config.data_parallel.verify == VerifyConfig(action="warn")
+    assert not config.data_parallel.asks_to_verify
     assert not config.model_parallel.pipeline.compresses
     assert config.data_parallel.min_numel == 4096
     assert config.data_parallel.value_dtype == "bf16"

@@ -29,6 +29,7 @@ from ..host.attachment import PlainTraining, switched_off
 from ..host.checkpoint import FRESH, ReducerFiles, mean_residuals
 from ..host.optimizer_attachment import OptimizerAttachment
 from ..host.overlap import Overlap
+from ..host.replica_checksums import not_trained
 from ..host.settings import optimizers_of
 from ..host.startup import nodes_of
 from ..host.steps import FrozenParameters
@@ -252,7 +253,9 @@ class DCTState(OptimizerAttachment):
     def reducer(self, device: torch.device) -> GradientReducer:
         """Return the reducer; the first call makes it for gradients on ``device``."""
         if self._reducer is None:
-            self._reducer = self._make_reducer(self.process_group, self._nodes(), device, self._replicated)
+            self._reducer = self._make_reducer(
+                self.process_group, self._nodes(), device, self._replicated, self._not_trained
+            )
             self.load_state_dict({"reducer": self._loaded})
         return self._reducer
 
@@ -265,6 +268,11 @@ class DCTState(OptimizerAttachment):
         weight = (lambda p: p.data) if self._ahead is None else self._ahead.weight
         (reducer,) = self._reducers.values()
         return [(name, reducer.shared_weight(name, as_real(weight(parameter)))) for name, parameter in pairs]
+
+    def _not_trained(self) -> list[tuple[str, Tensor]]:
+        """Return the frozen parameters and the buffers."""
+        model = None if self._model is None else self._model()
+        return [] if model is None else not_trained(model.module, (name for name, _ in self._replicated()))
 
     def weights(self) -> Iterable[Tensor]:
         model = None if self._model is None else self._model()

@@ -26,7 +26,7 @@ from dct_plugin.transport.agreement import HINT
 from ..host import attachments, startup, versions
 from ..host.attachment import HostAttachment, PlainTraining, switched_off
 from ..host.patching import Function, Patches, given
-from ..host.replica_checksums import ReplicaChecksums
+from ..host.replica_checksums import ReplicaChecksums, not_trained
 from ..host.reporting import start_reporting
 from ..host.settings import steps_of
 from ..host.startup import nodes_of
@@ -305,8 +305,7 @@ class EngineAttachment(HostAttachment):
             named = {name: p for group in self._path.named_parameters() for name, p in group}
             local.attach(engine.module, named, [self._path.optimizer])
             ends.callback(local.detach)
-        replicas = ReplicaChecksums(self.config.data_parallel, self._path.replicated, self.reducer.group)
-        self.steps.replicas = [replicas]
+        self.steps.replicas = self._replicas()
         if engine.global_rank == 0 and not self._path.trains_unfrozen:
             self.steps.frozen = FrozenParameters(
                 engine.module.named_parameters(),
@@ -324,6 +323,18 @@ class EngineAttachment(HostAttachment):
         patches.intercept(engine, "_take_model_step", self._step)
         patches.intercept(engine, "compile", self._compile)
         patches.intercept(engine, "destroy", self._destroy)
+
+    def _replicas(self) -> list[ReplicaChecksums]:
+        """Return the comparison of what all ranks hold; none, unless it is written, where an optimizer that
+        exchanges by itself keeps ranks equal up to rounding, or where each rank has a share of its own.
+        """
+        settings, engine, path = self.config.data_parallel, self._engine, self._path
+        own_exchange = gradient_path_of_optimizer(engine) is not None
+        if not settings.asks_to_verify and (own_exchange or isinstance(path, Zero3Path)):
+            return []
+        names = [name for name, _ in path.replicated()]
+        others = functools.partial(not_trained, engine.module, names)
+        return [ReplicaChecksums(settings, path.replicated, self.reducer.group, others)]
 
     def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
         path = self._path

@@ -210,7 +210,7 @@ def _under_zero3(job: Job, settings: DataParallelConfig) -> Iterator[tuple[str, 
             "in its memory, as under ZeRO stage 2: take that stage or 1, or leave parameters out "
             "(zero_optimization.zero_quantized_weights is DeepSpeed's own way)",
         )
-    if settings.verify is not None:
+    if settings.asks_to_verify:
         yield (
             "verify",
             "every rank has a part of its own of the parameters, there is nothing to compare; leave it out",

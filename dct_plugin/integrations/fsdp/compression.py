@@ -23,6 +23,7 @@ from dct_plugin.transport import lost_ranks
 from ..host import attachments
 from ..host.attachment import PlainTraining, switched_off
 from ..host.optimizer_attachment import OptimizerAttachment
+from ..host.replica_checksums import not_trained
 from . import saved_residuals
 from .parameter_groups import (
     GatheredShard,
@@ -175,7 +176,13 @@ class ReplicaCompression(OptimizerAttachment):
         replicas = group.mesh_info.replicate_process_group
         ranks = tuple(dist.get_process_group_ranks(replicas))
         if ranks not in self._reducers:
-            self._make_reducer(replicas, None, group.device, lambda: self._replicated(ranks))
+            self._make_reducer(
+                replicas,
+                None,
+                group.device,
+                lambda: self._replicated(ranks),
+                lambda: not_trained(self._model, (name for name, _ in self._replicated(ranks))),
+            )
         own = ReplicaGroup(replicas, parameters, self._reducers[ranks], self._before_exchange)
         # FSDP's modules share these objects, and each parameter group needs its own.
         self.ends.callback(setattr, group, "mesh_info", group.mesh_info)

@@ -158,8 +158,11 @@ class OptimizerAttachment(HostAttachment, ABC):
         nodes: Nodes | None,
         device: torch.device,
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
+        others: Callable[[], Iterable[tuple[str, Tensor]]],
     ) -> GradientReducer:
-        """Return a new reducer of the gradients of a group's ranks, whose weights are to stay equal."""
+        """Return a new reducer of the gradients of a group's ranks, whose weights are to stay equal, and
+        ``others``, which are not trained.
+        """
         settings = self.config.data_parallel
         self._refuse_line_search(settings)
         reducer = GradientReducer(
@@ -173,5 +176,5 @@ class OptimizerAttachment(HostAttachment, ABC):
         )
         self._reducers[tuple(dist.get_process_group_ranks(group or dist.group.WORLD))] = reducer
         self.steps.metrics = self.metrics
-        self.steps.replicas.append(ReplicaChecksums(settings, weights, group))
+        self.steps.replicas.append(ReplicaChecksums(settings, weights, group, others))
         return reducer

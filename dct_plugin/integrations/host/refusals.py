@@ -58,6 +58,8 @@ def asks_for(key: str, settings: DataParallelConfig) -> bool:
         return settings.feedback.looks_ahead
     if key == "nodes":
         return value not in ("auto", 1)
+    if key == "verify":
+        return settings.asks_to_verify
     return value not in (None, "pass")
 
 

@@ -68,6 +68,7 @@ class DataParallelHook(Hook):
         self.reductions = session.reductions = Reductions(session, self.models, self._optimizers)
         session.ends.callback(self.reductions.close)
         self._steps = _OptimizerSteps(session, self.models)
+        self._replicas: dict[dist.ProcessGroup, ReplicaChecksums] = {}
         self._frozen: list[FrozenParameters] = []
         intercept = session.patches.intercept
         intercept(param_and_grad_buffer._ParamAndGradBucketGroup, "start_grad_sync", self._start_grad_sync)
@@ -162,14 +163,15 @@ class DataParallelHook(Hook):
     def _verify(self, *, saves: bool = False) -> None:
         """Compare the parameters of ranks that hold the same ones, when that is due; a collective."""
         step, verify = self.session.step, self.config.verify
-        if verify is None or ((step == 0 or step % verify.every) and not saves):
+        if verify is None or not (saves or verify.is_due(step, self.config.dense_steps)):
             return
         for model in self.models:
             finish_gathers(model)
         for ranks in dict.fromkeys(map(ranks_of, self.models.groups())):
-            if ranks.size() > 1:
+            if ranks not in self._replicas:
                 weights = functools.partial(replicated, self.models, ranks)
-                ReplicaChecksums(self.config, weights, ranks).check(step, saves=saves)
+                self._replicas[ranks] = ReplicaChecksums(self.config, weights, ranks)
+            self._replicas[ranks].check(step, saves=saves)
 
     # -- wrappers -------------------------------------------------------------------------------------------
 
@@ -180,6 +182,7 @@ class DataParallelHook(Hook):
             logger.warning("dct: the model is wrapped again: residuals start from zero, after a dense start")
             self.session.load_state_dict(None)
             self._is_resolved, self.session.config = False, self.session.written
+            self._replicas.clear()
             self.config = self.session.config.data_parallel
         self.models.add(ddp)
         if is_first_of_stage():
