@@ -48,7 +48,9 @@ def _trained(rank: int, world_size: int, dense_ms: float) -> dict[str, Any]:
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Sequential(nn.Linear(80, 80), nn.Tanh(), nn.Linear(80, 80)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        state = dct_plugin.attach(model, optimizer, total_steps=STEPS)
+        state = dct_plugin.attach(
+            model, optimizer, {"data_parallel": {"warmup_steps": 4, "sparsity_warmup_steps": 20}}
+        )
         generator = torch.Generator().manual_seed(rank)
         for _ in range(STEPS):
             optimizer.zero_grad()
