@@ -243,7 +243,7 @@ def _print(figures: Figures, models: dict[str, CostModel], line: Sequence[str]) 
     if model.weight_gathers:
         console.print(f"{format_bytes(model.gathered_bytes)} of each row are gathered weights")
     if figures.settings.line:
-        console.print(f"nothing written: {figures.settings.line}")
+        typer.echo(f"nothing written: {figures.settings.line}")
     typer.echo(" ".join(decision(figures, name, model, line) for name, model in models.items()))
 
 

@@ -232,8 +232,10 @@ class DataParallelConfig(Section):
     `false` to compress only activations or embeddings.
     """
     sparsity: float = Field(default=0.99, ge=0, lt=1)
-    """Share of the gradient entries that are not sent in one step; 0 sends all. If neither `sparsity` nor
-    `value_dtype` is written, `step_ahead` between more than 4 ranks (or nodes) uses 0.96 in `int4`.
+    """Share of the gradient entries that are not sent in one step; 0 sends all. If none of `sparsity`,
+    `value_dtype`, `quality` and `adaptive` is written, a training gets what lost nothing when it was measured:
+    with Adam 0.99 between up to 4 ranks (or nodes), 0.96 in `int4` between up to 8, and all entries in `int8`
+    between more, in fine-tuning, and with optimizers that are not known ([table](settings.md)).
     `"auto"` stands for `"quality": "safe"` at 0.99.
 
     0.9 for the highest quality, 0.99 on slow links, [less on many ranks](quality.md#many-compressors), 0 to
@@ -265,7 +267,7 @@ class DataParallelConfig(Section):
     """Treatment of entries that are not sent: they are added to the next gradient (local); they are added,
     and that gradient is taken at weights that anticipate them (step_ahead); or they are dropped (none).
     auto follows the optimizer: step_ahead after dense steps with Adam, RMSprop and momentum; local with
-    Adagrad and plain SGD; local at a sparsity of 0.9 at most with others.
+    Adagrad, plain SGD and others.
 
     Leave it out; the log names the choice. `none` saves the residual's memory and usually costs quality.
     """
@@ -398,10 +400,9 @@ class DataParallelConfig(Section):
             return (
                 f"quality {self.quality}, sparsity up to {self.sparsity:g}, feedback {self.feedback.label()}"
             )
-        rule = ", if faster" if self.quality == "if_faster" else ""
-        return (
-            f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {self.feedback.label()}{rule}"
-        )
+        rule = ", if faster than dense" if self.quality == "if_faster" else ""
+        feedback = self.feedback.label()
+        return f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {feedback}{rule}"
 
     @property
     def asks_to_verify(self) -> bool:

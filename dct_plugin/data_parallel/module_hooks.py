@@ -21,14 +21,16 @@ _update_parameters = AveragedModel.update_parameters
 def weights(model: torch.nn.Module) -> Iterator[None]:
     """Give access to the real weights of ``model`` within the block, for reading and writing.
 
+    It may be a part of the attached model, or contain it.
     With ``local_steps`` they are the common weights. Needed with ``"feedback": "step_ahead"`` between a
     training forward pass and the end of its backward pass; see
     :mod:`dct_plugin.data_parallel.step_ahead.displaced_weights`.
     """
+    modules = set(model.modules())
     with ExitStack() as stack:
-        for module in model.modules():
-            if module in DISPLACED:
-                stack.enter_context(DISPLACED[module].hidden())
+        for attached, shown in list(DISPLACED.items()):
+            if not modules.isdisjoint(attached.modules()):
+                stack.enter_context(shown.hidden())
         yield
 
 

@@ -74,7 +74,9 @@ def resolve(
 
 def _compared(made: AppliedSettings, written: DataParallelConfig, training: Training) -> AppliedSettings:
     """Have the ranks compare the settings with dense steps, unless the section says the density."""
-    if says_density(written) or not training.is_timed or written.parameters not in (None, "exact"):
+    is_off = "quality" in written.model_fields_set and written.quality is None
+    has_updates = written.parameters not in (None, "exact")
+    if says_density(written) or is_off or has_updates or not training.is_timed:
         return made
     return replace(made, settings=changed(made.settings, quality="if_faster"))
 

@@ -16,7 +16,7 @@ FEW_COMPRESSORS = 4
 def says_density(settings: DataParallelConfig) -> bool:
     """Return whether settings say how much of a gradient is sent."""
     written = settings.model_fields_set & DENSITY_OPTIONS
-    return bool(written - ({"quality"} if settings.quality == "if_faster" else set()))
+    return bool(written - ({"quality"} if settings.quality in (None, "if_faster") else set()))
 
 
 def changed(settings: DataParallelConfig, **changes: object) -> DataParallelConfig:

@@ -22,7 +22,12 @@ class Advice(NamedTuple):
 
 def _decision(run: Run) -> Iterator[Advice]:
     step, dense = run.step_ms, run.dense_step_ms
-    if dense is None:
+    if run.decisions and run.decisions[-1].setting == "dense":
+        yield Advice(
+            "Leave the plugin out on this link.",
+            f"The ranks measured it in step {run.decisions[-1].step}: dense steps are as fast.",
+        )
+    elif dense is None:
         yield Advice(
             "Ask whether it pays: dct advise -- LAUNCH LINE.",
             "There are no dense steps here to compare with.",

@@ -140,7 +140,7 @@ WARNED: dict[str, tuple[Any, str]] = {
     ),
     "Lion": (
         job(gradients(sparsity=0.99), optimizer={"type": "Lion"}),
-        "; with nothing written: sparsity 0, int8 values, feedback local)",
+        "; with nothing written: sparsity 0, int8 values, feedback local, if faster than dense)",
     ),
     "density": (
         job(gradients(sparsity=0.01)),

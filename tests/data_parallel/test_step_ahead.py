@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dct_plugin.config import DataParallelConfig
-from dct_plugin.data_parallel import GradientReducer, weights
+from dct_plugin.data_parallel import GradientReducer, step_units, weights
 from dct_plugin.data_parallel.plan import MIN_SHARD, shards_in
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn, Unsent, displacement
 from dct_plugin.data_parallel.step_ahead.residual_coefficients import INTERVAL
@@ -189,6 +189,28 @@ def test_units_of_optimizers() -> None:
     # As in DeepSpeed: a wrapper whose groups hold other tensors than the model's parameters.
     wrapper = SimpleNamespace(optimizer=sgd, param_groups=sgd.param_groups)
     assert units_of(wrapper, [[other]])(other) == StepUnit(0.5)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_read_once_after_each_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, rate = [nn.Parameter(torch.zeros(3)) for _ in range(5)], torch.tensor(0.1)
+    units = units_of(torch.optim.AdamW(weight, lr=rate))
+    reads = list[Any]()
+    monkeypatch.setattr(step_units, "float", lambda x: (reads.append(x), float(x))[1], raising=False)
+    for number in range(3):
+        rate.fill_(0.5 + number)
+        found = {units(each) for _ in range(3) for each in weight}
+        assert found == {StepUnit(0.5 + number, True, 0.999, 1e-8)}
+    assert sum(isinstance(each, Tensor) for each in reads) == 3
+
+
+def test_moments_are_fp32_whatever_the_default_is() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert Moments((6, 8), torch.device("cpu")).memory.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

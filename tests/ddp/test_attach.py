@@ -569,3 +569,35 @@ def test_schedulers_say_how_long_a_run_is() -> None:
     assert steps_of(None) is None
     transformers = pytest.importorskip("transformers")
     assert steps_of(transformers.get_linear_schedule_with_warmup(optimizer, 3, 90)) == 90
+
+
+def _applied(rank: int, world_size: int) -> tuple[dict[str, Any], str, list[str], int, Any]:
+    ddp, log = model(), Lines()
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    section = {"min_numel": 1000, "warmup_steps": 1, "sparsity_warmup_steps": 0, "quality": None}
+    state = dct_plugin.attach(ddp, optimizer, {"data_parallel": section})
+    train(ddp, optimizer, rank, range(4))
+    summary = state.metrics.summary()
+    reducer = state.reducer(torch.device("cpu"))
+    assert reducer.config == state.config.data_parallel == state.applied.settings
+    density = getattr(summary.classes.get("gradient"), "density", None)
+    settings = state.config.data_parallel.model_dump(include={"sparsity", "value_dtype"})
+    return settings, state.config.fingerprint(), log.take(), state.applied.compressors, density
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "sparsity", "values"), [(1, 0.99, "bf16"), (2, 0.99, "bf16"), (5, 0.96, "int4"), (9, 0, "int8")]
+)
+def test_configuration_log_and_bytes_agree(count: int, sparsity: float, values: str) -> None:
+    results = run(count, _applied)
+    for settings, fingerprint, log, compressors, density in results:
+        assert settings == {"sparsity": sparsity, "value_dtype": values}
+        assert fingerprint == results[0][1]
+        assert compressors == count
+        if count > 1 and sparsity:
+            assert density == pytest.approx(1 - sparsity, rel=0.5)
+        for line in log[:1]:
+            assert f"sparsity {sparsity:g}, {values} values" in line
+            assert line.endswith(f", config {fingerprint}")
+    assert len(results[0][2]) >= (count > 1)

@@ -13,7 +13,6 @@ from torch import Tensor
 from ...codecs.message import MessageWriter
 from ...compression.stream import Compressor
 from ...policy.settings import Setting
-from ..step_ahead.add_on import StepAhead, Unsent
 from ..step_units import StepUnit
 from ..stream_group import StreamGroup
 from .cost_model import Coding, Link
@@ -71,6 +70,8 @@ def time_codings(group: StreamGroup, settings: Iterable[Setting]) -> dict[Settin
 
 def time_step_ahead(group: StreamGroup) -> float:
     """Return the seconds per entry that step-ahead takes in a step, on the slowest rank; a collective."""
+    from ..step_ahead.add_on import StepAhead, Unsent
+
     parameter = torch.nn.Parameter(torch.randn(256, ENTRIES // 256, device=group.device))
     gradient, residual = (torch.randn(ENTRIES, device=group.device) for _ in range(2))
     ahead = StepAhead(
