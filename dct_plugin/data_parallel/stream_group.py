@@ -27,7 +27,7 @@ from ..transport import Exchange
 from ..transport.agreement import ranks_in_words
 from ..transport.nodes import Nodes, layout_of
 from ..transport.transports import GroupPeers, Peers
-from .plan import Entries, Sparsity
+from .plan import Entries, Sparsity, fingerprint_of
 
 if TYPE_CHECKING:
     from .nodes.ranks import NodeRanks
@@ -143,10 +143,14 @@ class StreamGroup:
         """True if the framework may sum the coming gradients by itself, which is faster than thresholds; the
         same on all ranks. No residual is kept then.
         """
+        self.sends_all = False
+        """True if every entry of the coming gradients is sent, so that step-ahead has nothing to foresee."""
 
-    def stay_dense(self, dense: bool) -> None:
-        """Note whether the coming gradients are summed densely, and free the residuals, which were sent."""
-        self.stays_dense = dense
+    def send_all(self, *, wanted: bool, dense: bool) -> None:
+        """Note whether all entries of the coming gradients are sent, and whether densely. Then the residuals,
+        which were sent, are freed.
+        """
+        self.sends_all, self.stays_dense = wanted, dense
         if dense:
             self.streams.clear()
 
@@ -247,6 +251,16 @@ class StreamGroup:
         find that out.
         """
         return fingerprint + self.step
+
+    def agree(self, what: str) -> None:
+        """Make sure that all ranks do the same now, before a collective that would wait for a rank that does
+        not.
+
+        Raises:
+            DesyncError: A rank is at another operation or step, or failed.
+        """
+        with self.recorded("plugin"):
+            self.exchange.agree(self.at_step(fingerprint_of(what, ())))
 
     def account(self, written: Sequence[WrittenTensor], exchange_record: Record) -> None:
         """Let thresholds follow what was written, and record it; the first figure read reads all of them."""

@@ -17,6 +17,9 @@ from .settings import bits_of
 DENSE, RAMP, SHARES = (40, 60), 180, (0.1, 0.6)
 #: With step-ahead the density falls with this power of the step, unless the run is too short for it.
 FALL = 1.5
+#: Runs of fewer steps have a shorter start, which lost 0.03 to 0.05 nats
+#: (docs/quality.md#the-start-by-the-length-of-the-run).
+SHORT = 862
 #: All entries in few bits: where thresholds lose quality, or their loss was not measured.
 ALL_ENTRIES: dict[str, object] = {"sparsity": 0.0, "value_dtype": "int8"}
 _ALL_ENTRIES = (
@@ -150,7 +153,8 @@ def _suited(written: DataParallelConfig, training: Training, count: int) -> Appl
     if not isinstance(written.feedback, AutoFeedback):
         return _with_feedback(written, training, count)
     is_free = not says_density(written) and written.parameters in (None, "exact")
-    if is_free and (reason := _unmeasured(training, count)):
+    steps = written.total_steps or training.steps
+    if is_free and (reason := _unmeasured(training, count, steps)):
         made = changed(written, feedback=LocalFeedback(), **ALL_ENTRIES)
         return AppliedSettings(made, count, f"{reason}: {_ALL_ENTRIES}")
     family = training.family
@@ -183,8 +187,10 @@ def _with_feedback(written: DataParallelConfig, training: Training, count: int) 
     return AppliedSettings(with_thresholds(written, row), count)
 
 
-def _unmeasured(training: Training, count: int) -> str:
-    """Return why a training should not have thresholds; empty where they were measured to lose nothing."""
+def _unmeasured(training: Training, count: int, steps: int | None) -> str:
+    """Return why a training of so many steps (None: not known) should not have thresholds; empty where they
+    were measured to lose nothing.
+    """
     family, name, facts = training.family, training.name, training.facts(count)
     if family is OptimizerFamily.UNTOLD:
         return f"the optimizer was not told ({training.optimizer_unknown_hint})"
@@ -199,6 +205,9 @@ def _unmeasured(training: Training, count: int) -> str:
         return f"{name} loses by thresholds where gradients are clipped (docs/quality.md#pictures)"
     if family.loses_by_delay and training.step_ahead_unavailable:
         return training.step_ahead_unavailable
+    if family.loses_by_delay and steps is not None and steps < SHORT:
+        where = "docs/quality.md#the-start-by-the-length-of-the-run"
+        return f"a run of {steps} steps is too short for the start of thresholds that loses nothing ({where})"
     if thresholds_of(training, count) is None:
         where = "docs/quality.md#many-compressors"
         return f"thresholds lose quality or were not measured with {name}, {facts} ({where})"

@@ -143,7 +143,8 @@ class AutomaticSparsity(AddOn):
         self._chosen = self._settings[0] if known is None else known
         """The last decision; in a ramp that does not pay yet, dense steps precede it."""
         self._switch_to(self._chosen)
-        self._group.stays_dense &= known is not None
+        if known is None:
+            self._group.send_all(wanted=False, dense=False)
         self._seconds.clear()
         self._has_decided = known is not None
         self._decisions = self._decide(is_known=known is not None)
@@ -273,7 +274,7 @@ class AutomaticSparsity(AddOn):
         self.current, group = setting, self._group
         self._holds_residuals |= not setting.is_dense
         if self._once:
-            group.stay_dense(setting.is_dense)
+            group.send_all(wanted=setting.sparsity == 0.0, dense=setting.is_dense)
         if setting.value_dtype not in (None, group.settings.value_dtype):
             group.set_value_dtype(setting.value_dtype)
 

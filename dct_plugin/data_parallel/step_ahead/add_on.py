@@ -476,14 +476,16 @@ class StepAheadAddOn(AddOn):
                 "dct.data_parallel.feedback = 'step_ahead': this host has not said which "
                 "parameters and which optimizer are meant (StepAheadAddOn.prepare); set it to 'local'"
             )
-        if self._group.world_size > 1 and not self._group.stays_dense:
+        if self._group.world_size > 1 and not self._group.sends_all:
             large = [(name, t) for name, t in entries if not self._group.is_small(name, t.numel())]
             self._ahead.observe(large)
             for name, tensor in large if self._has_many_ranks else ():
                 self._ahead.coefficients.observe(name, tensor, self._group.step)
 
     def compared(self, names: Iterable[str]) -> list[str]:
-        return [] if self._ahead is None else self._ahead.coefficients.due(names, self._group.step)
+        if self._ahead is None or self._group.sends_all:
+            return []
+        return self._ahead.coefficients.due(names, self._group.step)
 
     def after_reduce(self, plan: ReductionPlan) -> None:
         """Compare the residuals and gradients of the tensors that are due."""
@@ -579,6 +581,8 @@ class StepAheadAddOn(AddOn):
     def _residual_of(self, name: str, use: str = "pass", committed: bool = True) -> Tensor | None:
         """Return the residual of a stream. It may share memory with the next one of the same ``use``."""
         group = self._group
+        if group.sends_all:
+            return None
         stream = group.streams.get(name)
         if stream is not None:
             kept = stream.residual
