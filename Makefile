@@ -123,7 +123,7 @@ bench-gpu: ## GPU figures with $(PYTHON), installing nothing, into out/ (under 8
 gpu-wheels: ## Gather what a machine with a GPU and without a network lacks, into .gpu-wheels (60 MB)
 	@$(PYTHON) benchmarks/gpu_hour.py wheels --into .gpu-wheels $(ARGS)
 
-gpu-hour: ## Tests, traces, figures and quality on a machine with a GPU, in order of worth; into out/gpu-hour
+gpu-hour: ## What thirty minutes of a GPU can show, in calls of nine: ARGS="--call ranks", tests, figures; into out/gpu-hour
 	@$(PYTHON) benchmarks/gpu_hour.py run $(if $(wildcard .gpu-wheels),--wheels .gpu-wheels) $(ARGS)
 
 lint: $(TEST_READY) ## ruff, mypy and the import contracts

@@ -67,7 +67,8 @@ _METHODS = {
         "reduce_scatter_tensor_coalesced", "_reduce_scatter_base",
     ),
     "all_to_all": ("alltoall", "alltoall_base", "all_to_all_single"),
-    **{name: (name,) for name in ("reduce", "broadcast", "gather", "scatter", "send", "barrier")},
+    "gather": ("gather", "gather_single"),
+    **{name: (name,) for name in ("reduce", "broadcast", "scatter", "send", "barrier")},
 }  # fmt: skip
 #: Operations whose methods take the output first, and then the input, whose tensors count.
 _OUTPUT_FIRST = {"all_gather", "reduce_scatter", "gather", "all_to_all"}

@@ -58,6 +58,9 @@ class AddOn:
         ``waiting`` stay open.
         """
 
+    def returned(self, name: str, flat: Tensor) -> None:
+        """See what was added to the residual of a tensor, since no rank used it."""
+
     def undo(self, names: Collection[str], *, lost: bool) -> None:
         """Forget the gradients of these tensors in this step, which no optimizer used.
 

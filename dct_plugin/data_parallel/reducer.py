@@ -147,6 +147,12 @@ class GradientReducer(StreamGroup):
         """
         self.exchanges.finish()
 
+    def return_to_residual(self, entries: Entries) -> None:
+        super().return_to_residual(entries)
+        for name, tensor in entries:
+            for each in self.add_ons:
+                each.returned(name, tensor)
+
     def flush(self) -> None:
         """Send all gradients and residuals from the next step on, before the host continues without this
         reducer; call it on every rank.

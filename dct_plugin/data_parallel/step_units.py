@@ -50,6 +50,8 @@ _READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def _number(setting: Any) -> float:
     """Return a setting of a group as a number."""
+    if setting.__class__ is float:
+        return setting
     if not isinstance(setting, torch.Tensor):
         return float(setting)
     version, number = _READ.get(setting, (None, 0.0))

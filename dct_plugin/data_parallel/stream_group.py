@@ -27,7 +27,7 @@ from ..transport import Exchange
 from ..transport.agreement import ranks_in_words
 from ..transport.nodes import Nodes, layout_of
 from ..transport.transports import GroupPeers, Peers
-from .plan import Entries, Sparsity
+from .plan import Entries, Sparsity, fingerprint_of
 
 if TYPE_CHECKING:
     from .nodes.ranks import NodeRanks
@@ -251,6 +251,16 @@ class StreamGroup:
         find that out.
         """
         return fingerprint + self.step
+
+    def agree(self, what: str) -> None:
+        """Make sure that all ranks do the same now, before a collective that would wait for a rank that does
+        not.
+
+        Raises:
+            DesyncError: A rank is at another operation or step, or failed.
+        """
+        with self.recorded("plugin"):
+            self.exchange.agree(self.at_step(fingerprint_of(what, ())))
 
     def account(self, written: Sequence[WrittenTensor], exchange_record: Record) -> None:
         """Let thresholds follow what was written, and record it; the first figure read reads all of them."""

@@ -326,9 +326,8 @@ def test_exact_updates_whose_figures_stay_on_a_device(world_size: int) -> None:
     for found in processes.run(world_size, exact_cases, "deferred"):
         for case, walked in found.items():
             assert all(walked["same"]), case
-            # Never more than a gather, prefixes and alignments of slots besides; also where a message outgrew
-            # its slot: only what did not fit crosses behind it.
-            assert max(walked["crossed"]) < walked["crossed"][0] + (world_size - 1) * 330, case
+            # Never more than a gather and the small slots before it, where a message outgrew its slot.
+            assert max(walked["crossed"]) < walked["crossed"][0] + (world_size - 1) * 600, case
             # One look at an update, also at those of which a message did not fit, or was whole.
             assert walked["reads"] == [0 if full else 1 for full in walked["full"]], case
         assert found["bf16 1e-06 1"]["density"] < 0.05

@@ -815,7 +815,7 @@ def _without_interpreter(script: str, *arguments: str) -> list[str]:
 def test_kernels_that_are_kept_are_those_that_triton_would_launch() -> None:
     """In all steps that benchmarks/host_work.py counts; the driver is a stub, as there is no GPU."""
     (line,) = _without_interpreter("benchmarks/launches.py", "--check")
-    assert int(line.split()[0]) >= 25
+    assert int(line.split()[0]) >= 24
 
 
 @pytest.mark.slow

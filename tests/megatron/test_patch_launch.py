@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,14 +16,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from dct_plugin import cli
-from dct_plugin.integrations.megatron.patch import (
-    BACKUP,
-    MODULE,
-    LaunchError,
-    find_launches,
-    patch,
-    revert,
-)
+from dct_plugin.integrations.megatron import patch as launches
+from dct_plugin.integrations.megatron.patch import BACKUP, MODULE, LaunchError, find_launches, revert
 
 SCRIPTS = sorted((Path(__file__).parent / "launch_scripts").glob("*.sh"))
 runner = CliRunner()
@@ -50,6 +45,11 @@ case $name in
 esac
 { printf '%s\\n' "$name"; printf '<%s>\\n' "$@"; echo; } >> "$RECORD"
 """
+
+
+def patch(text: str, **options: Any) -> tuple[str, Any]:
+    """Most scripts here say nothing of Megatron, and are about how launches are read."""
+    return launches.patch(text, force=True, **options)
 
 
 def read(path: Path) -> str:
@@ -102,11 +102,11 @@ CORPUS = Path(__file__).parent / "launch_corpus"
 def outcome(text: str) -> str:
     """The changed lines of a patched script, or the refusal, and what is said of other launches."""
     try:
-        patched, found = patch(text)
+        patched, found = launches.patch(text)
     except LaunchError as error:
         return f"refused: {error}\n"
     assert revert(patched) == revert(text)
-    assert patch(patched)[0] == patched
+    assert launches.patch(patched)[0] == patched
     lines = zip(text.split("\n"), patched.split("\n"), strict=True)
     changed = [f"{number}: {new.strip()}" for number, (old, new) in enumerate(lines, 1) if old != new]
     return "\n".join([*changed, *found.notes]) + "\n"
@@ -393,7 +393,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def command(*arguments: object) -> tuple[int, str, str]:
-    result = runner.invoke(cli.app, ["patch-launch", *map(str, arguments)])
+    result = runner.invoke(cli.app, ["patch-launch", "--force", *map(str, arguments)])
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -537,3 +537,15 @@ def test_an_older_backup_stays(script: Path) -> None:
     command(script, "--revert", "--in-place")
     assert backup.read_text() == "older\n"
     assert script.read_text() == before
+
+
+def test_a_launch_needs_a_reason_which_may_be_an_import(tmp_path: Path) -> None:
+    launch, script = tmp_path / "run.sh", tmp_path / "train.py"
+    launch.write_text("torchrun --standalone train.py --lr 1\n")
+    for content, status in (("import torch\n", 2), ("from megatron.core import mpu\n", 0)):
+        script.write_text(content)
+        result = runner.invoke(cli.app, ["patch-launch", str(launch)])
+        assert result.exit_code == status
+        assert ("nothing in the launch says that it is Megatron's" in result.output) == bool(status)
+    script.unlink()
+    assert runner.invoke(cli.app, ["patch-launch", "--force", str(launch)]).exit_code == 0

@@ -27,23 +27,25 @@ from dct_plugin.integrations.megatron.patch import (
     revert,
 )
 
-LAUNCH = "torchrun train.py\n"
-PATCHED = f"torchrun -m {MODULE} train.py\n"
+LAUNCH = "torchrun pretrain_gpt.py\n"
+PATCHED = f"torchrun -m {MODULE} pretrain_gpt.py\n"
 
 # -- time -------------------------------------------------------------------------------------------------
 
 #: Scripts of ``count`` pieces, each with something that invites a second look at what was read before.
 GROWING: dict[str, Callable[[int], str]] = {
     "lines": lambda count: 'echo a b "$C d" ${E} # f\n' * count + LAUNCH,
-    "launches": lambda count: "torchrun $A train.py --b $C\n" * count,
+    "launches": lambda count: "torchrun $A pretrain_gpt.py --b $C\n" * count,
     "launches that are in place": lambda count: PATCHED * count,
     "launches of something else": lambda count: "torchrun tools/x.py\n" * count,
-    "launches not understood": lambda count: "flux run train.py\n" * count,
-    "words": lambda count: "torchrun " + "--nnodes 2 $A " * count + "train.py",
+    "launches not understood": lambda count: "flux run pretrain_gpt.py\n" * count,
+    "words": lambda count: "torchrun " + "--nnodes 2 $A " * count + "pretrain_gpt.py",
     "words of a variable": lambda count: "$A " * count + LAUNCH,
-    "assignments": lambda count: "A=train.py\n" * count + "torchrun $A\n" * count,
-    "assignments of launchers": lambda count: "A=torchrun\n" * count + "$A train.py\n" * count,
-    "assignments of scripts, used as launchers": lambda count: "A='x train.py'\n" * count + "$A\n" * count,
+    "assignments": lambda count: "A=pretrain_gpt.py\n" * count + "torchrun $A\n" * count,
+    "assignments of launchers": lambda count: "A=torchrun\n" * count + "$A pretrain_gpt.py\n" * count,
+    "assignments of scripts, used as launchers": lambda count: (
+        "A='x pretrain_gpt.py'\n" * count + "$A\n" * count
+    ),
     "assignments by assignments": lambda count: (
         "".join(f"{a}=${b}\n" * count for a, b in zip("ABCDE", "BCDEF", strict=True))
         + "".join(f"F={number}.py\n" for number in range(count))
@@ -53,16 +55,16 @@ GROWING: dict[str, Callable[[int], str]] = {
     "launchers that take each other as a value": lambda count: "torchrun -t " * count,
     "launchers without Python": lambda count: "torchrun --no-python " * count,
     "launchers of one Python": lambda count: "torchrun --no-python " * count + "python " + "-u " * count,
-    "options of Python": lambda count: "python " + "-u " * count + "train.py",
-    "strings": lambda count: "sh -c \"cd a; torchrun train.py --b 'c d'\"\n" * count,
-    "strings in a string": lambda count: 'sh -c "' + r"torchrun train.py \"a b\"; " * count + '"',
+    "options of Python": lambda count: "python " + "-u " * count + "pretrain_gpt.py",
+    "strings": lambda count: "sh -c \"cd a; torchrun pretrain_gpt.py --b 'c d'\"\n" * count,
+    "strings in a string": lambda count: 'sh -c "' + r"torchrun pretrain_gpt.py \"a b\"; " * count + '"',
     "words after an open bracket": lambda count: 'a[1 "b c"\n' * count + LAUNCH,
     "open brackets": lambda count: "torchrun '" + "${a[" * count + "'",
     "open assignments": lambda count: "a" * count + "[" + "b" * count + "\n" + LAUNCH,
     "substitutions": lambda count: 'A=$(b $(c `d` ${E:-"$(f)"}) "$(g "$(h)")")\n' * count + LAUNCH,
     "substitutions in one word": lambda count: "echo " + "$(a)${B}`c`" * count + "\n" + LAUNCH,
     "parentheses": lambda count: "(" * 2 + "a " + "( " * count + ") " * count + "))\n" + LAUNCH,
-    "arrays": lambda count: "A=(torchrun train.py)\n" * count,
+    "arrays": lambda count: "A=(torchrun pretrain_gpt.py)\n" * count,
     "here-documents": lambda count: ("bash <<EOF\n" + LAUNCH + "EOF\n") * count,
     "other scripts": lambda count: "".join(f"bash {number}.sh\n" for number in range(count)),
 }
@@ -125,8 +127,8 @@ def test_time_grows_with_depth_not_with_its_power(name: str) -> None:
 
 
 def test_a_launch_at_the_bottom_is_found() -> None:
-    text = "x=$(" * 50 + "torchrun train.py" + ")" * 50
-    assert patch(text)[0] == text.replace("train.py", f"-m {MODULE} train.py")
+    text = "x=$(" * 50 + "torchrun pretrain_gpt.py" + ")" * 50
+    assert patch(text)[0] == text.replace("pretrain_gpt.py", f"-m {MODULE} pretrain_gpt.py")
 
 
 PIECES = st.sampled_from(
@@ -157,7 +159,7 @@ PIECES = st.sampled_from(
             " ",
             ";",
             "torchrun ",
-            "train.py ",
+            "pretrain_gpt.py ",
             "--no-python ",
             "-t ",
             "A=",
@@ -170,7 +172,9 @@ PIECES = st.sampled_from(
 
 
 @settings(max_examples=400, deadline=None)
-@example([")", "$(", "A=(", "$A ", "`", " ", "torchrun ", "train.py "], 5, [])  # an insertion ends a reading
+@example(
+    [")", "$(", "A=(", "$A ", "`", " ", "torchrun ", "pretrain_gpt.py "], 5, []
+)  # an insertion ends a reading
 @given(st.lists(PIECES, max_size=12), st.integers(1, 150), st.lists(PIECES, max_size=12))
 def test_repeated_pieces_are_refused_or_come_back(head: list[str], times: int, tail: list[str]) -> None:
     text = "".join(head) * times + "".join(tail)

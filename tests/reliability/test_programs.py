@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -43,14 +44,37 @@ def test_a_program_can_be_loaded(path: str, module: str) -> None:
     assert process.exitcode == 0
 
 
+def _gpu_hour(folder: Path, *options: str) -> dict[str, str]:
+    """Run a call without a GPU; return the files of the only archive that it leaves."""
+    command = ["run", "--dry-run", "--out", str(folder), *options]
+    with forked_interpreters():
+        subprocess.run([sys.executable, "benchmarks/gpu_hour.py", *command], cwd=ROOT, check=True)
+    (archive,) = folder.iterdir()
+    with tarfile.open(archive) as tar:
+        files = {Path(each.name).name: tar.extractfile(each) for each in tar if each.isfile()}
+        return {name: file.read().decode(errors="replace") for name, file in files.items() if file}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("call", ["ranks", "tests", "figures"])
+def test_the_calls_for_a_gpu_run_without_one(call: str, tmp_path: Path) -> None:
+    """Exchanges have the bits of plain torch, and a rank that fails is named by the other one."""
+    pytest.importorskip("triton", reason="triton is for Linux only")
+    content = _gpu_hour(tmp_path, "--call", call, "--minutes", "60")
+    assert {step["exit"] for step in json.loads(content["steps.json"]).values()} == {0}
+    rows = [json.loads(line) for line in content.get("ranks.jsonl", "").splitlines()]
+    assert len(rows) == (6 * 4 + 4 * 2 if call == "ranks" else 0)
+    said = {row["case"]: row["said"] for row in rows if row["rank"] == 0 and "said" in row}
+    assert all("rank(s) [1]" in text for text in said.values())
+
+
 @pytest.mark.slow
 def test_the_steps_for_a_gpu_run_without_one(tmp_path: Path) -> None:
     """The kernels of a GPU are run by Triton's interpreter. ``--dry-run`` alone runs all steps."""
     pytest.importorskip("triton", reason="triton is for Linux only")
-    command = ["run", "--dry-run", "--out", str(tmp_path), "--steps", "versions", "selection-1000000"]
-    with forked_interpreters():
-        subprocess.run([sys.executable, "benchmarks/gpu_hour.py", *command], cwd=ROOT, check=True)
-    steps = json.loads((tmp_path / "steps.json").read_text())
-    assert {name: step["exit"] for name, step in steps.items()} == dict.fromkeys(command[5:], 0)
-    figures = json.loads((tmp_path / "gpu-1000000.json").read_text())
+    names = ["preflight", "selection-1000000"]
+    content = _gpu_hour(tmp_path, "--steps", *names)
+    steps = json.loads(content["steps.json"])
+    assert {name: step["exit"] for name, step in steps.items()} == dict.fromkeys(names, 0)
+    figures = json.loads(content["gpu-1000000.json"])
     assert "sum of 2 slots" in [row["what"] for row in figures["kernels"]]

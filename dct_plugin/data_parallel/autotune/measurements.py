@@ -86,6 +86,7 @@ def time_step_ahead(group: StreamGroup) -> float:
     def step() -> None:
         ahead.observe([("weight", gradient)])
         ahead.displace()
+        ahead.restore()
         ahead.end_step(skipped=False)
         ahead.restore()
         if group.device.type == "cuda":

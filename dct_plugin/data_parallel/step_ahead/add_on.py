@@ -177,6 +177,7 @@ class StepAhead:
             self._parameters, unsent.newest or unsent.residual, world_size=world_size, fixed=coefficient
         )
         self._scratch = ScratchBuffers()
+        self._device_types = {parameter.device.type for parameter in self._parameters.values()}
         self._displaced = DisplacedWeights(self._compute)
         self._passes = TrainingPasses(self._displaced)
         self.coverage = Coverage()
@@ -260,10 +261,10 @@ class StepAhead:
         self._passes.reduced = False
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            for kind in {parameter.device.type for parameter in self._parameters.values()}:
+            for kind in self._device_types:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             computed = self._compute_all()
-        self.coverage.shown.update(name for name, *_ in computed)
+        self.coverage.shown |= {name for name, *_ in computed}
         return computed
 
     def _compute_all(self) -> list[tuple[str, torch.nn.Parameter, Tensor]]:
@@ -340,10 +341,9 @@ class StepAhead:
     def observe(self, entries: Entries) -> None:
         """Add gradients of this rank (1-D, in their unit) to the second moments, before they are reduced."""
         self._passes.reduced = True
-        for name, _ in entries:
-            if name not in self.coverage.shown and self._is_displaceable(name):
-                self.coverage.missed.add(name)
-        self.coverage.reduced.update(name for name, _ in entries)
+        names = {name for name, _ in entries}
+        self.coverage.reduced |= names
+        self.coverage.missed.update(filter(self._is_displaceable, names - self.coverage.shown))
         self.moments.observe(entries, self._kernels, self._scratch)
 
     def _is_displaceable(self, name: str) -> bool:
@@ -380,9 +380,11 @@ class StepAhead:
         return covered
 
     def undo(self, names: Collection[str], *, lost: bool) -> None:
-        """Forget the gradients of streams in this step; if residuals were ``lost``, displace weights anew."""
+        """Forget the gradients of streams in this step; if residuals were ``lost``, displace weights anew in
+        the next pass. One that runs ends as it began.
+        """
         self.moments.forget(names)
-        if lost:
+        if lost and self._displaced.state is not State.DISPLACED:
             self.forget()
 
     def rescale(self, factor: float) -> None:

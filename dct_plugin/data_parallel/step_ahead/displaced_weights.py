@@ -24,6 +24,7 @@ from ...errors import DCTError
 SAMPLES = 64
 #: A write that was taken back (``p += e; p -= e``) leaves so many roundings of the largest entry at most.
 ROUNDINGS = 16
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class State(Enum):
@@ -99,9 +100,11 @@ class DisplacedWeights:
         self._aside: dict[str, tuple[Tensor, int]] = {}
         """Displaced weights that come back after a block, and the parameter's version counter in it."""
         self._samples: list[Tensor] = []
-        """Views of some entries of all displaced weights."""
+        """Views of the bits of some entries of all displaced weights."""
         self._sampled = torch.empty(0)
         """Their values after they were computed."""
+        self._views: dict[str, tuple[Tensor, Tensor]] = {}
+        """By name, displaced weights and the view of their samples."""
         self._unchecked = False
 
     @property
@@ -195,10 +198,17 @@ class DisplacedWeights:
         self.drop()
         for name, parameter, displaced in self._compute():
             self._computed[name] = Computed(parameter, displaced, parameter._version)
-        flat = [each.displaced.view(-1) for each in self._computed.values()]
-        self._samples = [x[:: max(1, x.numel() // SAMPLES)] for x in flat]
-        if flat:
+        self._samples = [self._sample(name, each.displaced) for name, each in self._computed.items()]
+        if self._samples:
             self._sampled = torch.cat(self._samples)
+
+    def _sample(self, name: str, displaced: Tensor) -> Tensor:
+        of, view = self._views.get(name, (None, displaced))
+        if of is not displaced:
+            view = displaced.view(-1)[:: max(1, displaced.numel() // SAMPLES)]
+            view = view.view(_BITS[view.element_size()])
+            self._views[name] = displaced, view
+        return view
 
     def _show(self) -> None:
         """Show the displaced weights, but for those of parameters that were written since: another optimizer
@@ -213,11 +223,11 @@ class DisplacedWeights:
     def _restore(self) -> list[str]:
         """Put the weights back, and return the names of the parameters that were written meanwhile."""
         written = []
-        for name, parameter in self._shown():
-            _, displaced, version = self._computed[name]
+        for name, weight in self._weights.items():
+            parameter, displaced, version = self._computed[name]
             now = parameter.data
             moved = now.data_ptr() != displaced.data_ptr()
-            parameter.data = self._weights[name]
+            parameter.data = weight
             if not moved and parameter._version == version:
                 continue
             if not _is_close(now, displaced) if moved else self._is_written(name):
@@ -232,8 +242,9 @@ class DisplacedWeights:
     def _is_written(self, name: str) -> bool:
         """Return whether samples of a parameter's displaced weights have changed; waits for the device."""
         number = list(self._computed).index(name)
-        before = self._sampled.split([each.numel() for each in self._samples])[number]
-        return not _is_close(self._samples[number], before)
+        now, dtype = self._samples[number], self._computed[name].displaced.dtype
+        before = self._sampled.split([each.numel() for each in self._samples])[number].to(now.dtype)
+        return not _is_close(now.view(dtype), before.view(dtype))
 
     def _refuse(self, written: list[str], thorough: bool) -> None:
         if thorough and self._unchecked:

@@ -334,7 +334,8 @@ class EngineAttachment(HostAttachment):
             return []
         names = [name for name, _ in path.replicated()]
         others = functools.partial(not_trained, engine.module, names)
-        return [ReplicaChecksums(settings, path.replicated, self.reducer.group, others)]
+        reducer = self.reducer
+        return [ReplicaChecksums(settings, path.replicated, reducer.group, others, reducer.agree)]
 
     def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
         path = self._path

@@ -247,6 +247,11 @@ class ReducerFiles:
         )
 
 
+def device_of(backends: str) -> str:
+    """Return the type of device whose tensors a group takes, of backends such as ``cpu:gloo,cuda:nccl2``."""
+    return "cpu" if "cpu:" in backends else backends.partition(":")[0]
+
+
 @own_traffic(recorded=False)
 def mean_residuals(
     state: dict[str, Any], sizes: Mapping[str, int], group: dist.ProcessGroup | None
@@ -259,7 +264,7 @@ def mean_residuals(
         group: The ranks.
     """
     streams = checkpoint.reshard([{"state": state, "unit": 1.0}])["streams"]
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = device_of(str(dist.get_backend_config(group)))
     means = {}
     for name, numel in sizes.items():
         total = (streams[name]["residual"] if name in streams else torch.zeros(numel)).to(device)

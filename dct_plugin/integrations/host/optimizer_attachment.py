@@ -176,5 +176,5 @@ class OptimizerAttachment(HostAttachment, ABC):
         )
         self._reducers[tuple(dist.get_process_group_ranks(group or dist.group.WORLD))] = reducer
         self.steps.metrics = self.metrics
-        self.steps.replicas.append(ReplicaChecksums(settings, weights, group, others))
+        self.steps.replicas.append(ReplicaChecksums(settings, weights, group, others, reducer.agree))
         return reducer

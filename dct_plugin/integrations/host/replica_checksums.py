@@ -41,6 +41,7 @@ class ReplicaChecksums:
         group: The ranks that hold replicas; None for all.
         others: Returns frozen parameters and buffers by name. Those that differ at the end of the dense start
             are a rank's own, and are not compared.
+        agree: Makes sure that all ranks compare now; a collective.
 
     Attributes:
         seconds: Time that comparisons took so far.
@@ -52,9 +53,10 @@ class ReplicaChecksums:
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
         group: dist.ProcessGroup | None = None,
         others: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+        agree: Callable[[str], None] = lambda what: None,
     ) -> None:
         self._verify, self._dense_steps = config.verify, config.dense_steps
-        self._weights, self._others, self._group = weights, others, group
+        self._weights, self._others, self._group, self._agree = weights, others, group, agree
         self._compares_others = config.local_steps is None  # else they are a rank's own
         self._left_out: set[str] = set()
         """Names of tensors that are a rank's own, or have been logged."""
@@ -78,6 +80,7 @@ class ReplicaChecksums:
         weights = [pair for pair in self._weights() if pair[0] not in self._left_out]
         others = [pair for pair in self._comparable() if pair[0] not in self._left_out]
         if weights or others:
+            self._agree("comparison of parameters")
             self._compare(weights, others, step)
         self.seconds += time.perf_counter() - began
 

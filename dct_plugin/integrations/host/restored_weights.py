@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.module_hooks import ModuleHook
+from dct_plugin.data_parallel.passes import around_passes
 
 from .replica_checksums import checksum
 from .steps import OptimizerSteps
@@ -44,15 +45,14 @@ class RestoredWeights:
             part._register_load_state_dict_pre_hook(ModuleHook(self._before_loading, part), with_module=True)
             for part in model.modules()
         ]
-        hook = ModuleHook(lambda *_: self._before_forward(), model)
-        return [*handles, model.register_forward_pre_hook(hook, prepend=True)]
+        return [*handles, around_passes(model, self._before_forward)]
 
     def _before_loading(self, *_: Any) -> None:
         if self._steps.has_stepped and not self._before:
             self._before = {name: checksum(weight) for name, weight in self._weights()}
 
-    def _before_forward(self) -> None:
-        if not self._before or not torch.is_grad_enabled():
+    def _before_forward(self, gradients: bool) -> None:
+        if not self._before or not gradients:
             return
         before, self._before = self._before, {}
         changed = [n for n, w in self._weights() if n in before and not torch.equal(checksum(w), before[n])]

@@ -295,12 +295,6 @@ class OptimizerSteps:
         return [each.optimizer for each in self._gradients if each.optimizer is not None]
 
     @property
-    def reduced(self) -> list[Tensor]:
-        """The parameters whose gradients were reduced, and wait for their optimizer."""
-        waiting = [each for each in self._gradients if each.use is Use.REDUCED]
-        return [parameter for each in waiting for parameter in each.reduced.values()]
-
-    @property
     def awaits_optimizer(self) -> bool:
         """True if gradients were reduced that no optimizer has used yet."""
         return any(each.use is Use.REDUCED for each in self._gradients)
@@ -556,7 +550,9 @@ class OptimizerSteps:
         lost = "the step was dense, and nothing is lost"
         if any(reducer.streams for reducer in self._reducers):
             lost = "what earlier steps had left unsent of these tensors is set to zero, once"
-        sizes = {n: local_part(p).numel() for each in self._gradients for n, p in each.reduced.items()}
+        groups = [group["params"] for each in self.optimizers for group in each.param_groups]
+        known = [parameter for group in groups for parameter in group] or self._unknown.reduced.values()
+        sizes = {str(number): local_part(each).numel() for number, each in enumerate(known)}
         memory = format_bytes(max(reducer.residual_bytes(sizes) for reducer in self._reducers))
         logger.warning(
             f"{what}: {lost}. From now on a second residual, {memory} on a rank, keeps residuals as they "

@@ -33,15 +33,23 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 
 def patch(
-    text: str, *, config: str | None = None, scripts: Sequence[str] = (), partial: bool = False
+    text: str,
+    *,
+    config: str | None = None,
+    scripts: Sequence[str] = (),
+    partial: bool = False,
+    force: bool = False,
+    folder: Path | None = None,
 ) -> tuple[str, Launches]:
-    """Return the text with the plugin in every training launch; a launch that has it stays as it is.
+    """Return the text with the plugin in every training launch of Megatron's; one that has it stays as it is.
 
     Args:
         text: A shell script.
         config: Path for ``--dct-config``, written as given; ``None`` leaves what is there.
         scripts: File name patterns of further training scripts.
         partial: Edit what is understood even if something else is not.
+        force: Edit training launches that do not say that they are Megatron's.
+        folder: Folder from which the script starts Python scripts, which are looked at if they are there.
 
     Raises:
         LaunchError: A launch is not understood, there is none, or the patched text would be read in another
@@ -49,7 +57,11 @@ def patch(
     """
     if config is not None and not re.fullmatch(r"[\w./${}:@%+,=~-]+", config):
         raise LaunchError(f"--config {config!r}: write a path without blanks and special characters")
-    found = find_launches(text, scripts)
+
+    def imports(name: str) -> bool:
+        return folder is not None and _imports_megatron(folder / name)
+
+    found = find_launches(text, scripts, force=force, imports=imports)
     if found.errors and not partial:
         rest = "\n--partial patches the rest" if found.training else ""
         raise LaunchError("\n".join([*found.errors, *found.notes]) + rest)
@@ -74,6 +86,13 @@ def patch(
 def revert(text: str) -> str:
     """Return the text without the plugin."""
     return INSERTION.sub("", text)
+
+
+def _imports_megatron(path: Path) -> bool:
+    try:
+        return re.search(r"^\s*(?:from|import)\s+megatron\b", _read(path), re.MULTILINE) is not None
+    except (LaunchError, OSError, ValueError):
+        return False
 
 
 def _read(path: Path) -> str:
@@ -101,6 +120,9 @@ def patch_launch(
     partial: Annotated[
         bool, typer.Option("--partial", help="Edit the other launches if one cannot be parsed.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Edit training launches that do not say that they are Megatron's.")
+    ] = False,
     undo: Annotated[bool, typer.Option("--revert", help="Undo the edit.")] = False,
     in_place: Annotated[
         bool, typer.Option("--in-place", help=f"Change the file; the original stays as SCRIPT{BACKUP}.")
@@ -113,7 +135,8 @@ def patch_launch(
 
     The only edit is one insertion, -m dct_plugin.megatron, before the training script of each launch.
     A launch that is not understood is an error that names its line, and nothing is changed.
-    Jobs of DeepSpeed, Accelerate and Hugging Face's Trainer are left alone; a note says what to do instead.
+    A launch is Megatron's by its script, options, path or imports. Jobs of DeepSpeed, Accelerate, ray and
+    Hugging Face's Trainer are left alone; a note says what to do instead.
     """
     try:
         if config is not None and "$" not in config and not config.startswith("~"):
@@ -130,7 +153,14 @@ def patch_launch(
             if original is not None and revert(original) == after:
                 after = original  # which may have had the plugin in some launches
         else:
-            after, found = patch(before, config=config, scripts=scripts or (), partial=partial)
+            after, found = patch(
+                before,
+                config=config,
+                scripts=scripts or (),
+                partial=partial,
+                force=force,
+                folder=script.parent,
+            )
             said.append(f"training launches: line {', '.join(str(each.line) for each in found.training)}")
             said += [*found.notes, *(f"left as it is: {error}" for error in found.errors)]
         if in_place and not check and before != after:

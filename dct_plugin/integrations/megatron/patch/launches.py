@@ -8,8 +8,9 @@ which words stand in variables. The result is a set of states, one for each way 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatch
 from typing import NamedTuple
 
@@ -47,11 +48,35 @@ _OTHER_HOST = (
     "left alone, it is not Megatron's: the dct section goes into the DeepSpeed JSON, to "
     "dct_plugin.accelerate.attach, or to the Trainer's dct_plugin.transformers.DCTCallback"
 )
-# Options without a value, and those of Python with one; other options of other launchers may take a value.
-_FLAG = re.compile(r"--(?:standalone|use[_-]env|virtual[_-]local[_-]rank|run[_-]path)?$|--?[\w-]+=")
-_TORCHRUN_VALUE = re.compile(
-    r"-[rt]$|--(?:dct-|nnode|nproc|rdzv|max|monitor|start|event|role|log|redirects|tee|local|dup|node|master|numa|sig)"
+_NO_REASON = (
+    "left alone, nothing in the launch says that it is Megatron's. If it is, --force edits it; else the dct "
+    "section goes to dct_plugin.attach in the script, into the DeepSpeed JSON, or to the Trainer's callback"
 )
+_RAY = "left alone, ray starts it: its workers would train without the plugin (--force edits it)"
+# What says that a launch is Megatron's: its scripts, a path, options that others do not have, or several of
+# those that others may have.
+_MEGATRON_SCRIPT = re.compile(
+    r"pretrain_(?:gpt|bert|t5|ict|vlm|mamba|hybrid|retro|vision|biencoder|multimodal|\$)[^/]*\.py"
+)
+_MEGATRON = re.compile(r"megatron", re.IGNORECASE)
+_MEGATRON_OPTION = re.compile(
+    r"--(?:(?:tensor|pipeline|expert)-model-parallel-size|num-layers-per-virtual-pipeline-stage|num-attention-heads|"
+    r"use-distributed-optimizer|use-mcore-models|transformer-impl|max-position-embeddings|num-query-groups|"
+    r"recompute-granularity|untie-embeddings-and-output-weights|position-embedding-type|lr-decay-iters|"
+    r"attention-softmax-in-fp32|no-masked-softmax-fusion|overlap-grad-reduce|data-cache-path)(?:=|$)"
+)
+_SHARED_OPTION = re.compile(
+    r"--(?:num-layers|hidden-size|ffn-hidden-size|micro-batch-size|global-batch-size|seq-length|train-iters|"
+    r"train-samples|eval-iters|eval-interval|save-interval|log-interval|tokenizer-type|vocab-file|merge-file|"
+    r"swiglu|group-query-attention|context-parallel-size|sequence-parallel|distributed-backend|split|"
+    r"lr-warmup-fraction|lr-warmup-iters|ckpt-format|normalization|clip-grad|data-path)(?:=|$)"
+)
+_SHARED_ENOUGH = 3
+_FUNCTION = re.compile(
+    r"^[ \t]*(?:function[ \t]+)?([\w-]+)[ \t]*\(\)\s*\{(.*?)^[ \t]*\}", re.MULTILINE | re.DOTALL
+)
+# Options without a value, and those of Python with one; other options of other launchers may take a value.
+_FLAG = re.compile(r"--$|--?[\w-]+=")
 _PYTHON_VALUE = re.compile(r"-[WX]$|--check-hash-based-pycs$|--dct-")
 
 
@@ -98,8 +123,17 @@ class _State(NamedTuple):
 
 
 class _Finder:
-    def __init__(self, text: str, patterns: Sequence[str]) -> None:
+    def __init__(
+        self, text: str, patterns: Sequence[str], force: bool, imports: Callable[[str], bool]
+    ) -> None:
         self.script, self.patterns = Script(text), patterns
+        self._force, self._imports = force, imports
+        self._in_megatron = False
+        """True if the script changes to a folder of Megatron's, or imports from there."""
+        self._ray: list[tuple[int, int]] = []
+        """Commands of ray, from their first word to their last."""
+        self._bodies: dict[int, str] = {}
+        """Functions that hand their arguments to a launcher, by the place of its command."""
         self.values: dict[str, list[list[Word]]] = {}
         self.inserted = {match.end(): match.span() for match in INSERTION.finditer(text)}
         self.launches: dict[int, Launch] = {}
@@ -118,6 +152,10 @@ class _Finder:
                 self._add_value(loop[1], [Word(start, end, value[0].strip("\"'"))], [])
         for command in commands:
             self._assign(command)
+            self._in_megatron |= _is_in_megatron(command)
+            if _starts_ray(command):
+                self._ray.append((command.words[0].start, command.words[-1].end))
+        self._read_functions()
         for command in commands:
             if command.program and not command.is_harmless:
                 self._find(command, command.program)
@@ -139,6 +177,8 @@ class _Finder:
         for word in command.words:
             raw = self.script.text[word.start : word.end]
             match = ASSIGNMENT.match(raw)
+            if match is None and word is command.words[0] and re.fullmatch(r"-\w+", word.text):
+                continue  # declare -a NAME=(...)
             if match is None:
                 return
             value = Word(word.start + match.end(), word.end, word.text[match.end() :])
@@ -164,8 +204,20 @@ class _Finder:
         if len(values) < _MOST_VALUES and [word.text for word in new] not in texts:
             values.append(new)
 
+    def _read_functions(self) -> None:
+        """Take the words before ``"$@"`` in a function's command as a value of the function's name."""
+        for function in _FUNCTION.finditer(self.script.text):
+            for command in self.script.simple_commands(*function.span(2)):
+                texts = [word.text for word in command.words]
+                at = next((at for at, text in enumerate(texts) if text in ("$@", "$*", "${@}")), 0)
+                if any(_launcher_of(text.rsplit("/", 1)[-1]) for text in texts[:at]):
+                    self.values.setdefault(f"{function[1]}()", []).append([*command.words[:at]])
+                    self._bodies[command.program[0].start] = function[1]
+
     def _values_of(self, text: str) -> list[list[Word]]:
-        """Return the known values of a word that is one variable."""
+        """Return the known values of a word that is one variable, or a function."""
+        if f"{text}()" in self.values:
+            return self.values[f"{text}()"]
         match = _VARIABLE.fullmatch(text)
         values = [*self.values.get(match[1] or match[3], []), _default(match)] if match else []
         return [value for value in values if value] or values[:-1]
@@ -239,9 +291,12 @@ class _Finder:
         if is_python and re.fullmatch(r"-\w+m", text):
             return state._replace(problem=f"{state.token} {text}: write {text[:-1]} -m")
         if text.startswith("-"):
-            takes_value = _PYTHON_VALUE.match(text) if is_python else not _FLAG.match(text)
-            if takes_value and state.launcher == "torchrun" and not _TORCHRUN_VALUE.match(text):
-                return state._replace(problem=f"{state.token}: no script found before {text}")
+            takes_value = bool(_PYTHON_VALUE.match(text) if is_python else not _FLAG.match(text))
+            if takes_value and state.launcher == "torchrun":
+                known = _takes_value(text)
+                if known is None:
+                    return state._replace(problem=f"{state.token}: no script found before {text}")
+                takes_value = known
             return state._replace(expects="value" if takes_value else "")
         if self._is_script(text):
             return state._replace(script=text, place=word.start)
@@ -280,6 +335,10 @@ class _Finder:
         if not found and not problems and is_whole:
             problems += [f"{state.token}: no script found" for state in states if _lacks_script(state, texts)]
         other_host = any(state.other_host for state in states)
+        if len(words) == 1 and f"{texts[0]}()" in self.values:
+            return  # its definition
+        if (function := self._bodies.get(start)) and not found and self._is_called(function):
+            problems = []
         if problems and other_host and any(map(self._is_script, texts)):
             self.notes[start] = _OTHER_HOST
         elif problems:
@@ -287,9 +346,41 @@ class _Finder:
         elif not found and has_variable and _launcher_of(texts[0]) == "other":
             self.notes[start] = _OTHER_HOST
         for state in found if not problems else ():
-            self._add(state, other_host, texts)
+            self._add(state, other_host, texts, set() if self._force else self._all_texts(words))
 
-    def _add(self, state: _State, other_host: bool, texts: Sequence[str]) -> None:
+    def _is_called(self, function: str) -> bool:
+        """Return whether a function is called with arguments."""
+        call = rf"^[^#\n]*(?<![\w-]){re.escape(function)}[ \t]+[^\s(]"
+        return re.search(call, self.script.text, re.MULTILINE) is not None
+
+    def _all_texts(self, words: Iterable[Word], seen: frozenset[str] = frozenset()) -> set[str]:
+        """Return the words, and those that their variables may hold."""
+        found = {word.text for word in words}
+        for text in found - seen:
+            for value in self._values_of(text):
+                found |= self._all_texts(value, seen | found)
+        return found
+
+    def _is_megatrons(self, script: str, texts: set[str]) -> bool:
+        """Return whether a launch, of these words, says that it is Megatron's."""
+        names, paths = self._names(script), {script, *self._all_texts([Word(0, 0, script)])}
+        return (
+            any(fnmatch(name, pattern) for pattern in self.patterns for name in (script, *names))
+            or any(map(_MEGATRON_SCRIPT.fullmatch, names))
+            or any(map(_MEGATRON.search, paths))
+            or any(map(_MEGATRON_OPTION.match, texts))
+            or len({text.split("=")[0] for text in texts if _SHARED_OPTION.match(text)}) >= _SHARED_ENOUGH
+            or self._in_megatron
+            or any(map(self._imports, paths))
+        )
+
+    def _why_not(self, place: int, script: str, texts: set[str]) -> str:
+        """Return why a training launch is left alone; empty if it is Megatron's."""
+        if any(start <= place < end for start, end in self._ray):
+            return _RAY
+        return "" if self._is_megatrons(script, texts) else _NO_REASON
+
+    def _add(self, state: _State, other_host: bool, texts: Sequence[str], said: set[str]) -> None:
         script, place, is_torchrun = state.script, state.place, state.launcher == "torchrun"
         name = script.rsplit(".", 1)[-1] + ".py" if state.is_module and not script.startswith("$") else script
         trains = state.plugin or self._trains(name)
@@ -298,6 +389,8 @@ class _Finder:
             self.other_hosts[place] = f"{script}: {_OTHER_HOST}"
         elif state.plugin != (place in self.inserted):
             self.errors[place] = f"{MODULE} stands here in a way that is not understood"
+        elif trains and not (state.plugin or self._force) and (why := self._why_not(place, name, said)):
+            self.other_hosts[place] = f"{script}: {why}"
         elif trains:
             self.launches[place] = Launch(script, place, self.script.line(place), self.inserted.get(place))
             if state.launcher == "unknown" and not state.plugin:
@@ -307,17 +400,60 @@ class _Finder:
             self.untrained[place] = f"{script} is not a training script: left alone (--script adds names)"
 
 
-def find_launches(text: str, scripts: Sequence[str] = ()) -> Launches:
-    """Find every training launch in a script; changes nothing.
+def find_launches(
+    text: str,
+    scripts: Sequence[str] = (),
+    *,
+    force: bool = False,
+    imports: Callable[[str], bool] = lambda script: False,
+) -> Launches:
+    """Find every training launch of Megatron's in a script; changes nothing.
 
     Args:
         text: A shell script.
         scripts: File name patterns of further training scripts.
+        force: Take a training launch for Megatron's that does not say so.
+        imports: Returns whether a Python script imports Megatron, by its path as the launch has it.
 
     Raises:
         LaunchError: A variable's value has more than 1,000 words.
     """
-    return _Finder(text, scripts).run()
+    return _Finder(text, scripts, force, imports).run()
+
+
+def _starts_ray(command: Command) -> bool:
+    """Return whether a command is one of ray, before any launcher."""
+    names = [word.text.rsplit("/", 1)[-1] for word in command.program]
+    before = itertools.takewhile(lambda name: not _launcher_of(name), names)
+    return not command.is_harmless and "ray" in before
+
+
+def _is_in_megatron(command: Command) -> bool:
+    """Return whether a command changes to a folder of Megatron's, or has Python import from there."""
+    program = [word.text for word in command.program]
+    paths = program[1:] if program[:1] in (["cd"], ["pushd"]) else []
+    paths += [word.text for word in command.words if word.text.startswith("PYTHONPATH=")]
+    return any(map(_MEGATRON.search, paths))
+
+
+@functools.cache
+def _torchrun_options() -> dict[str, bool]:
+    """Return the options of torchrun, and whether each takes a value."""
+    from torch.distributed.run import get_args_parser
+
+    options = {"--use-env": False, "--use_env": False}  # of torch.distributed.launch
+    for action in get_args_parser()._actions:
+        options |= dict.fromkeys(action.option_strings, action.nargs != 0)
+    return options
+
+
+def _takes_value(option: str) -> bool | None:
+    """Return whether an option of torchrun, or the beginning of one, takes a value; None for no option."""
+    options = _torchrun_options()
+    found = {options[option]} if option in options else set()
+    if not found and option.startswith("--"):
+        found = {takes for name, takes in options.items() if name.startswith(option)}
+    return found.pop() if len(found) == 1 else True if option.startswith("--dct-") else None
 
 
 def _launcher_of(name: str) -> str:

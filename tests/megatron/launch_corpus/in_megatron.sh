@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /workspace/Megatron-LM
+torchrun --standalone train.py --lr 1
