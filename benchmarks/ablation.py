@@ -27,11 +27,11 @@ from dct_plugin.data_parallel.nodes import ranks as node_ranks
 from dct_plugin.integrations.ddp import DCTState, dct_hook
 from dct_plugin.integrations.ddp import state as ddp_state
 from dct_plugin.integrations.host.overlap import Overlap
-from dct_plugin.links.interleave import Figures, interleaved, warmed
-from dct_plugin.links.method import Method
-from dct_plugin.links.namespaces import Links
-from dct_plugin.links.team import NETWORKS, Team
 from dct_plugin.metrics import Metrics
+from dct_plugin.recommender.links.interleave import Figures, interleaved, warmed
+from dct_plugin.recommender.links.method import Method
+from dct_plugin.recommender.links.namespaces import Links
+from dct_plugin.recommender.links.team import NETWORKS, Team
 
 from .links.ddp import Trained, ideal
 from .links.perceptron import batch, perceptron, width_of

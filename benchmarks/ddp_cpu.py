@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 
-from dct_plugin.links.interleave import orders
+from dct_plugin.recommender.links.interleave import orders
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.links.ddp import Trained, methods_of

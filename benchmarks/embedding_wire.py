@@ -40,12 +40,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dct_plugin.config import EmbeddingChannelConfig, MetricsConfig
 from dct_plugin.embedding import ShardedTables
-from dct_plugin.links.interleave import orders
-from dct_plugin.links.namespaces import Links, LinksError, Network
-from dct_plugin.links.team import free_port
 from dct_plugin.metrics import Metrics, format_bytes
 from dct_plugin.metrics.network_counters import InterfaceCounter, interface_bytes
 from dct_plugin.recommender.data import ClickDataset, epoch_batches, load
+from dct_plugin.recommender.links.interleave import orders
+from dct_plugin.recommender.links.namespaces import Links, LinksError, Network
+from dct_plugin.recommender.links.team import free_port
 from dct_plugin.recommender.models import DLRM
 
 #: Ethernet 14, IPv4 20, TCP 20 with timestamps 12: what interface counters see of every packet's headers.

@@ -51,7 +51,7 @@ from dct_plugin.codecs.stats import Figures, Stats, read_figures
 from dct_plugin.codecs.values import ValueDtype
 from dct_plugin.kernels import Job, get_backend
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.links.interleave import orders
+from dct_plugin.recommender.links.interleave import orders
 
 stand_in()
 #: Words and tokens of a sequence; width and layers of the model.

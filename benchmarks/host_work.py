@@ -35,6 +35,7 @@ from dct_plugin.config import DataParallelConfig, KernelConfig
 from dct_plugin.data_parallel import GradientReducer, pending_exchanges
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
+from dct_plugin.data_parallel.step_ahead.displaced_weights import Event
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.kernels import register_backend
 from dct_plugin.kernels.triton import backend, batch, messages, step_ahead
@@ -288,7 +289,7 @@ def displacement(tensors: int = 200, *, width: int = 64, steps: int = 5) -> Host
 
     def step() -> None:
         ahead.displace()
-        ahead._displaced.restore(thorough=False)  # as a backward pass ends
+        ahead._displaced.on(Event.BACKWARD_ENDS)
         reducer.begin(gradients).finish()
         reducer.finish()
         reducer.end_step()

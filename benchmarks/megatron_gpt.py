@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.links.interleave import interleaved, warmed
-from dct_plugin.links.method import Method
-from dct_plugin.links.namespaces import Links
-from dct_plugin.links.rates import rate_name
-from dct_plugin.links.team import NETWORKS, Block, Team
 from dct_plugin.metrics import format_bytes
+from dct_plugin.rates import rate_name
+from dct_plugin.recommender.links.interleave import interleaved, warmed
+from dct_plugin.recommender.links.method import Method
+from dct_plugin.recommender.links.namespaces import Links
+from dct_plugin.recommender.links.team import NETWORKS, Block, Team
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support import megatron_cpu

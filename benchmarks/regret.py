@@ -34,13 +34,13 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
 from dct_plugin.data_parallel.autotune.decision_rules import DecisionRules
 from dct_plugin.integrations.ddp import DCTState
-from dct_plugin.links.interleave import interleaved, warmed
-from dct_plugin.links.method import Method
-from dct_plugin.links.namespaces import Links
-from dct_plugin.links.rates import rate_name
-from dct_plugin.links.team import NETWORKS, Team, TeamError
+from dct_plugin.rates import rate_name
 from dct_plugin.recommender import on_links
 from dct_plugin.recommender.commands.dlrm import configuration
+from dct_plugin.recommender.links.interleave import interleaved, warmed
+from dct_plugin.recommender.links.method import Method
+from dct_plugin.recommender.links.namespaces import Links
+from dct_plugin.recommender.links.team import NETWORKS, Team, TeamError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.links import ddp, zero
@@ -291,7 +291,7 @@ def _measured(
         for where, (_, _, variant, rate) in cells.items():
             links.limit(None if rate == "unlimited" else rate)
             methods = team.open(variant)
-            if arguments.quality == "exact":
+            if arguments.quality == "dense":
                 methods = {name: methods[name] for name in ("fp32", AUTOMATIC)}
             warmed(team.block, methods)
             figures = interleaved(team.block, list(methods), arguments.seconds)
@@ -329,7 +329,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=PARAMETERS, help="millions")
     parser.add_argument("--seconds", type=float, default=30.0, help="of turns, for each link")
     parser.add_argument(
-        "--quality", default="bytes", choices=["exact", "bytes"], help="exact: beside fp32 alone"
+        "--quality", default="bytes", choices=["dense", "bytes"], help="dense: beside fp32 alone"
     )
     parser.add_argument("--nodes", type=int, default=0, help="nodes that the ranks are spread over")
     parser.add_argument("--drop", action="store_true", help="one job, whose link changes")

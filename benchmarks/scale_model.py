@@ -31,12 +31,12 @@ import torch.distributed as dist
 
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.links.interleave import interleaved, warmed
-from dct_plugin.links.method import Method
-from dct_plugin.links.namespaces import Links
-from dct_plugin.links.rates import bits_per_second
-from dct_plugin.links.team import NETWORKS, Team
 from dct_plugin.output import Table
+from dct_plugin.rates import bits_per_second
+from dct_plugin.recommender.links.interleave import interleaved, warmed
+from dct_plugin.recommender.links.method import Method
+from dct_plugin.recommender.links.namespaces import Links
+from dct_plugin.recommender.links.team import NETWORKS, Team
 from dct_plugin.recommender.plots import png
 from dct_plugin.transport import Exchange
 

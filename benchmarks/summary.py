@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dct_plugin.links.namespaces import Links
-from dct_plugin.links.team import NETWORKS, Block, Team
+from dct_plugin.recommender.links.namespaces import Links
+from dct_plugin.recommender.links.team import NETWORKS, Block, Team
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.links.recommender import configurations

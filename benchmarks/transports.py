@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 
-from dct_plugin.links.team import free_port
+from dct_plugin.recommender.links.team import free_port
 from dct_plugin.transport import Exchange
 
 TRANSPORTS = ("sockets", "gloo")

@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dct_plugin
 from benchmarks.links.delay import delayed
 from benchmarks.links.perceptron import batch, perceptron, width_of
-from dct_plugin.links.namespaces import Links, Network
+from dct_plugin.recommender.links.namespaces import Links, Network
 
 #: Optimizer steps between two exchanges, and rounds of so many steps that are measured.
 EVERY, ROUNDS = 30, 2

@@ -127,8 +127,8 @@ def worker(args: argparse.Namespace) -> None:
     from dct_plugin.codecs.index import IndexEncoding
     from dct_plugin.data_parallel import gather_choice
     from dct_plugin.kernels import register_backend
-    from dct_plugin.links.team import DATA
     from dct_plugin.metrics.network_counters import InterfaceCounter
+    from dct_plugin.recommender.links.team import DATA
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from support.deferred_backend import DeferredBackend
@@ -195,8 +195,8 @@ def worker(args: argparse.Namespace) -> None:
 
 def launch(args: argparse.Namespace, result: Path) -> None:
     """Run the ranks, each node in a network namespace of its own if there are several."""
-    from dct_plugin.links.namespaces import Links
-    from dct_plugin.links.team import DATA, NETWORKS, free_port, rank_environment
+    from dct_plugin.recommender.links.namespaces import Links
+    from dct_plugin.recommender.links.team import DATA, NETWORKS, free_port, rank_environment
 
     own = [__file__, *sys.argv[1:], "--worker", "--result", str(result)]
     # PYTHONHASHSEED: the ranks compare hashes of their parameters.

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from .config import DCTConfig
+from .integrations.attach import Attachment
 from .integrations.attach import attach as attach_to_model
 from .integrations.ddp import DCTState
-from .integrations.host.attachments import Attachment
 from .metrics import Event
 
 __all__ = ["attach"]
@@ -22,7 +22,7 @@ def attach(
     section: DCTConfig | Mapping[str, Any] | None = None,
     *,
     total_steps: int | None = None,
-) -> Attachment | None:
+) -> Attachment:
     """Compress the gradients of a prepared model, as :func:`dct_plugin.attach` does.
 
     ``accelerator.save_state`` saves the residuals of every rank that calls it. ``load_state`` restores them
@@ -37,15 +37,14 @@ def attach(
         ConfigError: See :func:`dct_plugin.attach`.
     """
     state = attach_to_model(model, optimizer, section, scaler=accelerator.scaler, total_steps=total_steps)
-    if state is not None:
-        if accelerator.is_main_process:
-            state.metrics.add_sink(partial(_log, accelerator))
-        # Scripts call save_state on the main process alone; for FSDP Accelerate's own part is a collective.
-        save = state.save_alone if isinstance(state, DCTState) else state.save
-        hook = accelerator.register_save_state_pre_hook(lambda models, weights, folder: save(folder))
-        state.ends.enter_context(hook)
-        hook = accelerator.register_load_state_pre_hook(lambda models, folder: state.load(folder))
-        state.ends.enter_context(hook)
+    if accelerator.is_main_process:
+        state.metrics.add_sink(partial(_log, accelerator))
+    # Scripts call save_state on the main process alone; for FSDP Accelerate's own part is a collective.
+    save = state.save_alone if isinstance(state, DCTState) else state.save
+    hook = accelerator.register_save_state_pre_hook(lambda models, weights, folder: save(folder))
+    state.ends.enter_context(hook)
+    hook = accelerator.register_load_state_pre_hook(lambda models, folder: state.load(folder))
+    state.ends.enter_context(hook)
     return state
 
 

@@ -9,6 +9,7 @@ from .config import DCTConfig
 from .errors import ConfigError
 from .integrations.attach import attach
 from .integrations.ddp import AveragedResiduals, DCTState
+from .integrations.host.attachment import PlainTraining
 from .metrics import Event
 
 try:
@@ -32,7 +33,7 @@ class DCTCallback(Callback):
         section: The keys of the ``dct`` section; without it the defaults, which follow the optimizer.
 
     Attributes:
-        state: The state of the training, once it has begun; None on a single process.
+        state: The state of the training, once it has begun; None on a single process, or switched off.
 
     Example:
         >>> Trainer(strategy="ddp", callbacks=[DCTCallback({"data_parallel": {"sparsity": 0.99}})])
@@ -62,14 +63,16 @@ class DCTCallback(Callback):
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             total_steps=int(steps) if steps != float("inf") else None,
         )
-        if not isinstance(state, DCTState | None):
+        if isinstance(state, PlainTraining):
+            return
+        if not isinstance(state, DCTState):
             raise ConfigError(
                 "DCTCallback: Lightning's checkpoints do not take FSDP2's residuals; use the strategy 'ddp'"
             )
         self.state = state
-        if state is not None and trainer.is_global_zero:
+        if trainer.is_global_zero:
             state.metrics.add_sink(lambda events: _log(trainer, events))
-        if self.state is not None and self._loaded is not None:
+        if self._loaded is not None:
             AveragedResiduals(self.state).load_state_dict(self._loaded)
             self._loaded = None
 

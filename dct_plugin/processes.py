@@ -56,3 +56,8 @@ def end(job: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             continue
     job.wait()
+
+
+def tail(text: str, lines: int = 25) -> str:
+    """Return the last lines of what a process wrote."""
+    return "\n".join(text.strip().splitlines()[-lines:])

@@ -9,8 +9,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from .config import DCTConfig
-from .integrations.attach import attach
-from .integrations.host.attachments import Attachment
+from .integrations.attach import Attachment, attach
 from .metrics import Metrics
 
 __all__ = ["DCTCallback"]
@@ -27,7 +26,7 @@ class DCTCallback(TrainerCallback):
         trainer: The Trainer that the callback is added to, which wraps the model when training begins.
 
     Attributes:
-        state: The state of the training, once it has begun; None on a single process.
+        state: The state of the training, once it has begun; None under DeepSpeed.
 
     Example:
         >>> trainer.add_callback(DCTCallback({"data_parallel": {"sparsity": 0.99}}, trainer=trainer))
@@ -52,8 +51,8 @@ class DCTCallback(TrainerCallback):
             scaler=trainer.accelerator.scaler,
             total_steps=state.max_steps,
         )
-        self._report(None if self.state is None else self.state.metrics)
-        if self.state is not None and state.global_step:
+        self._report(self.state.metrics)
+        if state.global_step:
             given = args.resume_from_checkpoint
             self.state.load(given if isinstance(given, str) else self._folder(args, state))
 

@@ -6,7 +6,6 @@ python docs/reference_page.py
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 import math
 import sys
@@ -35,7 +34,8 @@ from dct_plugin.config.model_parallel import (
 )
 from dct_plugin.config.options import allowed, as_json, documentation, models
 from dct_plugin.config.section import Section, Variant
-from dct_plugin.policy.evidence import RECOMMENDATIONS, Recommendation
+from dct_plugin.policy import OptimizerFamily, Training, resolve
+from dct_plugin.policy.evidence import MEASURED_DEFAULTS, MeasuredDefault
 
 _MARK = "<!-- generated from the {source}: {place} -->"
 _HEAD = "| Option | Default | Allowed | What it does | When to change it |\n|---|---|---|---|---|"
@@ -52,27 +52,28 @@ def updated(page: str) -> str:
 
 
 def settings_table() -> str:
-    """Return the tables of recommended settings, one for each family of optimizers, as Markdown."""
-    head = ("Job", "`dct.data_parallel`", "Fewer bytes", "Quality, and time of a step", "If worse")
-    lines = []
-    for family, rows in itertools.groupby(RECOMMENDATIONS, key=lambda row: row.family):
-        lines += [f"## {family.value}", "", _line(head), "|---" * len(head) + "|"]
-        lines += [*map(_recommendation, rows), ""]
-    return "\n".join(lines)
+    """Return what sections without density become, as Markdown."""
+    head = ("Optimizer", "Ranks", '`"dct": {}` becomes', "Fewer bytes", "Quality, and time of a step")
+    return "\n".join([_line(head), "|---" * len(head) + "|", *map(_default, MEASURED_DEFAULTS), ""])
 
 
-def _recommendation(row: Recommendation) -> str:
-    ranks = "2" if row.ranks == (2, 2) else "{} to {}".format(*row.ranks)
-    job = f"{' to '.join(dict.fromkeys((row.links[0], row.links[-1])))}, {ranks} ranks"
-    if any(row.stages):
-        job += f", ZeRO-{' and '.join(map(str, row.stages))}"
+def _default(row: MeasuredDefault) -> str:
+    momentum = 0.9 if row.family is OptimizerFamily.MOMENTUM else 0.0
+    name = "SGD" if momentum else row.family.value
+    exact = "" if 0 not in row.stages else None
+    training = Training([name], momentum, row.stages[0], row.ranks[1], row.most_lr, exact_unavailable=exact)
+    settings = resolve(DataParallelConfig(), training).settings
+    words = "all entries" if settings.sparsity == 0 else f"sparsity {settings.sparsity:g}"
+    words += f" in {settings.value_dtype}" + (", step-ahead" if settings.feedback.looks_ahead else "")
+    words += ", exact updates" if settings.parameters == "exact" else ""
+    job = row.family.value
     if row.most_lr < math.inf:
-        job += f", bf16 or fp16, fine-tuning at {row.most_lr:g} or less"
+        job += f", at {row.most_lr:g} or less"
+    if 0 not in row.stages:
+        job += f", ZeRO-{' and '.join(map(str, row.stages))} in bf16 or fp16"
+    ranks = "2" if row.ranks == (2, 2) else "{} to {}".format(*row.ranks)
     measured = "; ".join(f"[{each.what}]({each.source})" for each in (row.quality, row.step) if each)
-    source = "" if row.fewer_bytes.source == row.quality.source else f"({row.fewer_bytes.source})"
-    fewer = f"[{row.fewer_bytes.what}]{source}" if source else row.fewer_bytes.what
-    section = "none keeps the quality" if row.data_parallel is None else f"`{json.dumps(row.data_parallel)}`"
-    return _line((job, section, fewer, measured, row.if_worse))
+    return _line((job, ranks, words, f"[{row.fewer_bytes.what}]({row.fewer_bytes.source})", measured))
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -1,15 +1,20 @@
-"""The table of hosts in ``docs/support.md``, written by this program:
+"""The tables of frameworks and of keys in ``docs/support.md``, written by this program:
 
 python docs/support_table.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from dct_plugin.integrations.host.refusals import REFUSALS
 
 _BEGIN, _END = (f"<!-- generated from the rows of hosts: {place} -->" for place in ("begin", "end"))
+_KEYS_BEGIN, _KEYS_END = (f"<!-- generated from the rows of keys: {place} -->" for place in ("begin", "end"))
 
 
 class State(Enum):
@@ -91,17 +96,91 @@ ROWS = (
     Row("Accelerate, Trainer, Lightning", "DDP", "AdamW", State.CPU,
         ("huggingface/test_huggingface::test_one_call_for_torch_ddp",
          "huggingface/test_huggingface::test_lightning")),
-    Row("TorchRec", "embedding tables", "any", State.CPU, ("dlrm/test_torchrec::test_in_torchrec",)),
 )  # fmt: skip
 
 
+class Effect(Enum):
+    """What a key changes in a training of four steps."""
+
+    WEIGHTS = "the weights"
+    BYTES = "the bytes"
+    NONE = "nothing in a healthy run"
+    REFUSED = "refused"
+
+
+class Key(NamedTuple):
+    """A key of ``dct.data_parallel``, and what a value of it changes.
+
+    Attributes:
+        key, value: As in the section.
+        but: Frameworks in which it has another effect than ``effect``.
+        beside: Keys that stand beside it.
+        alone: True if the keys of the other rows' base do not stand beside it.
+    """
+
+    key: str
+    value: Any
+    effect: Effect = Effect.WEIGHTS
+    but: Mapping[str, Effect] = MappingProxyType({})
+    beside: Mapping[str, Any] = MappingProxyType({})
+    alone: bool = False
+
+    @property
+    def effects(self) -> dict[str, Effect]:
+        """The effect by framework; ``tests/hosts/test_keys.py`` holds those of :data:`_RUN`."""
+        refused = {name for name, rows in REFUSALS.items() if self.key in {row.key for row in rows}}
+        return {
+            name: self.but.get(name, Effect.REFUSED if name in refused else self.effect) for name in REFUSALS
+        }
+
+
+#: Frameworks in which every key is run.
+_RUN = ("torch DDP", "FSDP2", "DeepSpeed")
+KEYS = (
+    Key("enabled", False),
+    Key("sparsity", 0.5),
+    Key("quality", "dense"),
+    Key("value_dtype", "int8"),
+    Key("min_numel", 10**6),
+    Key("feedback", "none", but={"torchft": Effect.WEIGHTS}),
+    Key("residual_dtype", "bf16"),
+    Key("exchange", "two_phase", but={"DeepSpeed": Effect.NONE}),
+    Key("nodes", 2),
+    Key("warmup_steps", 2),
+    Key("sparsity_warmup_steps", 3),
+    Key("total_steps", 10, beside={"feedback": "auto"}),
+    Key("adaptive", {"kind": "accordion", "sparsity": 0.2, "interval": 1}),
+    Key("parameters", {}),
+    Key("local_steps", 2, alone=True),
+    Key("verify", {"every": 1}, Effect.BYTES),
+    Key("nonfinite_action", "skip", Effect.BYTES, but={"torch DDP": Effect.NONE}),
+    Key("expert", {"threshold": "topk"}),
+)
+
+
+def key_table() -> str:
+    """Return the table of keys and frameworks."""
+    lines = [f"| key | value | {' | '.join(REFUSALS)} |", "|---|---|" + "---|" * len(REFUSALS)]
+    for row in KEYS:
+        cells = []
+        for name, effect in row.effects.items():
+            run = name in _RUN or effect is Effect.REFUSED
+            cells.append(effect.value if run else "accepted")
+        lines.append(f"| `{row.key}` | `{row.value}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _between(page: str, begin: str, end: str, table: str) -> str:
+    before, found, rest = page.partition(begin)
+    return f"{before}{begin}\n\n{table}\n\n{end}{rest.partition(end)[2]}" if found else page
+
+
 def updated(page: str) -> str:
-    """Return the page with the table of these rows."""
-    before, found, rest = page.partition(_BEGIN)
+    """Return the page with the tables of these rows."""
     lines = ["| host | parallelism | optimizer | state |", "|---|---|---|---|"]
     lines += [f"| {row.host} | {row.parallelism} | {row.optimizer} | {row.state.value} |" for row in ROWS]
-    table = "\n".join(lines)
-    return f"{before}{_BEGIN}\n\n{table}\n\n{_END}{rest.partition(_END)[2]}" if found else page
+    page = _between(page, _BEGIN, _END, "\n".join(lines))
+    return _between(page, _KEYS_BEGIN, _KEYS_END, key_table())
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ import typer
 
 from dct_plugin.console import print_error
 from dct_plugin.errors import DCTError
-from dct_plugin.links.rates import check_rates, rate_name
 from dct_plugin.output import write
+from dct_plugin.rates import check_rates, rate_name
 from dct_plugin.recommender.commands.options import takes_options
 from dct_plugin.recommender.provenance import provenance
 

@@ -19,8 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.integrations.ddp import DCTState, dct_hook
-from dct_plugin.links.method import Method
 from dct_plugin.metrics import Metrics
+from dct_plugin.recommender.links.method import Method
 from dct_plugin.transport import Exchange
 
 from .perceptron import apart, batch, perceptron, width_of

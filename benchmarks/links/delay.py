@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dct_plugin.links.namespaces import Links
+from dct_plugin.recommender.links.namespaces import Links
 
 #: linux/if_packet.h, linux/if_ether.h, asm/socket.h.
 SOL_PACKET, PACKET_ADD_MEMBERSHIP, PACKET_VNET_HDR, PACKET_MR_PROMISC = 263, 1, 15, 1

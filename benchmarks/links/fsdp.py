@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dct_plugin.config import MetricsConfig
 from dct_plugin.integrations.fsdp import compress_replicas
-from dct_plugin.links.method import Method
 from dct_plugin.metrics import Metrics
+from dct_plugin.recommender.links.method import Method
 
 from .perceptron import batch, perceptron, width_of
 

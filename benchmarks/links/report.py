@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dct_plugin.links.interleave import Figures
-from dct_plugin.links.rates import rate_name
 from dct_plugin.metrics import format_bytes
 from dct_plugin.output import Table
+from dct_plugin.rates import rate_name
+from dct_plugin.recommender.links.interleave import Figures
 from dct_plugin.recommender.plots import draw_bars, png
 from dct_plugin.report.page import Part, Section
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dct_plugin.links.interleave import Figures, interleaved, warmed
-from dct_plugin.links.namespaces import Links, LinksError
-from dct_plugin.links.team import NETWORKS, Team, TeamError
+from dct_plugin.recommender.links.interleave import Figures, interleaved, warmed
+from dct_plugin.recommender.links.namespaces import Links, LinksError
+from dct_plugin.recommender.links.team import NETWORKS, Team, TeamError
 
 UNLIMITED = "unlimited"
 #: Seconds that the ranks of a workload take to start, and a variant to be made and warmed up; rough.

@@ -11,7 +11,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from dct_plugin.data_parallel import gather_choice
-from dct_plugin.links.method import Method
+from dct_plugin.recommender.links.method import Method
 
 from .perceptron import BATCH, apart, batch, perceptron, width_of
 

@@ -161,7 +161,8 @@ class Rank:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         config = DataParallelConfig.of(self.section)
         if "feedback" not in section:
-            config = resolve(config, Training(["AdamW"], ranks=self.count, steps=steps)).settings
+            training = Training(["AdamW"], ranks=self.count, steps=steps)
+            config = resolve(config, training, self.count // per_node).settings
         nodes = None if per_node == 1 else nodes_of(self.rank, self.count, per_node)
         self.metrics = Metrics(MetricsConfig(every=10**9), rank=self.rank, world_size=self.count)
         self.reducer = GradientReducer(config, nodes, metrics=self.metrics)

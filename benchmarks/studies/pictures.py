@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from dct_plugin.links.interleave import Figures
+from dct_plugin.recommender.links.interleave import Figures
 from dct_plugin.recommender.plots import Point, draw_differences, png
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

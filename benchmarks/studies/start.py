@@ -30,7 +30,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
-from dct_plugin.links.team import free_port
+from dct_plugin.recommender.links.team import free_port
 
 #: Settings of the start; None trains dense.
 SETTINGS: dict[str, dict[str, Any] | None] = {

@@ -102,7 +102,7 @@ def _advise() -> Any:
 
 
 @_command(
-    "Make an HTML page of metrics files, or of the JSON of dct demo and dct dlrm.",
+    "Make an HTML page of a run from its metrics files.",
     ("matplotlib", "jinja2"),
     "report",
 )

@@ -6,14 +6,12 @@ import json
 import math
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -22,57 +20,25 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import processes
-from ..config import DataParallelConfig, ParametersConfig
-from ..config.data_parallel import LocalStepsConfig
+from ..config import DataParallelConfig
 from ..console import print_warning
 from ..data_parallel.autotune.cost_model import Coding, CostModel, Link
-from ..data_parallel.autotune.decision_rules import DecisionRules
+from ..data_parallel.autotune.decision_rules import DecisionRules, gentlest_of_fastest
 from ..errors import ConfigError, DCTError
 from ..integrations.host.measured_job import SECTION, VARIABLE
 from ..integrations.megatron.options import CONFIG_VARIABLE
-from ..links.rates import bits_per_second, check_rates, rate_name
-from ..links.team import tail
 from ..metrics import format_bytes
-from ..policy import resolve
-from ..policy.evidence import Training, known_losses, suggestion
+from ..policy import AppliedSettings, Training, resolve
 from ..policy.memory import JOBS, memory
-from ..policy.rules import exchange_by_rule, safe_sparsity
-from ..policy.settings import Setting
+from ..policy.rules import exchange_by_rule
+from ..policy.settings import Setting, settings_within
+from ..processes import tail
+from ..rates import bits_per_second, check_rates, rate_name
 
 #: Lines of a failed job's output that are shown.
 _LINES = 30
 #: Where torchrun begins to say that a rank failed, for which the rank has given its reason before.
 _LAUNCHER = re.compile(r"^.*(?:failed \(exitcode: |closing signal SIGTERM)", re.MULTILINE)
-
-
-class Candidate(NamedTuple):
-    """A row of the table: the setting of gradients, that of updates of weights (None: gathers), and the steps
-    from one exchange to the next.
-    """
-
-    setting: Setting
-    updates: Setting | None = None
-    every: int = 1
-
-    @property
-    def section(self) -> dict[str, Any]:
-        """The section ``dct.data_parallel`` as it is pasted."""
-        if self.every > 1:
-            return {"local_steps": self.every}
-        made: dict[str, Any] = {"sparsity": self.setting.sparsity, "value_dtype": self.setting.value_dtype}
-        if self.updates is not None:
-            sparsity, value_dtype = self.updates
-            made["parameters"] = {"sparsity": sparsity, "value_dtype": value_dtype}
-        return made
-
-    def __str__(self) -> str:
-        if self.every > 1:
-            return f"local steps: {self.every}, {self.setting.value_dtype} values"
-        return str(self.setting) + ("" if self.updates is None else f"; updates {self.updates.sparsity:g}")
-
-
-#: Local steps at their defaults.
-_LOCAL = Candidate(Setting(0.0, "int8"), every=LocalStepsConfig().every)
 
 
 class Figures(NamedTuple):
@@ -81,89 +47,52 @@ class Figures(NamedTuple):
     Attributes:
         model: Predicts the time of a step.
         training: Optimizer, ZeRO stage and ranks.
+        settings: What the job gets with nothing written, and why.
         left_out: Names of the script's own communication hooks, which were left out.
-        local_steps: Whether the host can train with local steps.
     """
 
     model: CostModel
     training: Training
+    settings: AppliedSettings
     left_out: Sequence[str] = ()
-    local_steps: bool = False
 
     @classmethod
-    def read(cls, path: Path, *, is_megatron: bool) -> Figures:
+    def read(cls, path: Path) -> Figures:
         """Read what the ranks wrote."""
         content = json.loads(path.read_text(encoding="utf-8"))
         given, facts = content["model"], content["facts"]
         codings = {Setting(*row[:2]): Coding(*row[2:]) for row in given["codings"]}
         model = CostModel(**given | {"codings": codings, "link": Link(*given["link"])})
-        if whole := codings.get(Setting(0.0, "bf16")):  # once in many steps: another time to code is nothing
-            codings[_LOCAL.setting] = whole._replace(nbytes=1.0)
-        local_steps = bool(whole) and not (facts["stage"] or model.weight_gathers or is_megatron)
-        figures = cls(model, Training(**facts, ranks=model.ranks), content["left_out"], local_steps)
+        training = Training(**facts, ranks=model.ranks)
+        made = resolve(DataParallelConfig(), training)
         # The steps were measured with other feedback than such a training takes.
-        taken = figures._resolved_settings(Candidate(Setting(0.99, "bf16")))
-        is_direct = exchange_by_rule(taken, model.ranks) == "direct"
-        return figures._replace(
-            model=model._replace(is_direct=is_direct, server_density=taken.server_density)
+        model = model._replace(
+            is_direct=exchange_by_rule(made.settings, model.ranks) == "direct",
+            server_density=made.settings.server_density,
+            step_ahead=model.step_ahead if made.settings.feedback.looks_ahead else 0.0,
         )
+        return cls(model, training, made, content["left_out"])
 
-    def candidates(self) -> list[Candidate]:
-        """Return all settings, from gentle to strong, then those with thresholded updates of the weights."""
-        settings = sorted(self.model.codings.keys() - {_LOCAL.setting}, key=lambda each: each.strength)
-        found = [Candidate(each) for each in (Setting(), *settings)]
-        updates, _ = self._updates()
-        if self.model.weight_gathers == 1 and updates in self.model.codings:
-            found += [Candidate(each, updates) for each in settings if each.sparsity]
-        return [*found, _LOCAL] if self.local_steps else found
+    @property
+    def rows(self) -> list[Setting]:
+        """The settings that a job with nothing written compares, the dense exchange first."""
+        return settings_within(self.settings.settings)
 
-    def is_safe(self, candidate: Candidate) -> bool:
-        """Return whether nothing measurable was lost with a setting in such a training."""
-        safe = safe_sparsity(self._resolved_settings(candidate), self.training)
-        if candidate.updates is not None:
-            safe = min(safe, self._updates()[1])
-        return candidate.every == 1 and candidate.setting.sparsity <= safe
+    def best(self, model: CostModel) -> Setting:
+        """Return the setting that a job with nothing written takes, by the rule of the job itself."""
+        seconds = {setting: model.predict(setting).total for setting in self.rows}
+        return gentlest_of_fastest(seconds, DecisionRules())
 
-    def quality(self, candidate: Candidate) -> str:
-        """Return the expected loss of a setting, with the section of the results that says so."""
-        if candidate.setting.is_dense:
-            return "as it is"
-        if candidate.every > 1:
-            return "lost 0.07 nats (docs/local-steps.md#quality)"
-        if self.is_safe(candidate):
-            return "nothing measurable lost (docs/quality.md)"
-        found = next(known_losses(self._resolved_settings(candidate), self.training), None)
-        return "not measured" if found is None else f"lost {found.loss} (docs/quality.md#{found.source})"
-
-    def pays_below(self, candidate: Candidate) -> float:
+    def pays_below(self, setting: Setting) -> float:
         """Return the rate of links, in bits per second, below which a setting beats the dense exchange; 0:
         nowhere; infinite: on all links.
         """
         fast, slow = self.model.at_rate(math.inf), self.model.at_rate(1.0)
-        price = fast.predict(*candidate).total - fast.predict(Setting()).total
+        price = fast.predict(setting).total - fast.predict(Setting()).total
         if price <= 0.0:
             return math.inf
-        saved = slow.predict(Setting()).total - slow.predict(*candidate).total + price
+        saved = slow.predict(Setting()).total - slow.predict(setting).total + price
         return max(saved, 0.0) / price
-
-    def _updates(self) -> tuple[Setting, float]:
-        """Return the updates of weights that ``dct config suggest`` names for such a training, and the
-        highest sparsity of gradients that lost nothing measurable beside them: 0 where none was measured.
-        """
-        stage = self.training.stage or 1  # Megatron's distributed optimizer is like ZeRO-1
-        row, measured = suggestion(replace(self.training, stage=stage, lr=math.inf), 1e9)
-        found = dict(row.data_parallel or {}) if row is not None and measured else {}
-        updates = ParametersConfig.model_validate(found.get("parameters", {}))
-        safe = found["sparsity"] if "parameters" in found else 0.0
-        return Setting(updates.sparsity, updates.value_dtype), safe
-
-    def _resolved_settings(self, candidate: Candidate) -> DataParallelConfig:
-        setting = candidate.setting
-        written = DataParallelConfig.of({**candidate.section, "value_dtype": setting.value_dtype or "fp32"})
-        unavailable = "ZeRO-3" if self.training.stage == 3 else ""
-        # With some optimizers `feedback: "auto"` lowers the sparsity, too.
-        resolved = resolve(written, replace(self.training, step_ahead_unavailable=unavailable)).settings
-        return resolved.model_copy(update={"sparsity": setting.sparsity})
 
 
 def advise(
@@ -182,7 +111,7 @@ def advise(
         list[float] | None, typer.Option(min=1, help="With --memory: parameters of the model.")
     ] = None,
 ) -> None:
-    """Run a job for some dense steps, and print what each setting would cost and save.
+    """Run a job for some dense steps, and say whether the plugin pays.
 
     The job is stopped when its steps are measured; nothing of it is changed. It trains with
     DistributedDataParallel, FSDP2 with replicas, DeepSpeed or Megatron.
@@ -267,7 +196,7 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
         finally:
             processes.end(job)
         if path.exists():
-            return Figures.read(path, is_megatron="dct_plugin.megatron" in command)
+            return Figures.read(path)
         own = _LAUNCHER.split(log.read_text(encoding="utf-8", errors="replace"), maxsplit=1)[0]
         what = (
             f"was not measured within {limit:g} s (--limit)"
@@ -282,28 +211,25 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
 
 
 def _rows(figures: Figures, models: dict[str, CostModel]) -> Iterator[dict[str, Any]]:
-    for each in figures.candidates():
+    for setting in figures.rows:
         yield {
-            "sparsity": each.setting.sparsity,
-            "value_dtype": each.setting.value_dtype,
-            "parameters": each.section.get("parameters"),
-            "local_steps": each.section.get("local_steps"),
-            "step_ms": {name: 1e3 * model.predict(*each).total for name, model in models.items()},
-            "sent_bytes": figures.model.sent_bytes(*each),
-            "pays_below": None if each.setting.is_dense else figures.pays_below(each),
-            "quality": figures.quality(each),
+            "sparsity": setting.sparsity,
+            "value_dtype": setting.value_dtype,
+            "step_ms": {name: 1e3 * model.predict(setting).total for name, model in models.items()},
+            "sent_bytes": figures.model.sent_bytes(setting),
+            "pays_below": None if setting.is_dense else figures.pays_below(setting),
         }
 
 
 def _print(figures: Figures, models: dict[str, CostModel], line: Sequence[str]) -> None:
     table = Table(title_justify="left", box=None, pad_edge=False)
-    for name in ("setting", "sent", *(f"ms, {name}" for name in models), "pays below", "quality"):
-        table.add_column(name, justify="left" if name in ("setting", "quality") else "right")
-    best = {name: _best(figures, model) for name, model in models.items()}
-    for row, each in zip(_rows(figures, models), figures.candidates(), strict=True):
-        times = [f"{ms:.1f}" + (" *" if best[name] == each else "") for name, ms in row["step_ms"].items()]
-        below = "" if each.setting.is_dense else _rate(row["pays_below"])
-        table.add_row(str(each), format_bytes(row["sent_bytes"]), *times, below, row["quality"])
+    for name in ("setting", "sent", *(f"ms, {name}" for name in models), "pays below"):
+        table.add_column(name, justify="left" if name == "setting" else "right")
+    best = {name: figures.best(model) for name, model in models.items()}
+    for row, setting in zip(_rows(figures, models), figures.rows, strict=True):
+        times = [f"{ms:.1f}" + (" *" if best[name] == setting else "") for name, ms in row["step_ms"].items()]
+        below = "" if setting.is_dense else _rate(row["pays_below"])
+        table.add_row(str(setting), format_bytes(row["sent_bytes"]), *times, below)
     console = Console(width=None if sys.stdout.isatty() else 160)
     model, link, training = figures.model, figures.model.link, figures.training
     rate = _rate(8.0 * model.link_rate) if link.seconds_per_byte else "without limit"
@@ -314,41 +240,21 @@ def _print(figures: Figures, models: dict[str, CostModel], line: Sequence[str]) 
         + (f"; {model.reductions} reductions a step" if model.reductions > 1 else "")
     )
     console.print(table)
-    console.print("* the gentlest of the fastest that lost nothing measurable")
-    if model.weight_gathers == 1:
-        console.print(
-            f"{format_bytes(model.gathered_bytes)} are gathered weights; where a row names updates, they are "
-            "thresholded, too (dct.data_parallel.parameters, docs/configuration.md)"
-        )
-    for name, each in best.items():
-        text = "leave the plugin out" if each.setting.is_dense else _pasted(each.section, line)
-        typer.echo(f"{name}: {text}")
-    typer.echo(f"or let the job choose: {_pasted({'sparsity': 'auto'}, line)}")
-    if "dct_plugin.megatron" not in line:
-        text = "into DeepSpeed's configuration, or: dct_plugin.attach(model, optimizer, SECTION)"
-        typer.echo(f"one of these goes {text}")
+    if model.weight_gathers:
+        console.print(f"{format_bytes(model.gathered_bytes)} of each row are gathered weights")
+    if figures.settings.line:
+        typer.echo(f"nothing written: {figures.settings.line}")
+    typer.echo(" ".join(decision(figures, name, model, line) for name, model in models.items()))
 
 
-def _pasted(section: dict[str, Any], line: Sequence[str]) -> str:
-    """Return settings as they are given to the job: Megatron takes them in its launch line."""
-    if "dct_plugin.megatron" not in line:
-        return json.dumps({"dct": {"data_parallel": section}})
-    if not section["sparsity"]:  # with which alone everything is left to Megatron
-        section = {"quality": "bytes", **section}
-    values = {key: shlex.quote(json.dumps(x)) if isinstance(x, dict) else x for key, x in section.items()}
-    options = [f"--dct-data-parallel-{key.replace('_', '-')} {value}" for key, value in values.items()]
-    return " ".join(["-m dct_plugin.megatron", *options, "SCRIPT ..."])
-
-
-def _best(figures: Figures, model: CostModel) -> Candidate:
-    safe = [each for each in figures.candidates() if each.setting.is_dense or figures.is_safe(each)]
-    seconds = {each: model.predict(*each).total for each in safe}
-    least = DecisionRules().equal_ratio * min(seconds.values())
-    # Gathered weights are gentler than thresholded updates.
-    return min(
-        (each for each in safe if seconds[each] <= least),
-        key=lambda each: (each.updates is not None, each.setting.strength),
-    )
+def decision(figures: Figures, name: str, model: CostModel, line: Sequence[str]) -> str:
+    """Return the sentence that says whether the plugin pays on a link."""
+    best, dense = figures.best(model), model.predict(Setting()).total
+    if best.is_dense:
+        others = (model.predict(each).total for each in figures.rows if not each.is_dense)
+        return f"{name}: leave the plugin out, dense steps are as fast ({dense / min(others):.2f}x)."
+    section = "--dct-data-parallel-enabled true" if "dct_plugin.megatron" in line else '"dct": {}'
+    return f"{name}: take {section}, which becomes {best}: {dense / model.predict(best).total:.2f}x as fast."
 
 
 def _rate(bits: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,13 +16,6 @@ if TYPE_CHECKING:
     from ..integrations.deepspeed.file_check import FileReport
 
 app = typer.Typer(help="Show and check the dct section of a JSON file.", no_args_is_help=True)
-
-
-class Device(str, Enum):
-    """Accelerators for which ``check`` judges."""
-
-    CUDA = "cuda"
-    CPU = "cpu"
 
 
 @app.command()
@@ -47,7 +41,7 @@ def show(
     from rich.text import Text
 
     source = "defaults" if file is None else str(file)
-    table = Table(title=Text(f"{source} (fingerprint {section.fingerprint()})"), title_justify="left")
+    table = Table(title=Text(source), title_justify="left")
     table.add_column("option", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("default", overflow="fold")
@@ -68,9 +62,6 @@ def check(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks of the job [default: as the batch sizes say].")
     ] = None,
-    device: Annotated[
-        Device, typer.Option(help="Accelerator of the job; this machine does not need it.")
-    ] = Device.CUDA,
 ) -> None:
     """Check DeepSpeed JSONs or bare sections; exit with 1 if a job would not start.
 
@@ -91,10 +82,10 @@ def check(
             print_error(error)
             failed = True
     asked = [file for file, (content, _) in contents.items() if file_check.for_deepspeed(content)]
-    told = parser.ask([contents[file][0] for file in asked], ranks=ranks, device=device.value)
+    told = parser.ask([contents[file][0] for file in asked], ranks=ranks)
     answers = dict(zip(asked, told, strict=False))
     for file, (content, strict) in contents.items():
-        report = file_check.check(content, answers.get(file))
+        report = file_check.check(content, answers.get(file), ranks or 0)
         if not strict:
             report.notes.append("not strict JSON, which Hugging Face's Trainer and Accelerate want")
         failed |= not _print(report, file)
@@ -122,43 +113,45 @@ def _print(report: FileReport, file: str) -> bool:
     return not report.faults
 
 
-_UNMEASURED = (
-    "With an empty section the plugin keeps local error feedback and sends a tenth of the entries; compare a "
-    "short run with one without the plugin."
-)
+class Precision(str, Enum):
+    """Types of weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
 
 
 @app.command()
 def suggest(
     optimizer: Annotated[str, typer.Option(help="Class of the optimizer: adamw, sgd, adagrad, ...")],
-    link: Annotated[str, typer.Option(help="Rate of the link between the ranks: 100mbit, 1gbit, ...")],
-    ranks: Annotated[int, typer.Option(min=2, help="Data-parallel ranks.")],
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks, or nodes, that exchange gradients.")],
     stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage; 0 for torch DDP.")] = 0,
+    precision: Annotated[Precision, typer.Option(help="Type of the weights.")] = Precision.BF16,
     momentum: Annotated[float, typer.Option(min=0, help="The optimizer's momentum.")] = 0.0,
     lr: Annotated[
         float | None, typer.Option(min=0, help="Learning rate: in fine-tuning few weights change.")
     ] = None,
 ) -> None:
-    """Print recommended settings as JSON; their measured bytes and quality are on stderr."""
-    from ..links.rates import bits_per_second, check_rates
-    from ..policy.evidence import Training, suggestion
+    """Print the section to take, and on stderr what it becomes, with measured bytes and quality."""
+    from ..config import DCTConfig
+    from ..integrations.deepspeed.rules import training_facts
+    from ..integrations.deepspeed.section import Job
+    from ..policy import resolve
+    from ..policy.evidence import MEASURED_DEFAULTS
 
-    rate = bits_per_second(check_rates([link], option="--link")[0])
-    training = Training([optimizer], momentum, stage, ranks, math.inf if lr is None else lr)
-    row, measured = suggestion(training, rate)
-    typer.echo(json.dumps({"dct": {} if row is None else row.section}, indent=2))
-    where = f"{optimizer}{' with momentum' if momentum else ''} on {ranks} ranks at {link}, " + (
-        f"ZeRO-{stage}" if stage else "no ZeRO"
-    )
+    rate = math.inf if lr is None else lr
+    job = Job(stage, precision.value, optimizer, momentum, lr=rate, gathers_weights=stage in (1, 2))
+    section = DCTConfig()
+    training = replace(training_facts(job, section), ranks=ranks)
+    made = resolve(section.data_parallel, training)
+    typer.echo(json.dumps({"dct": {}}))
     say = functools.partial(typer.echo, err=True)
+    say(f"it becomes: {made.settings.summary}")
+    for line in made.lines:
+        say(line)
+    row = next((row for row in MEASURED_DEFAULTS if row.suits(training)), None)
     if row is None:
-        say(f"Not measured: {where}, nor an optimizer like it. {_UNMEASURED}")
-        return
-    if not measured:
-        say(f"Not measured: {where}. The nearest that was measured is {row.where}:")
-    if row.data_parallel is None:
-        say(f"Nothing that was measured keeps the quality of {where}.")
-    for label, value in row.facts():
+        say("this combination was not measured")
+    for label, value in row.facts() if row else ():
         say(f"{label}: {value}")
-    if rate <= 1e8 and stage == 0:
-        say('if a round trip takes longer than a step: "local_steps": 30 (docs/local-steps.md)')
+    say("whether it pays: dct advise -- LAUNCH LINE")

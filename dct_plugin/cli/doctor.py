@@ -135,5 +135,10 @@ def _activation() -> Iterable[Finding]:
         yield Finding("ok", "activation", "a dct section in DeepSpeed's JSON is enough")
 
 
-CHECKS: list[Callable[[], Iterable[Finding]]] = [_packages, _kernels, _activation]
+def _settings() -> Iterable[Finding]:
+    detail = 'none to write ("dct": {}, attach(model, optimizer)); whether it pays: dct advise -- LAUNCH LINE'
+    yield Finding("ok", "settings", detail)
+
+
+CHECKS: list[Callable[[], Iterable[Finding]]] = [_packages, _kernels, _activation, _settings]
 """The checks that :func:`diagnose` runs, in order."""

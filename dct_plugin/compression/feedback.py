@@ -134,10 +134,14 @@ class _Transaction(Generic[_Held]):
         self._dirty = False
 
     def rollback(self) -> None:
-        """Forget what was written since the last commit."""
+        """Forget what was written since the last commit. Without a second buffer that is everything."""
         if self._pending is None:
-            raise RuntimeError("rollback() needs a transactional residual")
+            self.clear()
         self._dirty = False
+
+    def clear(self) -> None:
+        """Set the value to zero."""
+        raise NotImplementedError
 
 
 class Residual(_Transaction[Tensor]):
@@ -150,7 +154,7 @@ class Residual(_Transaction[Tensor]):
     Args:
         numel: Entries of the stream.
         device: Device of the stream.
-        transactional: Keep a second buffer; without it :meth:`rollback` is refused.
+        transactional: Keep a second buffer; without it :meth:`rollback` sets the residual to zero.
         memory: fp32 ``[numel]``, of a host that keeps the residual itself; what it holds is the residual.
     """
 
@@ -163,16 +167,26 @@ class Residual(_Transaction[Tensor]):
         # A GPU's kernel that writes beside what it reads need not look at the gradient before it adds, a
         # quarter of the traffic. It takes the memory of one tensor, which the caching allocator passes on.
         self._beside = device.type == "cuda" and memory is None
+        self._is_of_host = memory is not None
         self._written: Tensor | None = None
+
+    def arm(self) -> None:
+        """Keep a second buffer from now on, unless a host keeps the residual."""
+        if self._pending is None and not self._is_of_host:
+            self._pending = torch.zeros_like(self._committed)
+
+    def clear(self) -> None:
+        """Set the residual to zero."""
+        self.current.zero_()
 
     @property
     def current(self) -> Tensor:
         """The residual as the next step will see it (fp32, ``[numel]``)."""
         return self._newest
 
-    def show(self, scratch: ScratchBuffers, use: str) -> Tensor:
-        """:attr:`current`, to be read before the room's next use."""
-        return self.current
+    def show(self, scratch: ScratchBuffers, use: str, *, committed: bool = False) -> Tensor:
+        """:attr:`current`, to be read before the room's next use; or what a rollback would leave."""
+        return self._committed if committed else self.current
 
     def begin(self) -> tuple[Tensor, Tensor]:
         """Return the buffers of the coming pass over the whole stream: ``(read from, write to)``. They may be
@@ -198,7 +212,9 @@ class Residual(_Transaction[Tensor]):
 
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradient's unit (loss scale); exact for powers of two."""
-        self.current.mul_(factor)
+        self._committed.mul_(factor)
+        if self._newest is not self._committed:
+            self._newest.mul_(factor)
 
     def add(self, values: Tensor) -> None:
         """Add ``values`` (``[numel]``)."""
@@ -248,16 +264,29 @@ class PackedResidual(_Transaction[PackedTensor]):
         self._committed = PackedTensor(numel, dtype, kernels, device)
         self._pending = PackedTensor(numel, dtype, kernels, device) if transactional else None
         self._scratch, self._seed, self._batched = scratch, seed, kernels.batches
+        self._kernels = kernels
         self._left: Tensor | None = None
+
+    def arm(self) -> None:
+        """See :meth:`Residual.arm`."""
+        if self._pending is None:
+            values = self._committed.values
+            self._pending = PackedTensor(self.numel, values.dtype, self._kernels, values.device)
+            self._dirty = False
+
+    def clear(self) -> None:
+        """Set the residual to zero."""
+        self._newest.write(self._scratch.take("pass", self._newest.values).zero_(), self._seed)
 
     @property
     def current(self) -> Tensor:
         """The residual as the next step will see it (fp32, ``[numel]``), in memory of its own."""
         return self.show(ScratchBuffers(), "current")
 
-    def show(self, scratch: ScratchBuffers, use: str) -> Tensor:
-        """:attr:`current`, to be read before the room's next use."""
-        return self._newest.read(scratch.take(use, self._newest.values))
+    def show(self, scratch: ScratchBuffers, use: str, *, committed: bool = False) -> Tensor:
+        """See :meth:`Residual.show`."""
+        kept = self._committed if committed else self._newest
+        return kept.read(scratch.take(use, kept.values))
 
     def begin(self) -> tuple[Tensor, Tensor]:
         """See :meth:`Residual.begin`."""
@@ -277,7 +306,9 @@ class PackedResidual(_Transaction[PackedTensor]):
 
     def rescale(self, factor: float) -> None:
         """See :meth:`Residual.rescale`; but for powers of two it is rounded."""
-        self._newest.write(self.show(self._scratch, "pass").mul_(factor), self._seed)
+        for held in [self._committed] if self._newest is self._committed else [self._committed, self._newest]:
+            scratch = self._scratch.take("pass", held.values)
+            held.write(held.read(scratch).mul_(factor), self._seed)
 
     def add(self, values: Tensor) -> None:
         """See :meth:`Residual.add`; the sum is rounded."""

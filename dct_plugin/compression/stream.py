@@ -291,12 +291,15 @@ class Compressor(Stream):
 
     # -- optimizer steps ---
 
+    def arm(self) -> None:
+        """Keep a second residual from the next step on, so that steps can be undone."""
+        self._transactional = True
+        if self.residual is not None:
+            self.residual.arm()
+
     def end_step(self, *, skipped: bool = False) -> None:
         """Close an optimizer step. If it was ``skipped``, restore residual and threshold bitwise to the last
-        call.
-
-        Raises:
-            RuntimeError: A skipped step, and the stream is not transactional.
+        call; a stream that is not transactional loses its residual.
         """
         if skipped and self._saved_threshold is not None:
             self.threshold.load_state_dict(self._saved_threshold)

@@ -52,7 +52,7 @@ class Threshold:
     trace: the threshold of a tensor that turned out to be non-finite stays bitwise what it was.
 
     Args:
-        mode: ``"sample"`` (random positions, and a small sample between measurements), ``"exact"`` (k-th
+        mode: ``"sample"`` (random positions, and a small sample between measurements), ``"topk"`` (k-th
             largest magnitude) or ``"fixed"`` (random positions; unchanged until the next measurement).
         lifespan: Steps after which the threshold is measured again at the latest (paper: L).
         band: ``(low, high)`` multiples of the wanted density; outside, it is measured again at the next step.
@@ -113,7 +113,7 @@ class Threshold:
         """
         tau: Tau = self.tau
         measured = self.due(density)
-        if measured and self.mode == "exact":
+        if measured and self.mode == "topk":
             tau = kernels.exact_threshold(grad, residual, wanted(density, grad.numel()))
         elif measured or self.mode == "sample":
             seed = (self.seed + 0x9E3779B9 * (self.step + 1)) & 0x7FFFFFFF

@@ -128,22 +128,37 @@ def refuse(
 
 
 class VerifyConfig(Section):
-    """Comparison of the ranks' parameters by checksum."""
+    """Comparison of the tensors that all ranks hold, by checksum."""
 
     section_path = "dct.data_parallel.verify"
 
     every: int = Field(default=1000, ge=1)
-    """Optimizer steps from one comparison to the next. DeepSpeed and Megatron compare before saves, too.
-    Optimizer states are not compared.
+    """Optimizer steps from one comparison to the next. The end of the dense start and the steps 1, 10 and 100
+    after it are compared, too, and saves under DeepSpeed and Megatron. Optimizer states are not compared.
 
-    100 to 1000. A comparison costs one pass over the parameters and a small all-reduce.
+    100 to 1000. A comparison costs one pass over the compared tensors and a small all-gather.
     """
-    action: Literal["stop", "resync"] = "stop"
-    """Action when parameters differ: stop all ranks (stop), or copy the first rank's parameters (resync).
-    Both log the parameter and the rank.
+    action: Literal["stop", "warn", "resync"] = "stop"
+    """Action when trainable parameters differ: stop all ranks (stop), log it (warn), or copy the first rank's
+    (resync). All log the tensor and the rank. Frozen parameters and buffers that differ are logged, or copied
+    (resync).
 
     `resync` if the job must not stop.
     """
+    conservation: bool = False
+    """Whether to check at each comparison that nothing is lost: at sampled entries, the gradients of all
+    ranks equal what the optimizer got and what residuals hold.
+
+    true to look for a script whose steps dct does not see. It costs some microseconds per tensor and step.
+    """
+
+    def is_due(self, step: int, dense_steps: int) -> bool:
+        """Return whether to compare after an optimizer step."""
+        return step > 0 and (step % self.every == 0 or step - dense_steps in (0, 1, 10, 100))
+
+
+#: The comparison that nobody has asked for: it stops no job.
+_VERIFY = VerifyConfig(action="warn")
 
 
 class AccordionConfig(Variant):
@@ -173,12 +188,12 @@ class ExpertSettings(Section):
 
     section_path = "dct.data_parallel.expert"
 
-    threshold: Literal["sample", "exact", "fixed"] = "sample"
+    threshold: Literal["sample", "topk", "fixed"] = "sample"
     """Method that finds a threshold: a random sample, corrected at every step by a smaller one (sample); the
-    exact k-th largest magnitude (exact); or a random sample that is kept for `threshold_lifespan` steps
+    k-th largest magnitude (topk); or a random sample that is kept for `threshold_lifespan` steps
     (fixed, as in the paper).
 
-    `exact` and `fixed` for tests and studies.
+    `topk` and `fixed` for tests and studies.
     """
     threshold_lifespan: int = Field(default=1000, ge=1)
     """Largest number of steps between two measurements of a threshold. It is also measured at steps 1, 2,
@@ -217,18 +232,23 @@ class DataParallelConfig(Section):
     `false` to compress only activations or embeddings.
     """
     sparsity: float = Field(default=0.99, ge=0, lt=1)
-    """Share of the gradient entries that are not sent in one step; 0 sends all. If neither `sparsity` nor
-    `value_dtype` is written, `step_ahead` between more than 4 ranks (or nodes) uses 0.96 in `int4`.
+    """Share of the gradient entries that are not sent in one step; 0 sends all. If none of `sparsity`,
+    `value_dtype`, `quality` and `adaptive` is written, a training gets what lost nothing when it was
+    measured, if that is faster than dense: with Adam 0.99 between up to 4 ranks (or nodes), 0.96 in `int4`
+    between up to 8, and all entries in `int8` between more, in fine-tuning, and with optimizers that are not
+    known ([table](settings.md)).
     `"auto"` stands for `"quality": "safe"` at 0.99.
 
     0.9 for the highest quality, 0.99 on slow links, [less on many ranks](quality.md#many-compressors), 0 to
     measure the plugin's own cost.
     """
-    quality: Literal["exact", "safe", "bytes"] | None = None
+    quality: Literal["dense", "safe", "bytes", "if_faster"] | None = None
     """Class of settings from which the plugin chooses the fastest by measurement: only the dense exchange
-    (exact); sparsities that lost nothing measurable with this optimizer and
-    number of ranks (safe); or all sparsities (bytes). `sparsity` is then the highest sparsity and
-    `value_dtype` the widest type. null uses the settings as they are.
+    (dense); sparsities that lost nothing measurable with this optimizer and
+    number of ranks (safe); all sparsities (bytes); or, once after the dense start, the settings as they are,
+    all entries in int8, or the dense exchange (if_faster, which holds if neither `sparsity` nor `value_dtype`
+    is written). `sparsity` is otherwise the highest sparsity and `value_dtype` the widest type. null uses the
+    settings as they are.
 
     If the speed of the link is not known or changes ([how it decides](automatic.md)).
     """
@@ -248,7 +268,7 @@ class DataParallelConfig(Section):
     """Treatment of entries that are not sent: they are added to the next gradient (local); they are added,
     and that gradient is taken at weights that anticipate them (step_ahead); or they are dropped (none).
     auto follows the optimizer: step_ahead after dense steps with Adam, RMSprop and momentum; local with
-    Adagrad and plain SGD; local at a sparsity of 0.9 at most with others.
+    Adagrad, plain SGD and others.
 
     Leave it out; the log names the choice. `none` saves the residual's memory and usually costs quality.
     """
@@ -322,8 +342,8 @@ class DataParallelConfig(Section):
 
     30 for links of 10 to 300 Mbit/s with long delays ([guide](local-steps.md)).
     """
-    verify: Annotated[VerifyConfig | None, OR_FALSE] = None
-    """null is off."""
+    verify: Annotated[VerifyConfig | None, OR_FALSE] = _VERIFY
+    """If it is not written, differences are logged (`{"action": "warn"}`). null is off."""
     nonfinite_action: Literal["pass", "skip"] = "pass"
     """Action when a gradient is not finite: pass it on, as without the plugin (pass), or skip the step on all
     ranks and restore the residuals (skip). fp16 loss scaling always skips.
@@ -373,15 +393,22 @@ class DataParallelConfig(Section):
     @property
     def summary(self) -> str:
         """The share of entries sent, and the feedback for the others, in words."""
-        if self.quality == "exact":
-            return "quality exact, nothing left out"
+        if self.quality == "dense":
+            return "quality dense, nothing left out"
         if self.local_steps is not None:
             return f"an exchange of progress every {self.local_steps.every} steps, {self.value_dtype} values"
-        if self.quality is not None:
+        if self.quality not in (None, "if_faster"):
             return (
                 f"quality {self.quality}, sparsity up to {self.sparsity:g}, feedback {self.feedback.label()}"
             )
-        return f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {self.feedback.label()}"
+        rule = ", if faster than dense" if self.quality == "if_faster" else ""
+        feedback = self.feedback.label()
+        return f"sparsity {self.sparsity:g}, {self.value_dtype} values, feedback {feedback}{rule}"
+
+    @property
+    def asks_to_verify(self) -> bool:
+        """True if a comparison of the ranks is written, and is not the default."""
+        return self.verify not in (None, _VERIFY)
 
     @property
     def dense_steps(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -54,7 +54,20 @@ class AddOn:
         """See the reduced gradients; a collective."""
 
     def end_step(self, *, skipped: bool) -> None:
-        """Close an optimizer step; a ``skipped`` one leaves no trace."""
+        """Close an optimizer step; a ``skipped`` one leaves no trace. Tensors that the reducer has in
+        ``waiting`` stay open.
+        """
+
+    def returned(self, name: str, flat: Tensor) -> None:
+        """See what was added to the residual of a tensor, since no rank used it."""
+
+    def undo(self, names: Collection[str], *, lost: bool) -> None:
+        """Forget the gradients of these tensors in this step, which no optimizer used.
+
+        Args:
+            names: The tensors.
+            lost: Their residuals could not be restored, and are zero.
+        """
 
     def flush(self) -> None:
         """Leave nothing unsent; a collective."""

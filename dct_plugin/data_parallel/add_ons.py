@@ -13,10 +13,11 @@ from .add_on import AddOn, ReducerContext
 from .autotune.add_on import AutomaticSparsity
 from .local_steps.add_on import LocalSteps
 from .plan import ReductionPlan, Sparsity
+from .residual_checks import ResidualChecks
 from .step_ahead.add_on import StepAheadAddOn
 
 #: In the order in which they see a reduction.
-ADD_ONS: tuple[type[AddOn], ...] = (Accordion, StepAheadAddOn, AutomaticSparsity, LocalSteps)
+ADD_ONS: tuple[type[AddOn], ...] = (Accordion, StepAheadAddOn, AutomaticSparsity, LocalSteps, ResidualChecks)
 
 
 class AddOns:

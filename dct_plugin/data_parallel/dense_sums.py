@@ -75,11 +75,11 @@ class DenseSums:
 
     def _agree(self, plan: ReductionPlan) -> None:
         # A rank whose warm-up is over would wait in another collective for ever.
-        exchange, step = self._group.exchange, self._group.step
+        exchange, fingerprint = self._group.exchange, self._group.at_step(plan.fingerprint)
         if self._group.backend.lengths_on_host:
-            exchange.agree(plan.fingerprint)
-        elif not self._agreed.has(plan.fingerprint):  # waits for a device: once, on the step as well
-            exchange.agree((plan.fingerprint + step) % (1 << 63))
+            exchange.agree(fingerprint)
+        elif not self._agreed.has(plan.fingerprint):  # waits for a device: once
+            exchange.agree(fingerprint)
             self._agreed[plan.fingerprint] = None
 
     def _sum(self, planned: Sequence[PlannedTensor], exchange_record: Record) -> None:

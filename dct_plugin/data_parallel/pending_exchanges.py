@@ -116,7 +116,7 @@ class PendingExchanges:
         if not slots_of_others:
             group.exchange.agree(fingerprint)
             return
-        unknown = fingerprint ^ 1
+        unknown = fingerprint ^ (1 << 61)  # far from all that differ by steps
         sent = slots_of_others[0].send_empty(group.device, 0, unknown)
         group.exchange.await_device("exchange of sizes")
         try:
@@ -167,7 +167,8 @@ class PendingExchanges:
         heads = [words[first : first + WORDS] for first in range(0, len(words), WORDS)]
         phase, room = sent.phase, sent.slots.layout.room_from
         bounds = None if phase.follows else room
-        sizes = self._group.exchange.checked_sizes(heads, plan.fingerprint, bounds)
+        fingerprint = self._group.at_step(plan.fingerprint)
+        sizes = self._group.exchange.checked_sizes(heads, fingerprint, bounds)
         for sender, (*_, error) in enumerate(heads):
             if error:
                 own, problem = self._group.rank, KERNEL_ERRORS[error]

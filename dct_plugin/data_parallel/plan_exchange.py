@@ -154,7 +154,7 @@ class PlanExchange:
         if sent.slots is None:
             sent.messages = writer.read() * (group.world_size if phase.to_all else 1)
             with self._exchange_record.timed("exchange"):
-                self._exchange.post(sent.messages, plan.fingerprint)
+                self._exchange.post(sent.messages, group.at_step(plan.fingerprint))
             group.account(sent.written, self._exchange_record)
         else:
             self._unsent.popleft()
@@ -169,7 +169,8 @@ class PlanExchange:
         sent.capacities = self._unsent[0]
         sent.slots = slots = sent.capacities.slots(group.device)
         nothing = phase.nothing_to_add
-        group.backend.write_slots(sent.writer, slots.memory, slots.bounds_to, plan.fingerprint, nothing)
+        fingerprint = group.at_step(plan.fingerprint)
+        group.backend.write_slots(sent.writer, slots.memory, slots.bounds_to, fingerprint, nothing)
         sent.add_up = phase.prepare_sum(plan, slots)
 
     def _receive(self, chunk: ExchangedChunk) -> list[Tensor]:

@@ -6,7 +6,7 @@ A reducer has topologies (which rank sends what to whom: :mod:`.topologies`), ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from ..compression.stream import Compressor
 from ..config import DataParallelConfig
 from ..errors import DCTError
 from ..host_traffic import bytes_sent
+from ..kernels.checks import PACK_BLOCK
 from ..metrics import Record
 from .add_on import AddOn, ReducerContext
 from .add_ons import AddOns
@@ -146,6 +147,12 @@ class GradientReducer(StreamGroup):
         """
         self.exchanges.finish()
 
+    def return_to_residual(self, entries: Entries) -> None:
+        super().return_to_residual(entries)
+        for name, tensor in entries:
+            for each in self.add_ons:
+                each.returned(name, tensor)
+
     def flush(self) -> None:
         """Send all gradients and residuals from the next step on, before the host continues without this
         reducer; call it on every rank.
@@ -233,7 +240,7 @@ class GradientReducer(StreamGroup):
         Args:
             skipped: The optimizer did not use the gradients reduced since the last step: residuals and
                 thresholds are restored bitwise. Without ``transactional`` they are not, and the entries that
-                were sent in the step are lost.
+                were sent in the step are lost, see :meth:`undo`.
             loss_scale: The coming gradients are multiplied by it; residuals and thresholds follow (exact for
                 powers of 2). None: as before.
             reduced_at: Loss scale of the gradients reduced in this step, for hosts that learn it only now.
@@ -254,13 +261,41 @@ class GradientReducer(StreamGroup):
             self.all_reduce(local.progress(), scale=1.0 / self.group_size)
             local.step()
 
-    def reject_step(self) -> None:
-        """Close a step that the optimizer never made: it is not counted, and residuals are restored as in a
-        skipped step.
+    def undo(self, names: Collection[str], *, lost: bool) -> None:
+        """Take back the reductions of these tensors since their last step, whose sums no optimizer used.
+
+        Args:
+            names: The tensors; those of other reducers may be among them.
+            lost: There was no second residual in these reductions. What was sent is old residual and gradient
+                in one, and cannot be told apart any more: residuals are set to zero.
         """
         self.finish()
+        for stream in self.streams_of(names):
+            stream.end_step(skipped=True)
+            if lost and stream.residual is not None:
+                stream.residual.clear()
+        for each in self.add_ons:
+            each.undo(names, lost=lost)
+
+    def commit(self, names: Collection[str]) -> None:
+        """Close the step of these tensors, whose optimizer stepped after the step was counted."""
+        self.finish()
+        for stream in self.streams_of(names) if self.transactional else ():
+            stream.end_step()
+
+    def residual_bytes(self, sizes: Mapping[str, int]) -> float:
+        """Return the memory of one residual of the tensors with these numbers of entries."""
+        if not self.config.feedback.keeps_residual:
+            return 0.0
+        per_entry = {"bf16": 2.0, "int8": 1.0 + 1.0 / PACK_BLOCK}.get(self.config.residual_dtype, 4.0)
+        return per_entry * sum(numel for name, numel in sizes.items() if not self.is_small(name, numel))
+
+    def reject_step(self) -> None:
+        """Close a step that no optimizer made, after :meth:`undo` of its tensors; it is not counted."""
         self._dense.end_step(skipped=True)
-        self._close(skipped=True)
+        self.add_ons.earlier.clear()
+        for each in self.add_ons:
+            each.end_step(skipped=True)
 
     def rescale(self, loss_scale: float) -> None:
         """Note between two steps that the coming gradients are multiplied by ``loss_scale``. Residuals and
@@ -269,17 +304,20 @@ class GradientReducer(StreamGroup):
         ratio, self.loss_scale = loss_scale / self.loss_scale, loss_scale
         if ratio != 1.0:
             self.loaded = dict(checkpoint.in_unit({"streams": self.loaded}, ratio)["streams"])
-            for each in self._kept():
+            kept: list[Compressor | AddOn] = [*self.streams.values(), *self.add_ons]
+            for each in kept:  # a list, since add-ons may change streams
                 each.rescale(ratio)
-
-    def _kept(self) -> list[Compressor | AddOn]:
-        return [*self.streams.values(), *self.add_ons]  # a list, since add-ons may change streams
 
     def _close(self, *, skipped: bool) -> None:
         self.add_ons.earlier.clear()
         # Streams that cannot be undone have nothing to keep or to restore.
-        for each in self._kept() if self._transactional else self.add_ons:
-            each.end_step(skipped=skipped and self._transactional)
+        streams = self.streams if self.transactional else {}
+        waiting = set(self.streams_of(self.waiting)) if self.waiting else ()
+        for stream in list(streams.values()):
+            if stream not in waiting:
+                stream.end_step(skipped=skipped)
+        for each in self.add_ons:
+            each.end_step(skipped=skipped and self.transactional)
         if skipped and self.config.nonfinite_action == "skip":
             self.nonfinite_reported = False  # the next one may be another rank's and parameter's
 

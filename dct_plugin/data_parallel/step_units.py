@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..policy.optimizers import OptimizerFamily, family_of, unknown_step
 
@@ -42,25 +43,43 @@ class StepUnit:
         return replace(unit, lr=-unit.lr) if group.get("maximize") else unit
 
 
+#: By tensor, its version counter and its value: a learning rate that is a tensor (``capturable``) may be on a
+#: device, and is read once after each change.
+_READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _number(setting: Any) -> float:
+    """Return a setting of a group as a number."""
+    if setting.__class__ is float:
+        return setting
+    if not isinstance(setting, torch.Tensor):
+        return float(setting)
+    version, number = _READ.get(setting, (None, 0.0))
+    if version != setting._version:
+        number = float(setting)
+        _READ[setting] = (setting._version, number)
+    return number
+
+
 def _adam(group: Mapping[str, Any]) -> StepUnit:
-    return StepUnit(float(group["lr"]), True, float(group["betas"][1]), float(group["eps"]))
+    return StepUnit(_number(group["lr"]), True, _number(group["betas"][1]), _number(group["eps"]))
 
 
 def _rmsprop(group: Mapping[str, Any]) -> StepUnit:
-    lr = float(group["lr"]) / (1.0 - float(group.get("momentum", 0.0)))
-    return StepUnit(lr, True, float(group["alpha"]), float(group["eps"]))
+    lr = _number(group["lr"]) / (1.0 - _number(group.get("momentum", 0.0)))
+    return StepUnit(lr, True, _number(group["alpha"]), _number(group["eps"]))
 
 
 def _adagrad(group: Mapping[str, Any]) -> StepUnit:
     # What the sum starts with lies beside its root like eps, within a factor of sqrt(2).
-    start = math.sqrt(float(group.get("initial_accumulator_value", 0.0)))
-    return StepUnit(float(group["lr"]), True, None, float(group["eps"]) + start)
+    start = math.sqrt(_number(group.get("initial_accumulator_value", 0.0)))
+    return StepUnit(_number(group["lr"]), True, None, _number(group["eps"]) + start)
 
 
 def _sgd(group: Mapping[str, Any]) -> StepUnit:
-    momentum = float(group.get("momentum", 0.0))
-    damped = 1.0 - float(group.get("dampening", 0.0)) if momentum else 1.0
-    return StepUnit(float(group["lr"]) * damped / (1.0 - momentum))
+    momentum = _number(group.get("momentum", 0.0))
+    damped = 1.0 - _number(group.get("dampening", 0.0)) if momentum else 1.0
+    return StepUnit(_number(group["lr"]) * damped / (1.0 - momentum))
 
 
 _RULES: dict[OptimizerFamily, Callable[[Mapping[str, Any]], StepUnit]] = {
@@ -92,6 +111,15 @@ def unwrapped(optimizer: Any) -> Any:
         optimizer = inner
 
 
+def stepping(optimizer: Any) -> Any:
+    """Return the optimizer whose rule makes the steps: the one inside wrappers, or inside of torch's
+    ``ZeroRedundancyOptimizer``, which has this rank's share of the parameters.
+    """
+    inner = unwrapped(optimizer)
+    share = getattr(inner, "optim", None)
+    return share if hasattr(share, "param_groups") else inner
+
+
 def units_of(
     optimizer: Any, parameters: Sequence[Sequence[torch.nn.Parameter]] | None = None
 ) -> Callable[[torch.nn.Parameter], StepUnit | None]:
@@ -105,7 +133,7 @@ def units_of(
     Raises:
         ConfigError: The unit of this optimizer's steps is not known.
     """
-    inner = unwrapped(optimizer)
+    inner = stepping(optimizer)
     for group in optimizer.param_groups:  # refused now rather than in a forward pass
         StepUnit.of(inner, group)
     group_of: dict[int, int] = {}

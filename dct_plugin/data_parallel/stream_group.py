@@ -6,7 +6,7 @@ Reductions of gradients and updates of weights have them in common.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
@@ -23,12 +23,11 @@ from ..config import DataParallelConfig, KernelConfig
 from ..console import logger
 from ..errors import ConfigError, PayloadError
 from ..metrics import TENSOR, Metrics, Record
-from ..policy.rules import for_compressors
 from ..transport import Exchange
 from ..transport.agreement import ranks_in_words
 from ..transport.nodes import Nodes, layout_of
 from ..transport.transports import GroupPeers, Peers
-from .plan import Entries, Sparsity
+from .plan import Entries, Sparsity, fingerprint_of
 
 if TYPE_CHECKING:
     from .nodes.ranks import NodeRanks
@@ -109,7 +108,7 @@ class StreamGroup:
         self.exchange = Exchange(group, self.device, None if self.nodes is None else self.nodes.across)
         self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.metrics = metrics
-        self.settings = settings = for_compressors(settings, self.world_size)
+        self.settings = settings
         self.schedule = settings.schedule
         self.step = step
         """Optimizer steps so far."""
@@ -129,7 +128,10 @@ class StreamGroup:
                 f"dct.data_parallel.value_dtype = '{settings.value_dtype}': the kernels for "
                 f"{self.device.type} tensors ({self.backend.name}) do not write it"
             )
-        self._transactional = transactional
+        self.transactional = transactional
+        """True if steps can be taken back, with a second residual."""
+        self.waiting: Collection[str] = ()
+        """Names of tensors whose gradients wait for their optimizer: the end of a step leaves them open."""
         self.scratch = ScratchBuffers()
         self._spare_writers: list[tuple[MessageWriter, MessageWriter]] = []
         self.loaded: dict[str, dict[str, Any]] = {}
@@ -137,6 +139,20 @@ class StreamGroup:
         self.nonfinite_reported = False
         self.reduce_seconds = 0.0
         """Time so far in reductions, in the thread that runs them."""
+        self.stays_dense = False
+        """True if the framework may sum the coming gradients by itself, which is faster than thresholds; the
+        same on all ranks. No residual is kept then.
+        """
+        self.sends_all = False
+        """True if every entry of the coming gradients is sent, so that step-ahead has nothing to foresee."""
+
+    def send_all(self, *, wanted: bool, dense: bool) -> None:
+        """Note whether all entries of the coming gradients are sent, and whether densely. Then the residuals,
+        which were sent, are freed.
+        """
+        self.sends_all, self.stays_dense = wanted, dense
+        if dense:
+            self.streams.clear()
 
     def streams_state(self) -> dict[str, Any]:
         """Return the states of all streams, also of those that were loaded and not used since."""
@@ -151,13 +167,25 @@ class StreamGroup:
                 name=name,
                 rank=self.rank,
                 kernels=self.kernels,
-                transactional=self._transactional,
+                transactional=self.transactional,
                 scratch=self.scratch,
             )
             if name in self.loaded:
                 stream.load_state_dict(self.loaded.pop(name))
             self.streams[name] = stream
         return stream
+
+    def streams_of(self, names: Collection[str]) -> list[Compressor]:
+        """Return the streams of tensors, also those of the parts of their sums that this rank owns."""
+        wanted = set(names)
+        return [each for key, each in self.streams.items() if wanted & {key, key.rpartition("[")[0]}]
+
+    def arm(self) -> None:
+        """Keep a second residual from the next step on, so that steps can be taken back."""
+        if not self.transactional:
+            self.transactional = True
+            for stream in self.streams.values():
+                stream.arm()
 
     def most_bytes(self, bounds: Key | None, numel: int, density: float) -> Sequence[int]:
         """Return the most bytes of the payloads that :meth:`.Compressor.encode` writes of parts."""
@@ -217,6 +245,22 @@ class StreamGroup:
         exchange other messages than ranks whose kernels do not.
         """
         return name if self.backend.lengths_on_host else f"{name}, lengths on the device"
+
+    def at_step(self, fingerprint: int) -> int:
+        """Return the fingerprint of an operation in this step: ranks that have made other numbers of steps
+        find that out.
+        """
+        return fingerprint + self.step
+
+    def agree(self, what: str) -> None:
+        """Make sure that all ranks do the same now, before a collective that would wait for a rank that does
+        not.
+
+        Raises:
+            DesyncError: A rank is at another operation or step, or failed.
+        """
+        with self.recorded("plugin"):
+            self.exchange.agree(self.at_step(fingerprint_of(what, ())))
 
     def account(self, written: Sequence[WrittenTensor], exchange_record: Record) -> None:
         """Let thresholds follow what was written, and record it; the first figure read reads all of them."""

@@ -7,6 +7,7 @@ the first forward pass.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -57,12 +58,17 @@ def _make_attached(original: Function, model: Any, *arguments: Any, **keywords: 
 
     DCTState(SECTION).register(model)
     # The script's own hook would be a second one; DDP refuses that.
-    model.register_comm_hook = _leave_out
+    model.register_comm_hook = functools.partial(_leave_out, model)
 
 
-def _leave_out(state: object, hook: Callable[..., object]) -> None:
-    """Leave out a communication hook of the script."""
-    _left_out.append(getattr(hook, "__name__", type(hook).__name__))
+def _leave_out(model: Any, state: object, hook: Callable[..., Any]) -> None:
+    """Leave out a communication hook of the script; the plugin's own takes the place of the first one."""
+    from .ddp import DCTState
+
+    if isinstance(state, DCTState):
+        torch.nn.parallel.DistributedDataParallel.register_comm_hook(model, state, hook)
+    else:
+        _left_out.append(getattr(hook, "__name__", type(hook).__name__))
 
 
 def _compress_sharded(model: torch.nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -11,13 +12,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.console import logger
 from dct_plugin.errors import ConfigError
 
 from .ddp import DCTState
 from .fsdp import compress_replicas
-from .host.attachments import Attachment
+from .host import attachments
+from .host.attachment import PlainTraining, switched_off
+from .host.measured_job import VARIABLE
+from .host.optimizer_attachment import OptimizerAttachment
 from .host.settings import optimizers_of
+
+#: The result of :func:`attach`, alike for every framework.
+Attachment = OptimizerAttachment | PlainTraining
 
 
 def attach(
@@ -27,23 +33,25 @@ def attach(
     *,
     scaler: torch.amp.GradScaler | None = None,
     total_steps: int | None = None,
-) -> Attachment | None:
+) -> Attachment:
     """Compress the gradients of a wrapped model; call it on every rank, between two steps.
 
     A second call, for the same model or a wrapper around the same modules, removes the hooks of the first.
-    Residuals then start at zero.
+    Residuals then start at zero. A call that fails leaves nothing behind.
 
     Args:
         model: A ``DistributedDataParallel``, or the result of ``fully_shard`` for a mesh of two dimensions
             (:func:`.fsdp.compress_replicas`).
         optimizer: The optimizer of its parameters, a wrapper such as Accelerate's, or a list of optimizers.
-        section: The keys of the ``dct`` section; without it the defaults, which follow the optimizer.
+        section: The keys of the ``dct`` section; without it the settings that suit the optimizer and the
+            ranks.
         scaler: The gradient scaler, in fp16.
         total_steps: Optimizer steps of the run, if known: the dense start becomes a share of it.
 
     Returns:
-        The attachment, with ``state_dict``, ``load_state_dict``, and the collectives ``save(folder)`` and
-        ``load(folder)``. None if there is one process.
+        The attachment, with ``config`` as it is applied, ``metrics``, ``detach``, ``state_dict``,
+        ``load_state_dict``, and the collectives ``save(folder)`` and ``load(folder)``. If there is one
+        process, or ``"enabled"`` is false, nothing is attached, and its methods do nothing.
 
     Raises:
         ConfigError: The section or the optimizer is wrong, or ``model`` is not wrapped.
@@ -51,6 +59,12 @@ def attach(
     optimizers_of(optimizer, "dct_plugin.attach")
     config = DCTConfig.given(section)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
+    measured = attachments.attached_to(getattr(model, "module", model)) if VARIABLE in os.environ else None
+    if isinstance(measured, OptimizerAttachment):  # by `dct advise`, when the model was wrapped
+        return measured
+    if reason := switched_off(config):
+        attachments.take_off(model)
+        return PlainTraining(config, reason)
     if isinstance(model, DistributedDataParallel):
         state = DCTState(config, optimizer=optimizer, scaler=scaler, total_steps=total_steps)
         return state.register(model)
@@ -59,8 +73,7 @@ def attach(
             cast(torch.nn.Module, model), config, optimizer=optimizer, scaler=scaler, total_steps=total_steps
         )
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        logger.warning("dct: nothing to do: the training has one process")
-        return None
+        return PlainTraining(config, "the training has one process")
     raise ConfigError(f"dct_plugin.attach: {_what_instead(model)}")
 
 

@@ -66,13 +66,13 @@ class Record:
     target_density: float = 1.0
     tau: float = 0.0
     refreshes: int = 0
-    held_back: int = 0
     select_ms: float = 0.0
     encode_ms: float = 0.0
     exchange_ms: float = 0.0
     decode_ms: float = 0.0
     waited_ms: float = 0.0
     intra_node: float = 0.0
+    held_back: int = 0
 
     def timed(self, what: Literal["select", "encode", "exchange", "decode"]) -> AbstractContextManager[None]:
         """Add the time that the block takes. A profiler of torch shows it, as ``dct.exchange``."""

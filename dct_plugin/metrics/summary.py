@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rich.filesize import decimal
@@ -80,6 +80,10 @@ class Summary(ClassSummary):
         }
 
 
+#: The class without bytes whose density is the share of tensors whose gradients were taken at displaced
+#: weights, among those for which step-ahead had some.
+DISPLACED = "gradient/displaced"
+
 #: Rows of what crosses dense though its kind is compressed begin with this; ``HOST`` has these bytes, too.
 UNCOMPRESSED = "uncompressed/"
 
@@ -90,6 +94,7 @@ REASONS = {
     "unknown_bucket": "bucket not known",
     "unknown_tensors": "gradients of no parameter of the model",
     "sparse": "sparse gradients",
+    "faster": "this link needs no compression",
     "other_types": "integers, sparse tensors and other results than sums",
     "shared_weights": "weights that pipeline stages share",
     "skipped_layers": "layers that the configuration skips",
@@ -129,6 +134,23 @@ _CLASS_NAMES = {
 }
 
 
+def _shares(total: Summary) -> Iterator[str]:
+    """Yield the shares of entries that were sent, of weights that changed, and of tensors displaced."""
+    # The share of weights that change is no density that was aimed at.
+    aimed = total.classes.get("gradient") if "parameter_exact" in total.classes else total
+    if aimed is not None and aimed.density is not None and aimed.density_target is not None:
+        yield f"density {aimed.density:#.3g} (target {aimed.density_target:#.3g})"
+    if "parameter_exact" in total.classes:
+        exact, full = total.classes["parameter_exact"], total.classes.get("parameter_full")
+        whole = ""
+        if full is not None:
+            share = full.dense_bytes / (full.dense_bytes + exact.dense_bytes)
+            whole = f", {_percent(share)} of their gathers are whole"
+        yield f"{_percent(exact.density or 0.0)} of the weights change in a step{whole}"
+    if (displaced := total.classes.get(DISPLACED)) is not None and displaced.density is not None:
+        yield f"{_percent(displaced.density)} of the tensors displaced by step-ahead"
+
+
 def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -> str:
     """Return a run in one line, for the end of training.
 
@@ -159,16 +181,13 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
             dense = sum(part.dense_bytes for cls, part in total.classes.items() if is_of_kind(cls, kind))
             passed = sum(reasons.values())
             parts.append(uncompressed_in_words(kind, passed / (passed + dense), reasons))
+    gradients = total.classes.get("gradient")
     if (largest := total.largest) is not None:
-        parts.append(f"{100 * largest[1]:.0f} % of it {_CLASS_NAMES.get(largest[0], largest[0])}")
-    if total.density is not None and total.density_target is not None:
-        parts.append(f"density {total.density:#.3g} (target {total.density_target:#.3g})")
-    if "parameter_exact" in total.classes:
-        exact, full = total.classes["parameter_exact"], total.classes.get("parameter_full")
-        parts.append(f"{_percent(exact.density or 0.0)} of the weights change in a step")
-        if full is not None:
-            share = full.dense_bytes / (full.dense_bytes + exact.dense_bytes)
-            parts[-1] += f", {_percent(share)} of their gathers are whole"
+        name = _CLASS_NAMES.get(largest[0], largest[0])
+        if gradients is not None and largest[0] == "gradient" and gradients.density is None:
+            name = "gradients, all entries"
+        parts.append(f"{100 * largest[1]:.0f} % of it {name}")
+    parts += _shares(total)
     if total.intra_node:
         parts.append(f"{format_bytes(total.intra_node)} inside its node")
     select, encode, exchange, decode, waited = (

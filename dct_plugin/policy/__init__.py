@@ -7,6 +7,6 @@ Every host, ``dct config check``, ``dct config suggest`` and ``dct advise`` take
 from __future__ import annotations
 
 from .optimizers import OptimizerFamily
-from .resolve import Resolved, Training, resolve
+from .resolve import AppliedSettings, Training, resolve
 
-__all__ = ["OptimizerFamily", "Resolved", "Training", "resolve"]
+__all__ = ["AppliedSettings", "OptimizerFamily", "Training", "resolve"]

@@ -10,18 +10,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
 from ..config import DataParallelConfig, ParametersConfig
 from .optimizers import OptimizerFamily, family_of
 
-#: The links of the recommendations, in bits per second.
-LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
-#: Rates that are at most this factor from one of them are taken for it.
-_LIKE = 10**0.5
-#: Families whose rows are the nearest where a family has none for a ZeRO stage, or none at all.
+#: Families whose rows count where a family has none.
 _RELATIVES = {OptimizerFamily.RMSPROP: (OptimizerFamily.ADAM,)}
 #: The highest learning rate that is taken for fine-tuning. Pre-training has 1.5e-4 and more up to 70B
 #: parameters.
@@ -45,6 +41,8 @@ class Training:
         optimizer_unknown_hint: What to do so that the plugin knows the optimizer, in words.
         exact_unavailable: Why exact updates of the weights cannot be had, in words; empty if they can, None
             where no weights are gathered after a step.
+        precision: Type of the weights, in words; empty if it is not known.
+        is_timed: Whether ranks can compare the time of steps: not where their number changes.
     """
 
     optimizer: Sequence[str] = ()
@@ -57,10 +55,24 @@ class Training:
     step_ahead_unavailable: str = ""
     optimizer_unknown_hint: str = ""
     exact_unavailable: str | None = None
+    precision: str = ""
+    is_timed: bool = True
     family: OptimizerFamily = field(init=False)
+
+    def facts(self, compressors: int) -> str:
+        """Return what settings depend on, in words; ``compressors`` exchange messages."""
+        rate = f"learning rate {self.lr:g}" if self.lr < math.inf else ""
+        ranks = f"{self.ranks} ranks" if self.ranks else ""
+        nodes = f"{compressors} nodes" if self.ranks and compressors != self.ranks else ""
+        return ", ".join(filter(None, (rate, ranks, nodes, self.precision)))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "family", family_of(self.optimizer, momentum=self.momentum))
+
+    @property
+    def name(self) -> str:
+        """The name of the optimizer."""
+        return self.optimizer[0] if self.optimizer else "an optimizer that the plugin was not told"
 
     @property
     def is_fine_tuning(self) -> bool:
@@ -76,78 +88,45 @@ class Measured(NamedTuple):
     """Page and section: ``quality.md#zero-3``."""
 
 
-class Recommendation(NamedTuple):
-    """Settings to take for an optimizer, link, number of ranks and ZeRO stage."""
+class MeasuredDefault(NamedTuple):
+    """The figures of what a section without density becomes, for an optimizer and a number of ranks."""
 
     family: OptimizerFamily
-    links: tuple[str, ...]
     ranks: tuple[int, int]
     """The least and the greatest number of ranks; measured with the greatest."""
     stages: tuple[int, ...]
-    data_parallel: dict[str, Any] | None
-    """The section ``dct.data_parallel``; None: nothing that was measured keeps the quality."""
+    """ZeRO stages; 0 without ZeRO."""
     fewer_bytes: Measured
     quality: Measured
     step: Measured | None
     """Times of a step; None: not measured."""
     model: str
     """The model of ``quality``."""
-    if_worse: str
     most_lr: float = math.inf
     """The highest learning rate; such rows are for fine-tuning."""
 
     @property
-    def section(self) -> dict[str, Any]:
-        """The section as it is pasted."""
-        return {} if self.data_parallel is None else {"data_parallel": dict(self.data_parallel)}
-
-    @property
     def where(self) -> str:
         """The training that the row was measured in, in words."""
-        stages = " and ".join(f"ZeRO-{stage}" for stage in self.stages) if any(self.stages) else "no ZeRO"
-        links = " to ".join(dict.fromkeys((self.links[0], self.links[-1])))
         rate = f", fine-tuning at {self.most_lr:g}" if self.most_lr < math.inf else ""
-        return f"{self.family.value} on {self.ranks[1]} ranks at {links}, {stages}{rate}"
+        return f"{self.family.value} on {self.ranks[1]} ranks, ZeRO {self.stages[0]}{rate}"
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """Yield the measurements of the settings, each with its label."""
+        """Yield the measurements, each with its label."""
         fewer = ("fewer bytes than fp32", self.fewer_bytes)
         for label, measured in (fewer, ("quality", self.quality), ("step", self.step)):
             model = f", {size_of(self.model)}" if label == "quality" else ""
             found = "not measured" if measured is None else f"{measured.what} (docs/{measured.source}{model})"
             yield label, found
-        yield "if worse", self.if_worse
 
-    def suits(self, training: Training, rate: float) -> bool:
-        """Return whether the row was measured for a training, on links of so many bits per second."""
+    def suits(self, training: Training) -> bool:
+        """Return whether the row was measured for a training."""
         return (
             self.family is training.family
-            and self._link_ratio(rate) <= _LIKE
             and self.ranks[0] <= training.ranks <= self.ranks[1]
             and training.stage in self.stages
             and training.lr <= self.most_lr
         )
-
-    def distance(self, training: Training, rate: float) -> tuple[bool, bool, float, float]:
-        """Return how far the row is from a training; stage and family count most."""
-        return (
-            training.stage not in self.stages,
-            self.family is not training.family,
-            abs(math.log(self.ranks[1] / training.ranks)),
-            self._link_ratio(rate),
-        )
-
-    def fits(self, stage: int) -> bool:
-        """Return whether a ZeRO stage can have the settings: step-ahead and updates depend on it."""
-        settings = self.data_parallel or {}
-        if stage in self.stages:
-            return True
-        ahead = self.family.loses_by_delay and settings.get("feedback") != "local"
-        return self.data_parallel is not None and "parameters" not in settings and not (stage == 3 and ahead)
-
-    def _link_ratio(self, rate: float) -> float:
-        """Return how many times faster or slower a link is than the nearest one of this row."""
-        return min(max(rate / LINKS[link], LINKS[link] / rate) for link in self.links)
 
 
 class KnownLoss(NamedTuple):
@@ -168,7 +147,7 @@ class KnownLoss(NamedTuple):
     stage: int | None = None
     """The ZeRO stage; None: any."""
     ranks: int = 0
-    """The least number of ranks."""
+    """The least number of compressors."""
     without_start: bool = False
     """Only without dense steps and ramp."""
     updates: float | None = None
@@ -178,14 +157,14 @@ class KnownLoss(NamedTuple):
     clips: bool = False
     """Only with gradients clipped by their norm."""
 
-    def applies(self, settings: DataParallelConfig, training: Training) -> bool:
+    def applies(self, settings: DataParallelConfig, training: Training, compressors: int) -> bool:
         """Return whether a training has this setting."""
         return (
             training.family in self.families
             and settings.feedback.label() in self.feedback
             and settings.sparsity >= self.sparsity
             and self.stage in (None, training.stage)
-            and training.ranks >= self.ranks
+            and compressors >= self.ranks
             and training.lr <= self.most_lr
             and training.clips >= self.clips
             and not (self.without_start and settings.dense_steps + settings.ramp_steps)
@@ -197,40 +176,35 @@ class KnownLoss(NamedTuple):
         return isinstance(updates, ParametersConfig) and updates.sparsity >= (self.updates or 0.0)
 
 
-class ByCompressors(NamedTuple):
-    """The default settings with step-ahead for a number of compressors, which each row was measured with."""
+class MeasuredThresholds(NamedTuple):
+    """Thresholds for optimizers and a number of compressors, which the row was measured with."""
 
     sparsity: float
     value_dtype: str
-    server_density: float
-    """Density of owners' answers, as a multiple of the density of what they receive."""
+    loses: bool
+    """True where the thresholds lost quality, or were not measured with these optimizers: nothing takes them
+    unless the section asks for thresholds.
+    """
     model: str
     source: str
+    server_density: float | None = None
+    """Density of owners' answers, as a multiple of the density of what they receive."""
+    families: tuple[OptimizerFamily, ...] = tuple(OptimizerFamily)
     most: float = math.inf
     """The greatest number of compressors."""
-
-
-class SafeSparsity(NamedTuple):
-    """The highest sparsity at which step-ahead lost nothing measurable between so many ranks."""
-
-    ranks: int
-    sparsity: float
-    model: str
-    source: str
-    families: tuple[OptimizerFamily, ...] = tuple(OptimizerFamily)
 
 
 _DATA = json.loads((resources.files(__package__) / "evidence.json").read_text(encoding="utf-8"))
 
 
-#: The first row that suits is the one to take.
-RECOMMENDATIONS = TypeAdapter(tuple[Recommendation, ...]).validate_python(_DATA["recommendations"])
+#: The first row that suits has the figures.
+MEASURED_DEFAULTS = TypeAdapter(tuple[MeasuredDefault, ...]).validate_python(_DATA["measured_defaults"])
 #: The first one that applies to a training is the one to tell.
 KNOWN_LOSSES = TypeAdapter(tuple[KnownLoss, ...]).validate_python(_DATA["known_losses"])
-#: Loss grows with the number of compressors at one density, and fewer bits pay for a higher one.
-BY_COMPRESSORS = TypeAdapter(tuple[ByCompressors, ...]).validate_python(_DATA["by_compressors"])
+#: The first row for an optimizer and a number of compressors counts: loss grows with that number at one
+#: density, and fewer bits pay for a higher one.
+THRESHOLDS = TypeAdapter(tuple[MeasuredThresholds, ...]).validate_python(_DATA["thresholds"])
 EXACT_UPDATES = TypeAdapter(Measured).validate_python(_DATA["exact_updates"])
-SAFE_WITH_STEP_AHEAD = TypeAdapter(tuple[SafeSparsity, ...]).validate_python(_DATA["safe_with_step_ahead"])
 
 
 def size_of(model: str) -> str:
@@ -239,30 +213,12 @@ def size_of(model: str) -> str:
 
 
 def measured_with(family: OptimizerFamily) -> str:
-    """Return the model that the first recommendation for a family, or one like it, was measured with."""
+    """Return the model that the defaults of a family, or of one like it, were measured with."""
     families = (family, *_RELATIVES.get(family, ()))
-    return size_of(next(row.model for row in RECOMMENDATIONS if row.family in families))
+    return size_of(next(row.model for row in MEASURED_DEFAULTS if row.family in families))
 
 
-def suggestion(training: Training, rate: float) -> tuple[Recommendation | None, bool]:
-    """Return the row for a training on links of so many bits per second, and whether it was measured there;
-    else the nearest row.
-
-    A nearest row has settings that the ZeRO stage can have. It is None if no optimizer like it was measured.
-    """
-    for row in RECOMMENDATIONS:
-        if row.suits(training, rate):
-            return row, True
-    relatives = _RELATIVES.get(training.family, (training.family,))
-    near = [
-        row
-        for row in RECOMMENDATIONS
-        if row.family in relatives and row.fits(training.stage) and training.lr <= row.most_lr
-    ]
-    return min(near, key=lambda row: row.distance(training, rate), default=None), False
-
-
-def known_losses(settings: DataParallelConfig, training: Training) -> Iterator[KnownLoss]:
+def known_losses(settings: DataParallelConfig, training: Training, compressors: int) -> Iterator[KnownLoss]:
     """Yield what the settings are known to lose in a training, the one to tell first."""
     if settings.enabled:
-        yield from (each for each in KNOWN_LOSSES if each.applies(settings, training))
+        yield from (loss for loss in KNOWN_LOSSES if loss.applies(settings, training, compressors))

@@ -12,13 +12,18 @@ from typing import Any, NamedTuple
 from ..codecs.payload import payload_bound
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig
-from .rules import exchange_by_rule, for_compressors
+from ..metrics import format_bytes
+from .evidence import Training
+from .resolve import resolve
+from .rules import exchange_by_rule
 
 #: Bytes of an entry of a residual, by ``residual_dtype``.
 _RESIDUAL = {"auto": 4.0, "fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 1 / 64}
 #: Entries kept by exchanges that wait for their check, from which on the next exchange makes it. Right after
 #: a dense start messages are as large as gradients, and their slots stay until then.
 MOST_PENDING = 1 << 26
+#: Share of the free memory from which on the log says what the plugin keeps.
+LARGE_SHARE = 0.1
 #: Room of a message beside its bytes: that of a buffer that grew, and that of a slot.
 _GROWN, _SLOT = 1.25, 9 / 8
 
@@ -67,6 +72,33 @@ JOBS = (
 )
 
 
+def kept_in_words(settings: DataParallelConfig, entries: float, weights: float, free: float) -> str:
+    """Return what a rank keeps from step to step and two smaller settings, in words; empty if it is less
+    than a tenth of what is free.
+
+    Args:
+        settings: The settings as they are applied.
+        entries: Entries of the residuals that this rank keeps.
+        weights: Bytes of the weights that it trains with.
+        free: Bytes of memory that are free.
+    """
+    feedback, dtype = settings.feedback, settings.residual_dtype
+    copies = (1.0 + (settings.nonfinite_action == "skip")) * feedback.keeps_residual
+    parts = {
+        "residual": copies * _RESIDUAL[dtype] * entries,
+        "displaced weights": weights * feedback.looks_ahead,
+    }
+    kept = sum(parts.values())
+    if kept <= LARGE_SHARE * free:
+        return ""
+    words = " and ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
+    int8 = format_bytes(copies * _RESIDUAL["int8"] * entries + parts["displaced weights"])
+    smaller = [f'"residual_dtype": "int8" keeps {int8}'] if dtype != "int8" else []
+    smaller.append('"sparsity": 0, "value_dtype": "int8", "feedback": "none" keeps nothing')
+    share = f"{100 * kept / free:.0f} % of the free memory" if free else "no memory is free"
+    return f"this rank keeps {words} ({share}); smaller: {', or '.join(smaller)}"
+
+
 def memory(job: Job, parameters: float, *, width: int = 1024, bucket: int = 6_553_600) -> dict[str, float]:
     """Return the bytes of each kind of buffer that a rank keeps after the start.
 
@@ -76,7 +108,7 @@ def memory(job: Job, parameters: float, *, width: int = 1024, bucket: int = 6_55
         width: Rows and columns of their matrices.
         bucket: Entries that are exchanged together: 25 MiB of fp32.
     """
-    settings = for_compressors(DataParallelConfig.of(job.section), job.ranks)
+    settings = resolve(DataParallelConfig.of(job.section), Training(["AdamW"], ranks=job.ranks)).settings
     feedback, entries, weights = settings.feedback, parameters / job.inside, job.weight_bytes * parameters
     kept = (1.0 + job.transactional) * _RESIDUAL[settings.residual_dtype] * feedback.keeps_residual * entries
     answers = not job.shards and exchange_by_rule(settings, job.ranks) != "direct"

@@ -1,14 +1,15 @@
-"""The settings that a section becomes for a training: feedback, start and sparsity, each with its reason."""
+"""The settings that a section becomes for a training: decided once, with reasons, and read by all layers."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..config import AutoFeedback, DataParallelConfig, LocalFeedback, NoFeedback
 from ..config.data_parallel import StepAheadFeedback
 from .evidence import EXACT_UPDATES, Training, known_losses, measured_with, size_of
 from .optimizers import OptimizerFamily
-from .rules import DENSITY_OPTIONS, changed, safe_sparsity
+from .rules import DENSITY_OPTIONS, changed, safe_sparsity, says_density, thresholds_of, with_thresholds
 from .settings import bits_of
 
 #: Dense steps with step-ahead and without, steps after them in which the density falls, and the largest share
@@ -16,82 +17,210 @@ from .settings import bits_of
 DENSE, RAMP, SHARES = (40, 60), 180, (0.1, 0.6)
 #: With step-ahead the density falls with this power of the step, unless the run is too short for it.
 FALL = 1.5
-#: Few bits of all entries, rather than few entries, lose least with Muon, in fine-tuning with Adam, and of
-#: the progress of local steps (docs/quality.md#muon, docs/quality.md#fine-tuning, docs/local-steps.md).
+#: Runs of fewer steps have a shorter start, which lost 0.03 to 0.05 nats
+#: (docs/quality.md#the-start-by-the-length-of-the-run).
+SHORT = 862
+#: All entries in few bits: where thresholds lose quality, or their loss was not measured.
 ALL_ENTRIES: dict[str, object] = {"sparsity": 0.0, "value_dtype": "int8"}
-#: Sparsity of local error feedback where it is known to lose at 0.99, or nothing is known.
-GENTLE = 0.9
-
-_UNTOLD = (
-    "the optimizer was not told: local error feedback, which with Adam is known to lose (0.2 nats at 0.99 "
-    "after 1,200 steps, 0.9 after 300)"
+_ALL_ENTRIES = (
+    "all entries are sent, in int8, 3.9x fewer bytes than fp32 (AdamW lost 0.0002 nats so, "
+    "docs/quality.md#fine-tuning)"
 )
 
 
-class Resolved(NamedTuple):
-    """The settings of a training as they are applied, and what is to be said about them."""
+@dataclass(frozen=True)
+class AppliedSettings:
+    """The settings of a training as they are applied, and what is to be said about them.
+
+    Attributes:
+        settings: The settings that all layers read.
+        compressors: Ranks or nodes that exchange messages.
+        inside: Ranks of a node, each of which keeps a part of the node's residuals.
+        line: Says what was chosen and why, or that the settings are known to lose; empty where neither is so.
+        warns: True where the line is a warning: the settings are known to lose, or lack what was written.
+        updates: Says how updated weights are gathered by default; empty where the host gathers none, or the
+            section says it.
+    """
 
     settings: DataParallelConfig
+    compressors: int
     line: str = ""
-    """Says which feedback was chosen, or that the settings are known to lose; empty where neither is so."""
     warns: bool = False
-    """True where the line is a warning: step-ahead would be better and is not available, or they lose."""
     updates: str = ""
-    """Says how updated weights are gathered by default; empty where the host gathers none, or the section
-    says it."""
+    inside: float = 1.0
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines to log."""
+        return [line for line in (self.line, self.updates) if line]
 
 
-def _suited(settings: DataParallelConfig, training: Training) -> Resolved:
-    """Return the settings, as they were written, with the feedback that suits the optimizer for ``auto``.
+def resolve(
+    written: DataParallelConfig, training: Training, compressors: int | None = None
+) -> AppliedSettings:
+    """Return the settings that a training gets, with the reasons.
 
-    Explicit settings stay as they are, and so do those of a training whose optimizer the plugin was not told.
+    Args:
+        written: The settings as they were written.
+        training: The optimizer, and where it runs.
+        compressors: Ranks or nodes that exchange messages; None: every rank.
     """
-    family = training.family
-    if not isinstance(settings.feedback, AutoFeedback) or family is OptimizerFamily.UNTOLD:
-        return Resolved(settings)
-    nothing_waits = settings.sparsity == 0 and settings.parameters in (None, "exact")
-    if not settings.enabled or nothing_waits or family in (OptimizerFamily.ADAGRAD, OptimizerFamily.SGD):
-        return Resolved(changed(settings, feedback=LocalFeedback()))
-    name = training.optimizer[0]
-    written = settings.model_fields_set & {*DENSITY_OPTIONS, "parameters"}
-    if not written and (loses := _loses_by_thresholds(name, training)):
-        made = changed(settings, feedback=LocalFeedback(), **ALL_ENTRIES)
-        return Resolved(made, f"{loses}: all entries are sent, in int8")
-    is_ahead = family.loses_by_delay and not training.step_ahead_unavailable
-    sparsity = settings.sparsity if is_ahead else min(settings.sparsity, GENTLE)
-    steps = settings.total_steps or training.steps
-    start, words = _start(settings, sparsity, steps, is_ahead=is_ahead)
-    if is_ahead:
-        made = changed(settings, feedback=StepAheadFeedback(), **start)
-        return Resolved(made, f"step-ahead for {name}, {words}; measured with a {measured_with(family)}")
-    made = changed(settings, feedback=LocalFeedback(), sparsity=sparsity, **start)
-    why = training.step_ahead_unavailable or f"the step of {name} is not known"
-    at = f" instead of {settings.sparsity:g}" if sparsity < settings.sparsity else ""
-    keep = ' (which "feedback": "local" keeps)' if at else ""
-    return Resolved(
-        made, f"{why}: local error feedback at sparsity {sparsity:g}{at}{keep}, {words}", warns=True
+    count = training.ranks if compressors is None else compressors
+    if not written.enabled:
+        return AppliedSettings(written, count)
+    if written.local_steps is not None:
+        return _local_steps(written, training, count)
+    made = _with_residuals(_with_losses(written, training, count), training)
+    made = replace(made, inside=training.ranks / count if training.ranks and count else 1.0)
+    return _with_updates(_compared(made, written, training), written, training)
+
+
+def _compared(made: AppliedSettings, written: DataParallelConfig, training: Training) -> AppliedSettings:
+    """Have the ranks compare the settings with dense steps, unless the section says the density."""
+    is_off = "quality" in written.model_fields_set and written.quality is None
+    has_updates = written.parameters not in (None, "exact")
+    if says_density(written) or is_off or has_updates or not training.is_timed:
+        return made
+    return replace(made, settings=changed(made.settings, quality="if_faster"))
+
+
+def _with_residuals(made: AppliedSettings, training: Training) -> AppliedSettings:
+    """Keep residuals in int8 under ZeRO-3, unless the section says their type."""
+    settings = made.settings
+    if training.stage != 3 or settings.residual_dtype != "auto" or not settings.feedback.keeps_residual:
+        return made
+    return replace(made, settings=changed(settings, residual_dtype="int8"))
+
+
+def _with_updates(made: AppliedSettings, written: DataParallelConfig, training: Training) -> AppliedSettings:
+    """Exchange updated weights exactly where that can be had, unless the section says how."""
+    unavailable = training.exact_unavailable
+    fewer = made.settings.sparsity or made.settings.quality is not None or bits_of(made.settings) < 16
+    if unavailable is None or "parameters" in written.model_fields_set or not fewer:
+        return made
+    if unavailable:
+        return replace(made, updates=f"updated weights are gathered whole: {unavailable}")
+    return replace(
+        made,
+        settings=changed(made.settings, parameters="exact"),
+        updates="updated weights cross where their bits changed if that is faster than a gather, with the "
+        "same bits (parameters 'exact'; null leaves it out): "
+        f"{EXACT_UPDATES.what} (docs/{EXACT_UPDATES.source})",
     )
 
 
-def _loses_by_thresholds(name: str, training: Training) -> str:
-    """Say that a training loses by thresholds, and where that was measured; nothing if it does not."""
-    if training.family is OptimizerFamily.MUON:
+def _with_losses(written: DataParallelConfig, training: Training, count: int) -> AppliedSettings:
+    """Return the settings with their feedback and density, and say what they are known to lose."""
+    if written.quality == "dense":
+        return AppliedSettings(_without_sparsity(written), count)
+    made = _suited(written, training, count)
+    if made.settings.quality == "safe":
+        most = safe_sparsity(made.settings, training, count)
+        if most == 0 and made.settings.sparsity:
+            return AppliedSettings(_without_sparsity(written), count, _nothing_safe(training))
+        made = replace(made, settings=changed(made.settings, sparsity=min(made.settings.sparsity, most)))
+    loss = next(known_losses(made.settings, training, count), None)
+    if loss is None:
+        return made
+    better = f"better: {loss.change}{_nothing_written(written, training, count)}"
+    if made.line:
+        return replace(made, line=f"{made.line} (known to lose {loss.loss}; {better})", warns=True)
+    line = (
+        f"{training.name} with feedback = '{written.feedback.label()}' at sparsity "
+        f"{made.settings.sparsity:g} is known to lose {loss.loss}; {better} "
+        f"(docs/quality.md#{loss.source}, {size_of(loss.model)})"
+    )
+    return replace(made, line=line, warns=True)
+
+
+def _nothing_written(written: DataParallelConfig, training: Training, count: int) -> str:
+    """Return what a section without density and feedback would get, in words; empty if that is this one."""
+    values = written.model_dump(exclude_unset=True)
+    plain = {key: value for key, value in values.items() if key not in {*DENSITY_OPTIONS, "feedback"}}
+    if plain == values or "parameters" in plain:
+        return ""
+    return (
+        f"; with nothing written: {resolve(DataParallelConfig.of(plain), training, count).settings.summary}"
+    )
+
+
+def _suited(written: DataParallelConfig, training: Training, count: int) -> AppliedSettings:
+    """Return the settings with the feedback and the thresholds that suit the optimizer.
+
+    What is written stays as it is. With nothing written thresholds are taken only where their loss was
+    measured; elsewhere all entries are sent.
+    """
+    if not isinstance(written.feedback, AutoFeedback):
+        return _with_feedback(written, training, count)
+    is_free = not says_density(written) and written.parameters in (None, "exact")
+    steps = written.total_steps or training.steps
+    if is_free and (reason := _unmeasured(training, count, steps)):
+        made = changed(written, feedback=LocalFeedback(), **ALL_ENTRIES)
+        return AppliedSettings(made, count, f"{reason}: {_ALL_ENTRIES}")
+    family = training.family
+    is_ahead = family.loses_by_delay and not training.step_ahead_unavailable
+    settings = changed(written, feedback=StepAheadFeedback() if is_ahead else LocalFeedback())
+    nothing_waits = written.sparsity == 0 and written.parameters in (None, "exact")
+    if nothing_waits or family in (OptimizerFamily.ADAGRAD, OptimizerFamily.SGD):
+        return AppliedSettings(changed(settings, feedback=LocalFeedback()), count)
+    if family is OptimizerFamily.UNTOLD:
+        hint = f"the optimizer was not told ({training.optimizer_unknown_hint}): local error feedback"
+        return AppliedSettings(settings, count, hint, warns=True)
+    row = thresholds_of(training, count, loses=True)
+    if is_ahead and not says_density(written) and row is not None:
+        settings = with_thresholds(settings, row)
+    start, words = _start(settings, settings.total_steps or training.steps, is_ahead=is_ahead)
+    settings = changed(settings, **start)
+    if is_ahead:
+        facts = f"{training.facts(count)}; measured with a {measured_with(family)}".removeprefix("; ")
+        return AppliedSettings(settings, count, f"step-ahead for {training.name}, {words}; {facts}")
+    why = training.step_ahead_unavailable or f"the step of {training.name} is not known"
+    line = f"{why}: local error feedback at sparsity {settings.sparsity:g}, {words}"
+    return AppliedSettings(settings, count, line, warns=True)
+
+
+def _with_feedback(written: DataParallelConfig, training: Training, count: int) -> AppliedSettings:
+    """Return settings whose feedback is written; step-ahead gets the thresholds for so many compressors."""
+    row = thresholds_of(training, count, loses=True)
+    if says_density(written) or not written.feedback.looks_ahead or row is None:
+        return AppliedSettings(written, count)
+    return AppliedSettings(with_thresholds(written, row), count)
+
+
+def _unmeasured(training: Training, count: int, steps: int | None) -> str:
+    """Return why a training of so many steps (None: not known) should not have thresholds; empty where they
+    were measured to lose nothing.
+    """
+    family, name, facts = training.family, training.name, training.facts(count)
+    if family is OptimizerFamily.UNTOLD:
+        return f"the optimizer was not told ({training.optimizer_unknown_hint})"
+    if family is OptimizerFamily.MUON:
         return f"{name} loses by thresholds (docs/quality.md#muon)"
+    if family is OptimizerFamily.OTHER:
+        return f"the step of {name} is not known"
     if training.is_fine_tuning:
         where = "docs/quality.md#fine-tuning"
         return f"{name} at {training.lr:g} is fine-tuning, which loses by thresholds ({where})"
+    if family is OptimizerFamily.MOMENTUM and training.clips:
+        return f"{name} loses by thresholds where gradients are clipped (docs/quality.md#pictures)"
+    if family.loses_by_delay and training.step_ahead_unavailable:
+        return training.step_ahead_unavailable
+    if family.loses_by_delay and steps is not None and steps < SHORT:
+        where = "docs/quality.md#the-start-by-the-length-of-the-run"
+        return f"a run of {steps} steps is too short for the start of thresholds that loses nothing ({where})"
+    if thresholds_of(training, count) is None:
+        where = "docs/quality.md#many-compressors"
+        return f"thresholds lose quality or were not measured with {name}, {facts} ({where})"
     return ""
 
 
-def _start(
-    settings: DataParallelConfig, sparsity: float, steps: int | None, *, is_ahead: bool
-) -> tuple[dict[str, object], str]:
+def _start(settings: DataParallelConfig, steps: int | None, *, is_ahead: bool) -> tuple[dict[str, Any], str]:
     """Return the settings of the start of a run of so many steps (None: not known), and a description."""
     dense = _of_run(DENSE[0] if is_ahead else DENSE[1], SHARES[0], steps)
     ramp = _of_run(RAMP, SHARES[1], steps)
-    start: dict[str, object] = {}
+    start: dict[str, Any] = {}
     is_free = is_ahead and settings.warmup_steps is None and settings.sparsity_warmup_steps is None
-    fall = round(DENSE[0] * ((1.0 - sparsity) ** (-1.0 / FALL) - 1.0))
+    fall = round(DENSE[0] * ((1.0 - settings.sparsity) ** (-1.0 / FALL) - 1.0))
     if is_free and (steps is None or steps >= DENSE[0] + fall):
         ramp = max(ramp, fall)
         start["expert"] = {**settings.expert.model_dump(exclude_unset=True), "ramp": "power"}
@@ -102,8 +231,8 @@ def _start(
     start |= {"warmup_steps": dense, "sparsity_warmup_steps": ramp}
     length = f" (of {steps} steps)"
     if steps is None:
-        made = changed(settings, sparsity=sparsity, **start)
-        short, long = (_times_fewer(made, of) for of in (300, 600))
+        made = changed(settings, **start)
+        short, long = (_times_fewer(made, count) for count in (300, 600))
         length = (
             "; the length of the run is not known (data_parallel.total_steps): its first 300 steps send "
             f"{short:.0f}x fewer bytes than fp32, its first 600 {long:.0f}x"
@@ -114,59 +243,10 @@ def _start(
 def _times_fewer(settings: DataParallelConfig, steps: int) -> float:
     """Return how many times fewer bytes than fp32 the first steps send, with positions as bits or bytes."""
     bits, densities = bits_of(settings), map(settings.schedule.density, range(steps))
-    return 32 * steps / sum(32 if each == 1.0 else bits * each + min(1.0, 8 * each) for each in densities)
+    return 32 * steps / sum(32 if share == 1.0 else bits * share + min(1.0, 8 * share) for share in densities)
 
 
-def resolve(written: DataParallelConfig, training: Training) -> Resolved:
-    """Choose the feedback and the gather of updated weights, and say what they became, or what the settings
-    are known to lose.
-
-    Args:
-        written: The settings as they were written.
-        training: The optimizer, and where it runs.
-    """
-    if written.local_steps is not None:
-        return _local_steps(written, training)
-    made, unavailable = _feedback(written, training), training.exact_unavailable
-    fewer = made.settings.sparsity or written.quality is not None or bits_of(made.settings) < 16
-    if unavailable is None or "parameters" in written.model_fields_set or not (written.enabled and fewer):
-        return made
-    if unavailable:
-        return made._replace(updates=f"updated weights are gathered whole: {unavailable}")
-    return made._replace(
-        settings=changed(made.settings, parameters="exact"),
-        updates="updated weights cross where their bits changed if that is faster than a gather, with the "
-        "same bits (parameters 'exact'; null leaves it out): "
-        f"{EXACT_UPDATES.what} (docs/{EXACT_UPDATES.source})",
-    )
-
-
-def _feedback(written: DataParallelConfig, training: Training) -> Resolved:
-    """Return the settings with their feedback; see :func:`resolve`."""
-    if written.quality == "exact":
-        return _without_sparsity(written, training)._replace(line="")
-    settings, line, warns, _ = _suited(written, training)
-    if settings.quality == "safe":
-        most = safe_sparsity(settings, training)
-        if most == 0 and settings.sparsity:
-            return _without_sparsity(written, training)
-        settings = changed(settings, sparsity=min(settings.sparsity, most))
-    found = next(known_losses(settings, training), None)
-    if found is not None and line:
-        line += f" (known to lose {found.loss}; better: {found.change})"
-    elif found is not None:
-        name = training.optimizer[0] if training.optimizer else "the optimizer"
-        line = (
-            f"{name} with feedback = '{written.feedback.label()}' at sparsity "
-            f"{written.sparsity:g} is known to lose {found.loss}; better: {found.change} "
-            f"(docs/quality.md#{found.source}, {size_of(found.model)})"
-        )
-    elif training.family is OptimizerFamily.UNTOLD and isinstance(written.feedback, AutoFeedback):
-        line = f"{_UNTOLD}; {training.optimizer_unknown_hint}"
-    return Resolved(settings, line, bool(line) and (found is not None or warns))
-
-
-def _local_steps(written: DataParallelConfig, training: Training) -> Resolved:
+def _local_steps(written: DataParallelConfig, training: Training, count: int) -> AppliedSettings:
     """Return the settings of local steps, and a line about them."""
     assert written.local_steps is not None
     dense = _of_run(DENSE[1], SHARES[0], written.total_steps or training.steps)
@@ -176,7 +256,7 @@ def _local_steps(written: DataParallelConfig, training: Training) -> Resolved:
         f"local steps: after {made.warmup_steps} dense steps the ranks exchange their progress every "
         f"{written.local_steps.every} steps, and train alone in between"
     )
-    return Resolved(made, line)
+    return AppliedSettings(made, count, line)
 
 
 def _of_run(count: int, share: float, steps: int | None) -> int:
@@ -184,13 +264,15 @@ def _of_run(count: int, share: float, steps: int | None) -> int:
     return count if steps is None else min(count, int(steps * share))
 
 
-def _without_sparsity(written: DataParallelConfig, training: Training) -> Resolved:
-    """Return the settings of a training for which no sparsity is known to be safe, and a line about it."""
+def _without_sparsity(written: DataParallelConfig) -> DataParallelConfig:
+    """Return the settings of a training in which every entry is sent."""
     feedback = LocalFeedback() if isinstance(written.feedback, AutoFeedback) else written.feedback
-    name = training.optimizer[0] if training.optimizer else "an optimizer that the plugin was not told"
+    return changed(written, feedback=feedback, sparsity=0.0)
+
+
+def _nothing_safe(training: Training) -> str:
     where = f"{training.ranks} ranks" + (f" under ZeRO-{training.stage}" if training.stage else "")
-    line = (
-        f"quality 'safe': no sparsity is known to lose nothing with {name} on {where}; all entries are sent, "
-        "dense or in bf16"
+    return (
+        f"quality 'safe': no sparsity is known to lose nothing with {training.name} on {where}; all entries "
+        "are sent, dense or in bf16"
     )
-    return Resolved(changed(written, feedback=feedback, sparsity=0.0), line)

@@ -1,15 +1,22 @@
-"""Rules for settings that depend on the number of ranks."""
+"""Rules for settings that depend on the number of compressors: ranks, or nodes that are summed first."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from ..config import DataParallelConfig
-from .evidence import BY_COMPRESSORS, SAFE_WITH_STEP_AHEAD, Training
-from .optimizers import OptimizerFamily
+from .evidence import THRESHOLDS, MeasuredThresholds, Training
 
 #: Options that say how much of a gradient is sent: rules leave settings alone that have one of them.
 DENSITY_OPTIONS = {"sparsity", "value_dtype", "quality", "adaptive"}
+#: Up to so many compressors step-ahead sends its messages directly.
+FEW_COMPRESSORS = 4
+
+
+def says_density(settings: DataParallelConfig) -> bool:
+    """Return whether settings say how much of a gradient is sent."""
+    written = settings.model_fields_set & DENSITY_OPTIONS
+    return bool(written - ({"quality"} if settings.quality in (None, "if_faster") else set()))
 
 
 def changed(settings: DataParallelConfig, **changes: object) -> DataParallelConfig:
@@ -17,18 +24,29 @@ def changed(settings: DataParallelConfig, **changes: object) -> DataParallelConf
     return DataParallelConfig.of({**settings.model_dump(exclude_unset=True), **changes})
 
 
-def for_compressors(settings: DataParallelConfig, count: int) -> DataParallelConfig:
-    """Return the settings with the sparsity, the value type and the answers for so many compressors.
+def thresholds_of(training: Training, compressors: int, *, loses: bool = False) -> MeasuredThresholds | None:
+    """Return the thresholds that were measured for an optimizer between so many compressors.
 
-    Settings that name one of the first two stay as they are, and so do those without step-ahead.
+    Args:
+        training: The optimizer.
+        compressors: Ranks or nodes that exchange messages.
+        loses: Also return a row that loses quality, rather than none.
     """
-    written = settings.model_fields_set & DENSITY_OPTIONS
-    row = next(row for row in BY_COMPRESSORS if count <= row.most)
-    suits = (row.sparsity, row.value_dtype) == (settings.sparsity, settings.value_dtype)
-    if written or suits or not settings.feedback.looks_ahead:
+    rows = (
+        row
+        for row in THRESHOLDS
+        if compressors <= row.most and training.family in row.families and (loses or not row.loses)
+    )
+    return next(rows, None)
+
+
+def with_thresholds(settings: DataParallelConfig, row: MeasuredThresholds) -> DataParallelConfig:
+    """Return settings with the sparsity, the value type and the density of answers of a row; an expert
+    setting that is written stays.
+    """
+    if (row.sparsity, row.value_dtype) == (settings.sparsity, settings.value_dtype):
         return settings
-    expert: dict[str, Any] = {"server_density": row.server_density}
-    expert |= settings.expert.model_dump(exclude_unset=True)
+    expert = {"server_density": row.server_density} | settings.expert.model_dump(exclude_unset=True)
     return changed(settings, sparsity=row.sparsity, value_dtype=row.value_dtype, expert=expert)
 
 
@@ -38,15 +56,13 @@ def exchange_by_rule(settings: DataParallelConfig, ranks: int) -> Literal["direc
         return settings.exchange
     # A rank sends P-1 messages directly, 2(P-1)/P in two phases: the same bytes for two ranks, one exchange
     # fewer. What owners hold back costs step-ahead quality (measured: docs/quality.md).
-    return "direct" if ranks <= (4 if settings.feedback.looks_ahead else 2) else "two_phase"
+    return "direct" if ranks <= (FEW_COMPRESSORS if settings.feedback.looks_ahead else 2) else "two_phase"
 
 
-def safe_sparsity(settings: DataParallelConfig, training: Training) -> float:
+def safe_sparsity(settings: DataParallelConfig, training: Training, compressors: int) -> float:
     """Return the highest sparsity that lost nothing measurable in a training (``docs/quality.md``)."""
-    family = training.family
-    if family in (OptimizerFamily.ADAGRAD, OptimizerFamily.SGD):
-        return 0.99 if settings.feedback.keeps_residual else 0.0
-    if family.loses_by_delay and settings.feedback.looks_ahead and not training.is_fine_tuning:
-        measured = [row for row in SAFE_WITH_STEP_AHEAD if family in row.families]
-        return next((row.sparsity for row in measured if training.ranks <= row.ranks), 0.0)
-    return 0.0
+    row, feedback = thresholds_of(training, compressors), settings.feedback
+    ahead = training.family.loses_by_delay
+    if row is None or training.is_fine_tuning or not feedback.keeps_residual or ahead > feedback.looks_ahead:
+        return 0.0
+    return row.sparsity

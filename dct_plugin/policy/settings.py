@@ -1,4 +1,4 @@
-"""The settings that the automatic mode chooses from."""
+"""The settings that are compared by measurement: those of the automatic mode, and of jobs that write none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ..config import DataParallelConfig
+from .evidence import THRESHOLDS
 
 #: Sparsities and value types that the automatic mode chooses from, within the limits of a configuration.
 _SPARSITIES, _VALUES = (0.9, 0.97, 0.99), {"bf16": 16, "int8": 8, "int4": 4}
@@ -40,8 +41,11 @@ def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> li
         config: Its sparsity is the highest one that its quality class allows, its value type the widest.
         all_types: Whether types of fewer bits may be chosen, too.
     """
-    if config.quality == "exact":
+    if config.quality == "dense":
         return [Setting()]
+    if config.quality == "if_faster":
+        all_entries = Setting(0.0, "int8" if all_types else config.value_dtype)
+        return [*dict.fromkeys((Setting(), all_entries, Setting(config.sparsity, config.value_dtype)))]
     most_bits = bits_of(config)
     values = [name for name, bits in _VALUES.items() if bits <= most_bits]
     if not (values and all_types):
@@ -51,6 +55,12 @@ def settings_within(config: DataParallelConfig, *, all_types: bool = True) -> li
         return [Setting(), Setting(0.0, values[0])]
     sparsities.append(config.sparsity)
     return [Setting(), Setting(0.0, values[0]), *(Setting(*each) for each in product(sparsities, values))]
+
+
+def every_default() -> list[Setting]:
+    """Return the settings that sections without density may get, the dense exchange first."""
+    rows = {Setting(row.sparsity, row.value_dtype): None for row in THRESHOLDS}
+    return [Setting(), Setting(0.0, "int8"), *rows]
 
 
 def bits_of(settings: DataParallelConfig) -> int:

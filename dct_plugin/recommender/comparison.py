@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dct_plugin.links.interleave import Figures, interleaved, warmed
-from dct_plugin.links.namespaces import Links
-from dct_plugin.links.rates import rate_name
-from dct_plugin.links.team import NETWORKS, Team
 from dct_plugin.metrics import is_estimate
+from dct_plugin.rates import rate_name
+from dct_plugin.recommender.links.interleave import Figures, interleaved, warmed
+from dct_plugin.recommender.links.namespaces import Links
+from dct_plugin.recommender.links.team import NETWORKS, Team
 from dct_plugin.report.reading import Row
 
 from .figures import Run

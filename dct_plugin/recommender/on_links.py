@@ -10,14 +10,14 @@ import deepspeed
 import numpy as np
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.links.method import Method
+from dct_plugin.recommender.links.method import Method
 
 from .data import epoch_batches, load
 from .trainer import Training, reporter, tensors_of
 
 
 class Trainings:
-    """A workload for :class:`~dct_plugin.links.team.Team`.
+    """A workload for :class:`~dct_plugin.recommender.links.team.Team`.
 
     Options: ``format``, ``data`` (a file or null) and ``max_rows`` of the data, and ``configs``: by variant
     and name, a DeepSpeed JSON with a ``dlrm`` section and, for what is compressed, a ``dct`` section.

@@ -18,8 +18,8 @@ from typing import Any
 from dct_plugin import processes
 from dct_plugin.errors import DCTError
 from dct_plugin.integrations.deepspeed import build_lock
-from dct_plugin.links.team import tail
 from dct_plugin.metrics.network_counters import interface_bytes
+from dct_plugin.processes import tail
 
 Event = dict[str, Any]
 

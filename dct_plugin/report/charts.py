@@ -97,7 +97,11 @@ def lines(
         axis.plot(steps, _gaps(values), label=name, color=INK, linestyle=":", linewidth=1.2, marker=one)
     axis.set(xlabel="step", ylabel=unit)
     if logarithmic:
+        from matplotlib.ticker import EngFormatter, NullFormatter
+
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(EngFormatter())
+        axis.yaxis.set_minor_formatter(NullFormatter())
     legend(axis)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..metrics import format_bytes
-from ..metrics.summary import fewer
+from ..metrics.summary import DISPLACED, fewer
 from ..output import Table, faster, formatted
 from . import charts
 from .advice import advice
@@ -35,14 +35,15 @@ _Column = tuple[str, Callable[[Window], float | None], str]
 _Losses = Sequence[tuple[int, float]]
 
 
-def metrics_part(ranks: Sequence[RankRun], dense: _Losses = ()) -> Part:
+def metrics_part(ranks: Sequence[RankRun], dense: _Losses = (), dense_step_ms: float | None = None) -> Part:
     """Return verdict, advice and charts of a run.
 
     Args:
         ranks: The lines of each of its ranks; see :func:`.reading.read`.
         dense: Steps and losses of a dense run to compare with.
+        dense_step_ms: Milliseconds of a step of the dense run; None: the dense steps at the start count.
     """
-    run = Run(ranks)
+    run = Run(ranks, dense_step_ms)
     sections = [_bytes(run), *_densities(run), _times(run)]
     if run.losses or dense:
         sections.append(_losses(run.losses, dense))
@@ -70,15 +71,18 @@ def verdict(run: Run, dense_losses: _Losses = ()) -> list[str]:
         saved += f"; after the start {fewer(steady)} bytes"
     if changed := run.density("parameter_exact"):
         saved += f"; {100 * changed[0]:.2g} % of the weights change in a step"
+    if displaced := run.density(DISPLACED):
+        saved += f"; step-ahead displaced {100 * displaced[0]:.3g} % of the tensors"
     step, before = run.step_ms, run.dense_step_ms
     if step is None:
         time = "How long steps took is not in these metrics: one step, or an older version."
     elif before is None:
         time = f"A step took {step:.1f} ms; there were no dense steps at the start to compare with."
-    elif not run.thresholded:
+    elif not (run.thresholded or run.has_dense_run):
         time = f"A step took {step:.1f} ms; nothing was thresholded."
     else:
-        than = f"{faster(before / step)} than the dense steps at the start ({before:.1f} ms)"
+        what = "those of the dense run" if run.has_dense_run else "the dense steps at the start"
+        than = f"{faster(before / step)} than {what} ({before:.1f} ms)"
         time = f"A step took {step:.1f} ms, {than}."
     return [f"{saved}.", time, *([_quality(run.losses, dict(dense_losses))] if dense_losses else [])]
 
@@ -90,8 +94,9 @@ def _quality(losses: _Losses, dense: Mapping[int, float]) -> str:
         return "The dense run cannot be compared with: no step has losses of both runs."
     last = both[-max(1, len(both) // 10) :]
     ours, theirs = (statistics.fmean(each) for each in list(zip(*last, strict=True))[1:])
+    where = f"From step {last[0][0]} to {last[-1][0]}" if len(last) > 1 else f"In step {last[0][0]}"
     return (
-        f"From step {last[0][0]} to {last[-1][0]} the loss is {ours:.4f} and that of the dense run "
+        f"{where} the loss is {ours:.4f} and that of the dense run "
         f"{theirs:.4f}: {ours - theirs:+.4f}, with one run each."
     )
 

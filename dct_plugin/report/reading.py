@@ -171,6 +171,11 @@ def read(paths: Iterable[Path], *, number: int | None = None) -> tuple[list[list
             if each.rows:
                 by_rank.setdefault(each.rank, []).append(each)
         if not by_rank:
+            if _is_document(path):
+                said = [
+                    "It is one JSON document; metrics files have a line for each report"
+                    " (dct.metrics.path). dct dlrm --report FILE.md makes a report."
+                ]
             why = " ".join(said) or "It is empty, or its job has not made a report yet (dct.metrics.every)."
             raise DCTError(f"{path}: holds no report of metrics. {why}")
         count = max(map(len, by_rank.values()))
@@ -186,6 +191,14 @@ def read(paths: Iterable[Path], *, number: int | None = None) -> tuple[list[list
         names = [", ".join(dict.fromkeys(part.source for part in run)) for run in runs]
         notes.append(f"These are {len(runs)} different runs, each in a part of its own: {'; '.join(names)}.")
     return runs, notes
+
+
+def _is_document(path: Path) -> bool:
+    """Return whether a file is one JSON object or list over several lines."""
+    try:
+        return isinstance(json.loads(path.read_bytes()), (dict, list)) and path.read_bytes().count(b"\n") > 1
+    except (ValueError, RecursionError):
+        return False
 
 
 def losses_of(path: Path) -> list[tuple[int, float]]:

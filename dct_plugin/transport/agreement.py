@@ -16,12 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..console import logger
 from ..errors import DesyncError
 from .lost_ranks import in_time
 
-#: Seconds to wait for the other ranks. Ranks come here from the host's own start-up barriers, so seconds are
-#: the rule.
-TIME_LIMIT = 120.0
+#: Seconds of a wait after which a warning names the ranks that did not come. Most ranks come here within
+#: seconds; one that prepares data first may take longer.
+PATIENCE = 120.0
 #: Seconds in which a rank that is about to fail lets the others read why: rank 0 may be the one serving the
 #: store.
 _FAREWELL = 10.0
@@ -47,7 +48,7 @@ class Agreement:
     topic: str
     rank: int
     world_size: int
-    limit: float = TIME_LIMIT
+    limit: float
     hint: str = HINT
 
     def confirm(self, facts: Facts) -> None:
@@ -112,7 +113,7 @@ class Agreement:
     def _judge(self) -> dict[str, Any]:
         """Rank 0: collect the statements, publish the verdict, return it."""
         heard: dict[int, Any] = {}
-        until = math.inf
+        until, warned = math.inf, time.monotonic() + PATIENCE
         for _ in attempts(self.limit):
             for rank in range(self.world_size):
                 if rank not in heard and (statement := self._read(rank)) is not None:
@@ -122,10 +123,20 @@ class Agreement:
                 until = min(until, time.monotonic() + 1.0)
             if len(heard) == self.world_size or time.monotonic() >= until:
                 break
+            if time.monotonic() >= warned:
+                warned = math.inf
+                self._warn([rank for rank in range(self.world_size) if rank not in heard])
         fault = describe(heard, self.world_size, self.limit, self.hint)
         verdict = {"fault": fault, "present": sum("absent" not in statement for statement in heard.values())}
         self.store.set(self._key("verdict"), json.dumps(verdict))
         return verdict
+
+    def _warn(self, missing: Sequence[int]) -> None:
+        logger.warning(
+            f"dct: rank {self.rank} has waited for {PATIENCE:g} s at start-up: {ranks_in_words(missing)} did "
+            f"not report yet. A rank may still prepare data; else it crashed, or {self.hint}. The ranks wait "
+            f"for {self.limit:g} s in all"
+        )
 
     def _await_verdict(self, limit: float) -> dict[str, Any]:
         first = None

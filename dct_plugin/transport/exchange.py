@@ -8,7 +8,7 @@ and a rank that fails can tell the others before it stops. :mod:`.transports` ch
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -61,6 +61,24 @@ class Staging:
     def received(self, received: Sequence[Tensor], own: Tensor) -> list[Tensor]:
         """Return the messages that were received, with this rank's own message to itself among them."""
         return [own if r == self._rank else m.to(self._device) for r, m in enumerate(received)]
+
+
+#: Differences of fingerprints below this are optimizer steps.
+_STEPS = 1 << 20
+
+
+def _refuse_steps_apart(own: str, apart: Mapping[int, int]) -> None:
+    """Name ranks of other optimizer steps, if the operation is the same.
+
+    Raises:
+        DesyncError: It is.
+    """
+    if max(map(abs, apart.values())) < _STEPS:
+        named = ", ".join(f"rank {rank} by {steps:+d}" for rank, steps in apart.items())
+        raise DesyncError(
+            f"{own}: ranks have made different numbers of optimizer steps ({named}): a check of the loss or "
+            "of gradients has kept one rank alone from its step; decide on all ranks"
+        )
 
 
 #: Header and fixed parts of a payload, and position and value of an entry, both with room to spare.
@@ -187,7 +205,11 @@ class Exchange:
                 f"{own}: rank(s) {failed} failed while preparing this exchange{at}; see their own error "
                 f"output{lost_ranks.found_lost()}"
             )
-        if others := [self._global[r] for r, header in enumerate(headers) if header[1] != fingerprint]:
+        if apart := {
+            self._global[r]: h[1] - fingerprint for r, h in enumerate(headers) if h[1] != fingerprint
+        }:
+            _refuse_steps_apart(own, apart)
+        if others := list(apart):
             raise DesyncError(
                 f"{own}: rank(s) {others} are exchanging other tensors (names, sizes or order differ); every "
                 "rank must reduce the same gradients in one order"

@@ -106,9 +106,9 @@ def withdraw_failure() -> None:
     in_time(lambda: default_store().delete_key(_FAILED), _REPORT)
 
 
-def look_for_failure() -> None:
-    """Look into the store whether a rank has ended with an error."""
-    failure[:] = filter(None, [stated(_FAILED)])
+def look_for_failure(store: Any = None) -> None:
+    """Look into the store, through this client, whether a rank has ended with an error."""
+    failure[:] = filter(None, [stated(_FAILED, store)])
 
 
 def await_device(device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -326,7 +326,7 @@ def key_of(what: str, rank: int) -> str:
     return f"dct_plugin/{what}/{rank}"
 
 
-def stated(key: str) -> str | None:
-    """Return what stands in the store under a key; None if there is nothing."""
-    store = default_store()
+def stated(key: str, store: Any = None) -> str | None:
+    """Return what stands in the store under a key; None if there is nothing. ``store`` is a client of it."""
+    store = default_store() if store is None else store
     return store.get(key).decode() if store.check([key]) else None

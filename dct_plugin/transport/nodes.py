@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .. import processes
 from ..errors import ConfigError, DesyncError
-from .agreement import HINT, TIME_LIMIT, attempts, no_answer, ranks_in_words
+from .agreement import HINT, attempts, no_answer, ranks_in_words
 from .lost_ranks import default_store, key_of, stated
 
 #: The option that says which ranks are a node, as errors name it.
@@ -61,9 +61,7 @@ def publish_machine() -> None:
     default_store().set(key_of("machine", dist.get_rank()), processes.machine())
 
 
-def ranks_of_machines(
-    ranks: Sequence[int], *, limit: float = TIME_LIMIT, hint: str = HINT
-) -> dict[str, list[int]]:
+def ranks_of_machines(ranks: Sequence[int], *, limit: float, hint: str = HINT) -> dict[str, list[int]]:
     """Return the ranks that run on each machine, in the order of ``ranks``.
 
     Args:

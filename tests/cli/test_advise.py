@@ -13,36 +13,59 @@ from support.forked import forked_interpreters
 from typer.testing import CliRunner
 
 from dct_plugin import cli
-from dct_plugin.cli.advise import Candidate, Figures, _best, _measured, _pasted, launch_line
+from dct_plugin.cli.advise import Figures, _measured, decision, launch_line
+from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel.autotune.cost_model import Coding, CostModel, Link
 from dct_plugin.errors import ConfigError, DCTError
-from dct_plugin.policy import Training
+from dct_plugin.policy import Training, resolve
 from dct_plugin.policy.settings import Setting
 
-DENSE, STRONG = Setting(), Setting(0.99, "bf16")
+DENSE, INT8, STRONG = Setting(), Setting(0.0, "int8"), Setting(0.99, "bf16")
 
 
 def _figures(**training: object) -> Figures:
-    codings = {STRONG: Coding(3e-9, 1e-9, 0.03)}
+    codings = {STRONG: Coding(3e-9, 1e-9, 0.03), INT8: Coding(1e-9, 1e-9, 1.0)}
     model = CostModel(0.1, 0.2, codings, Link(1e-4, 8e-9), 10_000_000, 4_000, 2, True)
-    return Figures(model, Training(**{"optimizer": ["AdamW"], "ranks": 2, **training}))  # type: ignore[arg-type]
+    made = Training(**{"optimizer": ["AdamW"], "ranks": 2, **training})  # type: ignore[arg-type]
+    return Figures(model, made, resolve(DataParallelConfig(), made))
 
 
 def test_a_setting_pays_below_the_rate_where_both_take_as_long() -> None:
     figures = _figures()
-    rate = figures.pays_below(Candidate(STRONG))
+    rate = figures.pays_below(STRONG)
     there = figures.model.at_rate(rate)
     assert 1e8 < rate < 1e11
     assert there.predict(STRONG).total == pytest.approx(there.predict(DENSE).total, rel=1e-3)
     free = figures._replace(model=figures.model._replace(codings={STRONG: Coding(0.0, 0.0, 0.03)}))
-    assert free.pays_below(Candidate(STRONG)) == math.inf
+    assert free.pays_below(STRONG) == math.inf
 
 
-def test_quality_is_that_of_the_results() -> None:
-    assert "nothing measurable lost" in _figures().quality(Candidate(STRONG))
-    assert "0.23 nats at 0.99" in _figures(stage=3).quality(Candidate(STRONG))
-    assert not _figures(optimizer=["Lion"]).is_safe(Candidate(STRONG))
-    assert _figures().quality(Candidate(DENSE)) == "as it is"
+def test_the_rows_are_those_that_a_job_with_nothing_written_compares() -> None:
+    assert _figures().rows == [DENSE, INT8, STRONG]
+    for other in ({"lr": 1e-5}, {"optimizer": ["Lion"]}, {"optimizer": []}, {"ranks": 16}):
+        assert _figures(**other).rows == [DENSE, INT8]  # type: ignore[arg-type]
+
+
+def test_the_decision_is_one_sentence() -> None:
+    line, figures = ["torchrun"], _figures()
+    slow, fast = figures.model, figures.model.at_rate(1e13)
+    assert decision(figures, "here", slow, line) == (
+        'here: take "dct": {}, which becomes sparsity 0.99, bf16 values: '
+        f"{slow.predict(DENSE).total / slow.predict(STRONG).total:.2f}x as fast."
+    )
+    dense = figures._replace(model=fast._replace(dense_reduction=1e-3))
+    assert decision(dense, "here", dense.model, line).startswith(
+        "here: leave the plugin out, dense steps are as fast (0."
+    )
+    megatron = decision(figures, "1 Gbit/s", slow, ["-m", "dct_plugin.megatron"])
+    assert megatron.startswith("1 Gbit/s: take --dct-data-parallel-enabled true, which becomes")
+
+
+def test_step_ahead_takes_time_where_a_training_has_it(tmp_path: Path) -> None:
+    model = _figures().model
+    with_ahead = model._replace(step_ahead=1e-8)
+    assert with_ahead.predict(STRONG).coding - model.predict(STRONG).coding == pytest.approx(0.1)
+    assert with_ahead.predict(DENSE) == model.predict(DENSE)
 
 
 def test_bytes_are_those_of_a_ring_or_of_all_messages() -> None:
@@ -76,39 +99,6 @@ def test_zero_2_reduces_each_micro_batch() -> None:
         assert more == pytest.approx(4 * one)
 
 
-def test_rows_with_thresholded_updates_agree_with_suggest() -> None:
-    updates = Setting(0.97, "bf16")
-    codings = {STRONG: Coding(3e-9, 1e-9, 0.03), updates: Coding(3e-9, 1e-9, 0.09)}
-    figures = _figures(stage=1)
-    figures = figures._replace(model=figures.model._replace(weight_gathers=1, codings=codings, rest=0.3))
-    model, both = figures.model, Candidate(STRONG, updates)
-    assert [str(each) for each in figures.candidates()][-2:] == [
-        "sparsity 0.97, bf16 values; updates 0.97",
-        "sparsity 0.99, bf16 values; updates 0.97",
-    ]
-    fewer = model.gathered_bytes - (0.09 * 10_000_000 + 4_000) / 2
-    assert model.sent_bytes(*both) == pytest.approx(model.sent_bytes(STRONG) - fewer)
-    saved = fewer * model.link.seconds_per_byte - 1e-4 - 10_000_000 * (3e-9 / 2 + 1e-9)
-    assert model.predict(*both).total == pytest.approx(model.predict(STRONG).total - saved)
-    assert figures.is_safe(both)
-    best = _best(figures, model.at_rate(1e7))
-    assert best.section == {
-        "sparsity": 0.99,
-        "value_dtype": "bf16",
-        "parameters": {"sparsity": 0.97, "value_dtype": "bf16"},
-    }
-    options = _pasted(best.section, ["-m", "dct_plugin.megatron", "x.py"])
-    assert """--dct-data-parallel-parameters '{"sparsity": 0.97, "value_dtype": "bf16"}'""" in options
-    # Not measured with momentum, and lost where the optimizer is not known.
-    for other in ({"optimizer": ["SGD"], "momentum": 0.9}, {"optimizer": []}):
-        assert not _figures(stage=1, **other)._replace(model=model).is_safe(both)
-    assert "not measured" in _figures(stage=1, optimizer=["SGD"], momentum=0.9)._replace(model=model).quality(
-        both
-    )
-    plain = figures._replace(model=model._replace(weight_gathers=0))
-    assert all(each.updates is None for each in plain.candidates())
-
-
 def test_a_megatron_script_is_started_through_the_wrapper(tmp_path: Path) -> None:
     megatron, plain = tmp_path / "pretrain_gpt.py", tmp_path / "train.py"
     megatron.write_text("from megatron.training import pretrain")
@@ -122,13 +112,6 @@ def test_a_megatron_script_is_started_through_the_wrapper(tmp_path: Path) -> Non
         "--x",
     ]
     assert launch_line([*line, str(plain), "--x"]) == [*line, str(plain), "--x"]
-    section = {"sparsity": 0.97, "value_dtype": "bf16"}
-    options = "--dct-data-parallel-sparsity 0.97 --dct-data-parallel-value-dtype bf16"
-    assert (
-        _pasted(section, launch_line([*line, str(megatron)]))
-        == f"-m dct_plugin.megatron {options} SCRIPT ..."
-    )
-    assert json.loads(_pasted(section, line)) == {"dct": {"data_parallel": section}}
     through = [*line, "-m", "dct_plugin.megatron", str(megatron)]
     assert launch_line(through) == through
 
@@ -139,34 +122,8 @@ def test_bytes_are_those_of_the_topology_that_the_optimizer_gets(tmp_path: Path)
     for optimizer, is_direct, density in (("AdamW", True, 3.0), ("Adagrad", False, 1.0)):
         facts = {"optimizer": [optimizer], "momentum": 0.0, "stage": 0}
         (tmp_path / "figures").write_text(json.dumps({"model": figures, "facts": facts, "left_out": []}))
-        read = Figures.read(tmp_path / "figures", is_megatron=False).model
+        read = Figures.read(tmp_path / "figures").model
         assert (read.is_direct, read.server_density) == (is_direct, density)
-
-
-def test_local_steps_exchange_whole_progress_once_in_so_many_steps(tmp_path: Path) -> None:
-    model = _figures().model
-    codings = [[0.0, "bf16", 3e-9, 1e-9, 2.0], [0.99, "bf16", 3e-9, 1e-9, 0.03]]
-    figures = {**model._asdict(), "codings": codings, "link": [0.05, 8e-8]}
-
-    def read(is_megatron: bool = False, stage: int = 0, gathers: int = 0) -> Figures:
-        facts = {"optimizer": ["AdamW"], "momentum": 0.0, "stage": stage}
-        content = {"model": {**figures, "weight_gathers": gathers}, "facts": facts, "left_out": []}
-        (tmp_path / "figures").write_text(json.dumps(content))
-        return Figures.read(tmp_path / "figures", is_megatron=is_megatron)
-
-    local = read().candidates()[-1]
-    assert str(local) == "local steps: 30, int8 values"
-    assert local.section == {"local_steps": 30}
-    model = read().model
-    assert model.sent_bytes(*local) == pytest.approx((10_000_000 + 4_000) / 30)
-    assert model.predict(*local).total == pytest.approx(
-        model.rest + (0.05 + 10_004_000 * 8e-8 + 3 * 1e-9 * 10_000_000 + 2 * 1e-9 * 10_000_000) / 30, rel=1e-3
-    )
-    # Its round trips are a thirtieth, but it loses quality: it is not what is proposed.
-    assert model.predict(*local).total < model.predict(STRONG).total
-    assert _best(read(), model) == Candidate(STRONG)
-    for other in (read(is_megatron=True), read(stage=1, gathers=1), read(stage=3)):
-        assert all(each.every == 1 for each in other.candidates())
 
 
 @pytest.mark.slow
@@ -209,7 +166,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 model = torch.nn.Linear(200, 100)
-if sys.argv[1] in ("ddp", "hooked"):
+if sys.argv[1] in ("attached", "hooked"):
     model = DistributedDataParallel(model)
     if sys.argv[1] == "hooked":
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -218,6 +175,9 @@ else:
     shape = (2, 1) if sys.argv[1] == "hsdp" else (2,)
     fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape):]))
 optimizer = torch.optim.AdamW(model.parameters())
+if sys.argv[1] == "attached":
+    import dct_plugin
+    dct_plugin.attach(model, optimizer)
 while True:
     model(torch.randn(4, 200)).sum().backward()
     optimizer.step()
@@ -232,7 +192,7 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["hooked", "hsdp"])
+@pytest.mark.parametrize("how", ["hooked", "attached", "hsdp"])
 def test_an_unmodified_script_is_measured_and_stopped(
     script: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,14 +206,9 @@ def test_an_unmodified_script_is_measured_and_stopped(
     dense, *others = json.loads(result.stdout)
     assert dense["sparsity"] == 0
     assert dense["sent_bytes"] == 4 * 20_100
-    assert len(others) == 11
-    local = others.pop()
-    assert local["local_steps"] == 30
-    assert local["sent_bytes"] == pytest.approx(20_100 / 30, rel=0.05)  # int8, two ranks
-    assert "docs/local-steps.md" in local["quality"]
+    assert [(row["sparsity"], row["value_dtype"]) for row in others] == [INT8, STRONG]
     assert all(set(row["step_ms"]) == {"here", "100 Mbit/s"} for row in others)
     assert others[-1]["sent_bytes"] < dense["sent_bytes"] / 30
-    assert "nothing measurable lost" in others[-1]["quality"]  # AdamW on two ranks
 
 
 @pytest.mark.slow

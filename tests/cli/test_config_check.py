@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_files import COMPLETED, LENIENT, REFUSED, TAKEN
+from deepspeed_files import COMPLETED, LENIENT, REFUSED, REFUSED_LATER, TAKEN
 from support import ROOT
 from support.forked import forked_interpreters
 from typer.testing import CliRunner
@@ -134,8 +134,14 @@ WARNED: dict[str, tuple[Any, str]] = {
         job(gradients(feedback="step_ahead"), optimizer=MOMENTUM, gradient_clipping=1.0),
         "is known to lose 0.05 nats at 0.99 where gradients are clipped",
     ),
-    "stage 3": ({**zero(3), "optimizer": {"type": "Adam"}}, "at sparsity 0.9 instead of 0.99"),
-    "Lion": (job({}, optimizer={"type": "Lion"}), "the step of Lion is not known: local error feedback"),
+    "stage 3": (
+        {**zero(3, gradients(sparsity=0.9)), "optimizer": {"type": "Adam"}},
+        "(known to lose 0.05 nats at 0.9 (char GPT, AdamW, 1,200 steps, 2 ranks); better: leave",
+    ),
+    "Lion": (
+        job(gradients(sparsity=0.99), optimizer={"type": "Lion"}),
+        "; with nothing written: sparsity 0, int8 values, feedback local, if faster than dense)",
+    ),
     "density": (
         job(gradients(sparsity=0.01)),
         "dct.data_parallel.sparsity = 0.01 sends 99 % of the entries; did you mean 0.99?",
@@ -144,9 +150,11 @@ WARNED: dict[str, tuple[Any, str]] = {
 }
 NOTED: dict[str, tuple[Any, str]] = {
     "momentum": (job({}, optimizer=MOMENTUM), "step-ahead for SGD, after"),
+    "any Lion": (job({}, optimizer={"type": "Lion"}), "the step of Lion is not known: all entries are sent"),
+    "any stage 3": ({**zero(3), "optimizer": {"type": "Adam"}}, "displaces (it can displace copies in nodes"),
     "length of the run": (
         job(gradients(total_steps=300), optimizer={"type": "AdamW"}),
-        "step-ahead for AdamW, after 30 dense steps and a ramp of 180 (of 300 steps)",
+        "a run of 300 steps is too short for the start of thresholds that loses nothing",
     ),
     "no section": (job(), 'ok (no "dct" section: the job trains without the plugin)'),
     "ZeRO-2 with accumulation": (
@@ -246,17 +254,16 @@ def test_everything_that_is_wrong_is_listed(tmp_path: Path) -> None:
     content |= {"optimzer": {}, "fp16": True, "amp": {}}
     whole = tmp_path / "whole.json"
     whole.write_text(json.dumps({**JOB, "train_batch_size": 8, "gradient_accumulation_steps": 1}))
-    options = ["--ranks", "3", "--device", "cpu"]
+    options = ["--ranks", "3"]
     with forked_interpreters():
         arguments = ["config", "check", *options, "-", str(whole)]
         result = runner.invoke(cli.app, arguments, input=json.dumps(content))
     assert result.exit_code == 1
     first, *lines, _, batch = result.stderr.splitlines()
     assert "8 != 8 * 1 * 3" in batch
-    assert first == "error: invalid dct configuration in - (5 faults):"
+    assert first == "error: invalid dct configuration in - (4 faults):"
     offloaded = "offload_optimizer.device = cpu, zero_optimization.offload_param"
-    wanted = ["dct.sparsity", 'did you mean "step_ahead"', offloaded, "optimzer"]
-    wanted += ["fp16", "amp"]
+    wanted = ["dct.sparsity", 'did you mean "step_ahead"', "Apex AMP", offloaded, "optimzer"]
     assert len(lines) == len(wanted)
     assert all(words in " ".join(lines) for words in wanted)
     assert lines[-1].startswith("warning: -: 'optimzer' (did you mean 'optimizer'?)")
@@ -289,7 +296,7 @@ SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
 def test_what_the_section_becomes_is_said() -> None:
-    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 400}}
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 4000}}
     content = job({}, optimizer={"type": "SGD", "params": {"momentum": 0.9}}, scheduler=schedule)
     notes = "\n".join(file_check.check(content).notes)
     assert "step-ahead for SGD, after 40 dense steps and a ramp of " in notes
@@ -349,9 +356,10 @@ def test_files_and_their_engines() -> None:
     """The facts of a file are those of its engine, and the files that are refused do not start."""
     if installed("deepspeed") is None:
         pytest.skip("without DeepSpeed")
-    from dct_plugin.links.team import free_port
+    from dct_plugin.recommender.links.team import free_port
 
-    files = {name: content for name, (content, _) in REFUSED.items()}
+    refused = REFUSED_LATER | {name: content for name, (content, _) in REFUSED.items()}
+    files = dict(refused)
     files |= {name: content for name, (content, right) in TAKEN.items() if right and "eight" not in name}
     with forked_interpreters():
         done = subprocess.run(
@@ -368,4 +376,4 @@ def test_files_and_their_engines() -> None:
     assert found == [{}] * len(ENGINES)
     if installed("deepspeed") == "0.19.8":
         taken = {line[6:] for line in lines if line.startswith("taken ")}
-        assert taken == files.keys() - REFUSED.keys(), done.stderr[-3000:]
+        assert taken == files.keys() - refused.keys(), done.stderr[-3000:]

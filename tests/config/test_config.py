@@ -26,6 +26,7 @@ from dct_plugin.config import (
     TensorConfig,
     options,
 )
+from dct_plugin.config.data_parallel import VerifyConfig
 from dct_plugin.config.options import documentation, models
 
 FEEDBACK = 'one of "auto", "local", "step_ahead", "none", or an object with "kind" and settings'
@@ -43,7 +44,7 @@ DATA_PARALLEL = {
     "expert": st.fixed_dictionaries(
         {},
         optional={
-            "threshold": st.sampled_from(["sample", "exact", "fixed"]),
+            "threshold": st.sampled_from(["sample", "topk", "fixed"]),
             "threshold_lifespan": st.integers(1, 10**9),
             "server_density": st.none() | st.floats(1, 1e6) | st.integers(1, 100),
         },
@@ -107,12 +108,9 @@ def test_defaults_are_those_of_the_documentation() -> None:
     assert config.data_parallel.feedback == AutoFeedback()
     assert config.data_parallel.dense_steps == config.data_parallel.ramp_steps == 0
     assert config.data_parallel.expert == ExpertSettings(threshold="sample", threshold_lifespan=1000)
-    assert (
-        config.data_parallel.parameters
-        is config.data_parallel.verify
-        is config.data_parallel.adaptive
-        is None
-    )
+    assert config.data_parallel.parameters is config.data_parallel.adaptive is None
+    assert config.data_parallel.verify == VerifyConfig(action="warn")
+    assert not config.data_parallel.asks_to_verify
     assert not config.model_parallel.pipeline.compresses
     assert config.data_parallel.min_numel == 4096
     assert config.data_parallel.value_dtype == "bf16"
@@ -304,7 +302,7 @@ def test_a_name_stands_for_an_object_without_settings() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"sparsity": 0, "expert": {"threshold": "exact"}},
+        {"sparsity": 0, "expert": {"threshold": "topk"}},
         {"feedback": "none", "verify": {}},
         {"sparsity": 0, "warmup_steps": 3, "sparsity_warmup_steps": 3},
         {"min_numel": 0, "sparsity": 0.9999},

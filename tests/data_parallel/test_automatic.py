@@ -23,11 +23,11 @@ from dct_plugin.data_parallel.autotune.decision_rules import (
     settings_to_try,
 )
 from dct_plugin.data_parallel.autotune.measurements import largest
+from dct_plugin.data_parallel.plan import Sparsity
 from dct_plugin.data_parallel.stream_group import StreamGroup
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training, resolve
-from dct_plugin.policy.rules import for_compressors
 from dct_plugin.policy.settings import Setting, settings_within
 
 DENSE, GENTLE, STRONG = Setting(), Setting(0.9, "bf16"), Setting(0.99, "bf16")
@@ -49,41 +49,16 @@ def test_auto_stands_for_the_class_safe_and_a_class_given_beside_it_wins() -> No
         _config(quality="bytes", adaptive="accordion")
 
 
-@pytest.mark.parametrize(
-    ("written", "feedback", "count", "sparsity", "values"),
-    [
-        ({}, "step_ahead", 4, 0.99, "bf16"),
-        ({}, "step_ahead", 5, 0.96, "int4"),
-        ({"min_numel": 100}, "step_ahead", 32, 0.96, "int4"),
-        ({}, "step_ahead", 33, 0.85, "int4"),
-        ({"sparsity": 0.99}, "step_ahead", 8, 0.99, "bf16"),
-        ({"value_dtype": "int8"}, "step_ahead", 8, 0.99, "int8"),
-        ({"sparsity": "auto"}, "step_ahead", 8, 0.99, "bf16"),
-        ({}, "local", 8, 0.99, "bf16"),
-    ],
-)
-def test_what_is_not_written_follows_the_number_of_compressors(
-    written: dict[str, Any], feedback: str, count: int, sparsity: float, values: str
-) -> None:
-    found = for_compressors(_config(**written, feedback=feedback), count)
-    assert (found.sparsity, found.value_dtype) == (sparsity, values)
-    assert found.min_numel == written.get("min_numel", 4096)
-    adam = resolve(_config(**written), Training(["AdamW"], ranks=count)).settings
-    assert feedback == "local" or for_compressors(adam, count).sparsity == min(sparsity, adam.sparsity)
-
-
-def test_a_changed_section_still_follows_it() -> None:
+def test_a_changed_section_keeps_what_was_written() -> None:
     changed = DCTConfig.parse({"data_parallel": {"feedback": "step_ahead"}}).updated(
         {"data_parallel": {"min_numel": 5}}
     )
-    assert for_compressors(changed.data_parallel, 8) == _config(
-        feedback="step_ahead", min_numel=5, sparsity=0.96, value_dtype="int4", expert={"server_density": 1.65}
-    )
+    assert changed.data_parallel == _config(feedback="step_ahead", min_numel=5)
     assert changed.updated({"metrics": {"path": "m.jsonl"}}).metrics.model_fields_set == {"path"}
 
 
 def test_settings_are_within_the_class_the_sparsity_and_the_value_type() -> None:
-    assert settings_within(_config(quality="exact")) == [DENSE]
+    assert settings_within(_config(quality="dense")) == [DENSE]
     found = settings_within(_config(quality="bytes"))
     assert found[:2] == [DENSE, Setting(0.0, "bf16")]
     assert set(found[2:]) == {
@@ -181,7 +156,7 @@ def test_likely_settings_are_tried_and_the_gentlest_of_the_fast_ones_stays() -> 
 
 @pytest.mark.parametrize("optimizer", [["AdamW"], ["Lion"], []])
 def test_exact_needs_no_feedback_and_no_start(optimizer: list[str]) -> None:
-    made = resolve(_config(quality="exact"), Training(optimizer, ranks=16))
+    made = resolve(_config(quality="dense"), Training(optimizer, ranks=16))
     assert (made.settings.feedback.label(), made.settings.dense_steps, made.line) == ("local", 0, "")
 
 
@@ -301,3 +276,99 @@ def test_ranks_switch_alike_and_what_is_owed_is_paid() -> None:
     assert torch.allclose(ranks[0]["arrived"], owed, atol=0.01)
     total = sum(each["given"] for each in ranks)
     assert torch.allclose(ranks[0]["got"], total, atol=0.05)
+
+
+# -- once, with nothing written ---
+
+INT8 = Setting(0.0, "int8")
+#: By what is fastest, seconds of a step with each setting.
+_FASTEST = {
+    "dense": {DENSE: 1.0, INT8: 1.1, STRONG: 1.05},
+    "int8": {DENSE: 2.0, INT8: 1.0, STRONG: 1.1},
+    "thresholds": {DENSE: 2.0, INT8: 1.5, STRONG: 1.0},
+    "equal": {DENSE: 1.02, INT8: 1.01, STRONG: 1.0},
+    "late": {DENSE: 1.4, INT8: 1.5, STRONG: 1.0},
+}
+
+
+def _decided_once(rank: int, world_size: int, fastest: str) -> dict[str, Any]:
+    """Reduce gradients with the settings of a job that writes none; the times of steps are told."""
+    config = _config(
+        quality="if_faster", min_numel=10, warmup_steps=4, sparsity_warmup_steps=40, feedback="local"
+    )
+    rules = DecisionRules(
+        dense_steps=2, settling_steps=1, trial_steps=2, rounds=1, trial_ratio=3.0, window_steps=5
+    )
+
+    def median(self: AutomaticSparsity) -> float:
+        ramp = 1.0 if fastest == "late" and self._has_decided and reducer.step < 35 else 0.0
+        return largest(reducer, [(ramp + _FASTEST[fastest][self.current]) / (1 + rank)])[0]
+
+    with (
+        patch.multiple(AutomaticSparsity, rules=rules, _median=median),
+        patch(f"{add_on.__name__}.probe_link", lambda _: Link(1e-4, 1e-6)),
+    ):
+        metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
+        events: list[dict[str, Any]] = []
+        metrics.event = lambda name, **figures: events.append(figures)  # type: ignore[method-assign]
+        reducer = GradientReducer(config, metrics=metrics)
+        automatic = add_on_of(reducer, AutomaticSparsity)
+        generator = torch.Generator().manual_seed(rank)
+        given, got, densities = torch.zeros(5_000), torch.zeros(5_000), []
+        for _ in range(80):
+            gradient = torch.randn(5_000, generator=generator)
+            given += gradient
+            densities.append(automatic.sparsity("weight", Sparsity(1.0)).density)
+            reducer.all_reduce([("weight", gradient)])
+            got += gradient
+            reducer.end_step()
+        resumed = GradientReducer(config)
+        resumed.load_state_dict(reducer.state_dict())
+        return {
+            "setting": automatic.current,
+            "resumed": (add_on_of(resumed, AutomaticSparsity).current, resumed.stays_dense),
+            "dense": reducer.stays_dense,
+            "streams": len(reducer.streams) + len(resumed.loaded),
+            "decisions": [event["setting"] for event in events],
+            "densities": densities,
+            "given": given,
+            "got": got,
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fastest", "setting"),
+    [("dense", DENSE), ("int8", INT8), ("thresholds", STRONG), ("late", STRONG), ("equal", DENSE)],
+)
+def test_a_job_that_writes_no_density_takes_once_what_is_not_slower_than_dense(
+    fastest: str, setting: Setting
+) -> None:
+    ranks = run(2, _decided_once, fastest)
+    for rank in ranks:
+        assert rank["setting"] == setting
+        assert rank["decisions"] == [str(setting)]
+        assert rank["resumed"] == (setting, setting.is_dense)
+        assert rank["dense"] == setting.is_dense
+        assert bool(rank["streams"]) == (not setting.is_dense)
+        assert rank["densities"] == ranks[0]["densities"]
+    assert torch.equal(ranks[0]["got"], ranks[1]["got"])
+    densities = ranks[0]["densities"]
+    assert min(densities[4:30]) == pytest.approx(0.01)  # a trial, at the final sparsity
+    if setting == STRONG:  # the ramp goes on, or steps are dense until it pays
+        assert densities[-1] == pytest.approx(0.01)
+        assert (1.0 in densities[20:]) == (fastest == "late")
+        if fastest == "thresholds":
+            ramp = densities[30:43]
+            assert ramp == sorted(ramp, reverse=True)
+            assert 0.01 < ramp[-1] < ramp[0] < 0.2
+    if setting.is_dense:  # trials left nothing behind
+        total = sum(rank["given"] for rank in ranks)
+        assert torch.allclose(ranks[0]["got"], total, atol=0.2)
+
+
+def test_a_section_without_density_chooses_among_three() -> None:
+    assert settings_within(_config(quality="if_faster")) == [DENSE, INT8, STRONG]
+    assert settings_within(_config(quality="if_faster", sparsity=0, value_dtype="int8")) == [DENSE, INT8]
+    on_a_device = settings_within(_config(quality="if_faster"), all_types=False)
+    assert on_a_device == [DENSE, Setting(0.0, "bf16"), STRONG]

@@ -70,20 +70,6 @@ def test_threads_get_the_bits_of_processes(count: int, studies: None) -> None:
             assert torch.equal(weights, found[0][0]), name
 
 
-@pytest.mark.parametrize(("per_node", "sparsity"), [(1, 0.96), (2, 0.99)])
-def test_nodes_are_the_compressors_whose_number_counts(per_node: int, sparsity: float, studies: None) -> None:
-    import one_process
-    from adam import model_of
-    from many_streams import Rank
-
-    def made(rank: int) -> float:
-        return Rank(
-            model_of(0, WIDTH, 1, SEQUENCE), {"feedback": "step_ahead"}, per_node
-        ).reducer.config.sparsity
-
-    assert one_process.run(6, made) == [sparsity] * 6
-
-
 def test_an_error_of_one_rank_ends_all(studies: None) -> None:
     import one_process
 

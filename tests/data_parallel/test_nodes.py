@@ -38,7 +38,7 @@ OWNERS = {
 
 def nodes(per_node: int = 2) -> Any:
     ranks = list(range(dist.get_world_size()))
-    return find_nodes(ranks, ranks_of_machines(ranks), per_node)
+    return find_nodes(ranks, ranks_of_machines(ranks, limit=60), per_node)
 
 
 def gradients(rank: int, step: int) -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ def gradients(rank: int, step: int) -> dict[str, torch.Tensor]:
 
 def reducer(per_node: int = 2, metrics: Metrics | None = None, **settings: Any) -> GradientReducer:
     config = DataParallelConfig.model_validate(
-        {"value_dtype": "fp32", "expert": {"threshold": "exact"}} | settings
+        {"value_dtype": "fp32", "expert": {"threshold": "topk"}} | settings
     )
     return GradientReducer(config, nodes(per_node), metrics=metrics)
 

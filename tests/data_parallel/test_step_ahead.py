@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dct_plugin.config import DataParallelConfig
-from dct_plugin.data_parallel import GradientReducer, weights
+from dct_plugin.data_parallel import GradientReducer, step_units, weights
 from dct_plugin.data_parallel.plan import MIN_SHARD, shards_in
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn, Unsent, displacement
 from dct_plugin.data_parallel.step_ahead.residual_coefficients import INTERVAL
@@ -188,6 +189,28 @@ def test_units_of_optimizers() -> None:
     # As in DeepSpeed: a wrapper whose groups hold other tensors than the model's parameters.
     wrapper = SimpleNamespace(optimizer=sgd, param_groups=sgd.param_groups)
     assert units_of(wrapper, [[other]])(other) == StepUnit(0.5)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_read_once_after_each_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, rate = [nn.Parameter(torch.zeros(3)) for _ in range(5)], torch.tensor(0.1)
+    units = units_of(torch.optim.AdamW(weight, lr=rate))
+    reads = list[Any]()
+    monkeypatch.setattr(step_units, "float", lambda x: (reads.append(x), float(x))[1], raising=False)
+    for number in range(3):
+        rate.fill_(0.5 + number)
+        found = {units(each) for _ in range(3) for each in weight}
+        assert found == {StepUnit(0.5 + number, True, 0.999, 1e-8)}
+    assert sum(isinstance(each, Tensor) for each in reads) == 3
+
+
+def test_moments_are_fp32_whatever_the_default_is() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert Moments((6, 8), torch.device("cpu")).memory.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -369,7 +392,7 @@ class Opaque:
 
 
 @pytest.fixture
-def probe() -> Any:
+def probe() -> Iterator[Any]:
     """A model with a residual of ones and SGD: displaced by 0.25."""
     torch.manual_seed(0)
     model = Probe()
@@ -386,18 +409,25 @@ def probe() -> Any:
             ahead.observe([(name, torch.ones(parameter.numel()))])
     ahead.end_step(skipped=False)
     ahead.attach(model, optimizer)
-    return SimpleNamespace(model=model, optimizer=optimizer, ahead=ahead, x=torch.randn(2, 4))
+    yield SimpleNamespace(model=model, optimizer=optimizer, ahead=ahead, x=torch.randn(2, 4))
+    with contextlib.suppress(DCTError):
+        ahead.detach()
 
 
-def test_training_passes_alone_are_displaced(probe: Any) -> None:
+def test_passes_with_gradients_alone_are_displaced(probe: Any) -> None:
     model, x = probe.model, probe.x
     weight = model.second.weight.detach().clone()
     storages = [p.data_ptr() for p in model.parameters()]
+    model.second.requires_grad_(False)  # a generator's step, or an attack: frozen for a while
+    model(x)["loss"].backward()
+    model.second.requires_grad_(True)
+    assert torch.equal(model.seen[-1], weight - 0.25)
+    model.zero_grad()
     loss = model(x)["loss"]
     assert torch.equal(model.seen[-1], weight - 0.25)
     assert model.tied.weight is model.first.weight
     assert model.tied.weight.data_ptr() != storages[0]
-    assert model.frozen.weight.data_ptr() in storages
+    assert model.frozen.weight.data_ptr() in storages  # no optimizer has it
     assert model.unused.weight.data_ptr() in storages
     again = model(x)["loss"]  # two forward passes, one backward pass
     (loss + again).backward()
@@ -419,7 +449,7 @@ def test_training_passes_alone_are_displaced(probe: Any) -> None:
         assert torch.equal(model.seen[-1], weight)
     model.eval()
     model(x)["loss"].backward()
-    assert torch.equal(model.seen[-1], weight)
+    assert torch.equal(model.seen[-1], weight - 0.25)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -503,20 +533,27 @@ def _replaced(parameter: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("write", [_copied, _through_data, _replaced])
-@pytest.mark.parametrize("then", ["eval", "train", "step"])
+@pytest.mark.parametrize("then", ["other backward", "step"])
 def test_writes_to_displaced_weights_are_refused_by_name(probe: Any, write: Any, then: str) -> None:
     """As of an exchange with averaged weights after a training forward pass that has no backward pass."""
     model = probe.model
     weight, storage = model.second.weight.detach().clone(), model.second.weight.data_ptr()
     model(probe.x)
     write(model.second.weight)
-    model.train(then == "train")
-    use = probe.optimizer.step if then == "step" else lambda: model(probe.x)
+    model(probe.x)  # waits for no device to find out
+    with torch.no_grad():
+        model(probe.x)
+    assert torch.equal(model.seen[-1], weight)
+
+    def use() -> None:
+        if then == "other backward":
+            torch.ones(1, requires_grad=True).sum().backward()
+        probe.optimizer.step()
+
     with pytest.raises(DCTError, match=r"weights of second\.weight were written.*weights\(model\)"):
         use()
     assert torch.equal(model.second.weight, weight)
     assert model.second.weight.data_ptr() == storage
-    model.train()
     model(probe.x)["loss"].backward()  # goes on
     assert torch.equal(model.seen[-1], weight - 0.25)
     assert torch.equal(model.second.weight, weight)
@@ -542,12 +579,11 @@ def test_weights_are_read_and_written_within_a_block(probe: Any) -> None:
     model(probe.x)
     with weights(model), torch.no_grad():
         _copied(model.second.weight)
-    model.eval()
-    model(probe.x)
+    with torch.no_grad():
+        model(probe.x)
     assert torch.equal(model.seen[-1], torch.ones(4, 4))
     with weights(model), torch.no_grad():
         model.second.weight.copy_(backup)
-    model.train()
     model(probe.x)["loss"].backward()
     assert torch.equal(model.seen[-1], weight - 0.25)
     assert torch.equal(model.second.weight, weight)

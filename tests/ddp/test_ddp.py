@@ -101,7 +101,7 @@ def _unnamed(rank: int, world_size: int) -> str:
 def test_names_are_needed_for_them_and_there_are_no_updates_of_weights() -> None:
     (text,) = run(1, _unnamed)
     assert "needs DCTState(..., named_parameters=" in text
-    assert "dct.data_parallel.parameters: torch DistributedDataParallel: every rank has the whole" in text
+    assert "dct.data_parallel.parameters: torch DDP: every rank has the whole" in text
 
 
 # -- training ---
@@ -246,7 +246,7 @@ def test_several_models() -> None:
 
 
 def _fails_later(rank: int, world_size: int) -> None:
-    ddp, state = hooked({"data_parallel": {"min_numel": 1000}})
+    ddp, state = hooked({"data_parallel": {"sparsity": 0.9, "min_numel": 1000}})
     train(ddp, rank, range(1))
     if rank == 0:
         state.reducer(torch.device("cpu")).schedule = None  # type: ignore[assignment]

@@ -1,5 +1,8 @@
-"""What scripts do with torch's DistributedDataParallel: with the hook at sparsity 0 each gives the same bits
-as without, whether reductions have a thread of their own or their messages leave within the backward pass.
+"""What scripts do with torch's DistributedDataParallel.
+
+With the hook at sparsity 0 each gives the same bits as without. With step-ahead, after a start of two steps,
+its reduced parameters are displaced in their passes, gradients are those of the weights of the pass, and what
+ranks end with is equal.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.processes import run
+from support.watched import Watched, equal_on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +30,18 @@ EXACT = {"data_parallel": {"sparsity": 0.0, "value_dtype": "fp32", "min_numel": 
 Wrap = Callable[..., Any]
 Case = Callable[[Wrap, int], list[Tensor]]
 CASES: dict[str, Case] = {}
+AHEAD = {
+    "data_parallel": {
+        "sparsity": 0.9,
+        "min_numel": 100,
+        "warmup_steps": 2,
+        "sparsity_warmup_steps": 0,
+        "feedback": "step_ahead",
+    }
+}
+#: Models that wait for an optimizer to be attached with, and those that were attached.
+WAITING: list[DistributedDataParallel] = []
+WATCHED: list[tuple[Watched, DCTState]] = []
 
 
 def case(function: Case) -> Case:
@@ -80,7 +96,19 @@ def loss_of(outputs: Tensor, x: Tensor) -> Tensor:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
+    parameters = (p for p in model.parameters() if p.requires_grad)
+    return ready(torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+
+
+def ready(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Attach the models of this optimizer that wait for it, for step-ahead."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for ddp in [each for each in WAITING if own & set(map(id, each.parameters()))]:
+        WAITING.remove(ddp)
+        state = attach(ddp, optimizer, AHEAD)
+        assert isinstance(state, DCTState)
+        WATCHED.append((Watched(ddp.module, state._ahead, state.metrics), state))
+    return optimizer
 
 
 def descend(
@@ -350,7 +378,7 @@ def post_accumulate_clamps(wrap: Wrap, rank: int) -> list[Tensor]:
 @case
 def clipping_and_sets_to_zero(wrap: Wrap, rank: int) -> list[Tensor]:
     ddp = wrap(Blocks(), gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    optimizer = ready(torch.optim.AdamW(ddp.parameters(), lr=0.01))
     for step in range(5):
         x = batch(rank, step)
         optimizer.zero_grad(set_to_none=False)
@@ -454,6 +482,41 @@ def _all_cases(rank: int, world_size: int) -> dict[str, str]:
 
 def test_every_case_is_bitwise_dense() -> None:
     assert run(2, _all_cases) == [{}, {}]
+
+
+def waiting(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(model, **options)
+    WAITING.append(ddp)
+    return ddp
+
+
+#: Has no optimizer.
+NOT_AHEAD = {"retain_graph"}
+#: Trained for too few steps, by sparse gradients, or complex.
+NEVER_DISPLACED = {"frozen_layers", "sparse_embeddings", "complex_parameters"}
+
+
+def _all_ahead(rank: int, world_size: int) -> dict[str, list[str]]:
+    """What went wrong, by case."""
+    wrong = {}
+    for name, function in CASES.items():
+        if name in NOT_AHEAD:
+            continue
+        ends = function(waiting, rank)
+        faults = [] if equal_on_ranks(ends) else ["ranks differ"]
+        for watched, state in WATCHED:
+            faults += watched.faults(covered=None if name in NEVER_DISPLACED else 1.0)
+            state.close()
+        if faults:
+            wrong[name] = faults
+        WAITING.clear()
+        WATCHED.clear()
+        torch._dynamo.reset()
+    return wrong
+
+
+def test_every_case_with_step_ahead() -> None:
+    assert run(2, _all_ahead) == [{}, {}]
 
 
 def _spectral(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], float]:

@@ -360,7 +360,8 @@ def test_disabled_changes_nothing(two: Results) -> None:
 
 
 def test_residuals_that_are_dropped_are_told(two: Results) -> None:
-    (line,) = two[0]["off-in-mid-run/zero0-fp32"]["log"]
+    off, line = two[0]["off-in-mid-run/zero0-fp32"]["log"]
+    assert off == "dct: nothing to do: dct.enabled is false"
     assert "the checkpoint holds residuals: the unsent gradient of rank 0, of norm" in line
     assert "'sparsity': 0" in line
     assert not two[1]["off-in-mid-run/zero0-fp32"]["log"]
@@ -442,6 +443,8 @@ def test_residuals_are_shared_out_to_other_ranks(two: Results, four: Results, on
 def test_metrics_reach_file_monitor_and_summary(two: Results, folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
     assert lines.pop(0)["event"] == "start"
+    settings = lines.pop(0)
+    assert (settings["event"], settings["data_parallel"]["sparsity"]) == ("settings", 0.99)
     assert {line["step"] for line in lines} == {2, 4, 6}
     assert {"gradient", "gradient_small"} <= {line["class"] for line in lines}
     tables = {path.name: path for path in (folder / "csv_monitor").rglob("*.csv")}

@@ -12,7 +12,7 @@ import pytest
 from support.deepspeed_launch import WORKER, Results, Run, config, execute, launch, torchrun
 from support.forked import forked_interpreters
 
-from dct_plugin.links.team import free_port
+from dct_plugin.recommender.links.team import free_port
 
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

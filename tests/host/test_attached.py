@@ -25,6 +25,7 @@ from torch.optim import optimizer as optimizers
 
 import dct_plugin
 from dct_plugin.data_parallel.module_hooks import ModuleHook
+from dct_plugin.data_parallel.passes import calls_of
 from dct_plugin.integrations.host import lost_peers
 
 pytestmark = pytest.mark.slow
@@ -71,17 +72,16 @@ def hooks_on(model: nn.Module, optimizer: Any = None) -> int:
         [hook for hook in hooks.values() if isinstance(getattr(hook, "hook", hook), ModuleHook)]
         for module in model.modules()
         for hooks in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
             module._state_dict_pre_hooks,
             module._state_dict_hooks,
             module._load_state_dict_pre_hooks,
         )
     ]
+    followed = sum(len(calls_of(module)._followers) for module in model.modules())
     others = [optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks]
     if optimizer is not None:
         others += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    return sum(map(len, [*found, *others])) + len(lost_peers._excepthook.jobs)
+    return followed + sum(map(len, [*found, *others])) + len(lost_peers._excepthook.jobs)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

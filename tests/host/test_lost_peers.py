@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.integrations.host import lost_peers
 from dct_plugin.kernels import register_backend
 from dct_plugin.model_parallel.fixed import number_of
+from dct_plugin.recommender.links.team import free_port
 from dct_plugin.transport import lost_ranks
 from dct_plugin.transport.base import Announced, Header, Transport
 from dct_plugin.transport.exchange import Exchange
@@ -262,3 +265,50 @@ def test_a_rank_that_waits_for_a_stopped_one_names_it_and_its_last_step(waiting:
     (warned, ended), _ = run(2, _waits_for_a_stopped_rank, waiting, DCT_TRANSPORT="gloo")
     assert "meanwhile rank 1 gives no sign of life (last step 3). A rank" in warned
     assert "rank(s) [1] gave no sign of life since: dead, stopped or stuck" in ended
+
+
+class _Counting:
+    """A client of the store that counts requests."""
+
+    def __init__(self, client: dist.Store) -> None:
+        self.client, self.counts = client, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.counts[name] += 1
+        return getattr(self.client, name)
+
+
+def _waits_with_the_store(rank: int, world_size: int, port: int) -> tuple[list[str], Counter[str]]:
+    """Rank 1 waits in the store, and gives signs of life; then all ranks wait in one call."""
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)
+    lost_ranks.default_store = lambda: store
+    lost_peers.PATIENCE, lost_peers.INTERVAL, lost_peers.ANSWERS = 0.2, 0.05, 60.0
+    job = watched()
+    thread = lost_peers._excepthook.waits
+    assert thread is not None
+    if rank == 1:
+        store.get("rank 0 has heard")
+    elif rank == 0:
+        signs: set[str | None] = set()
+        while len(signs) < 5:
+            signs.add(lost_ranks.stated(lost_ranks.key_of("heard", 1)))
+        store.set("rank 0 has heard", "")
+    client = _Counting(store.clone())
+    thread._client = store, client
+    with logged() as lines, lost_ranks.reported("call of all"):
+        while not client.counts["multi_get"]:
+            time.sleep(0.01)
+        store.set(f"rank {rank} has looked", "")
+        store.wait([f"rank {each} has looked" for each in range(world_size)])
+    del job
+    dist.barrier()
+    return lines, client.counts
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(dist.TCPStore, "clone"), reason="torch before 2.8")
+def test_waiting_ranks_give_signs_of_life_and_ask_little() -> None:
+    for lines, counts in run(3, _waits_with_the_store, free_port()):
+        assert not lines
+        assert counts["multi_get"] == 1
+        assert counts["get"] == counts["compare_set"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dct_plugin.integrations.host.checkpoint import ReducerFiles, load_together,
 from dct_plugin.integrations.host.reporting import start_reporting
 from dct_plugin.integrations.host.steps import StepHooks
 from dct_plugin.metrics import Metrics
+from dct_plugin.transport import agreement
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +52,31 @@ def test_the_differing_rank_is_named() -> None:
     for rank, (kind, text) in enumerate(launch(3, _disagrees, False)):
         assert kind == "error"
         assert f"DesyncError: rank {rank}: a differs: false on ranks 0, 2; true on rank 1" in text
+
+
+def _comes_late(rank: int, world_size: int) -> list[str]:
+    """Rank 1 prepares data until rank 0 has warned."""
+    store, lines = dist.distributed_c10d._get_default_store(), list[str]()
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+            store.set("warned", "1")
+
+    logging.getLogger("dct_plugin").addHandler(Told())
+    with patch.object(agreement, "PATIENCE", 0.0):
+        if rank == 1:
+            store.get("warned")
+        startup.join("test").confirm({"a": 1})
+    return lines
+
+
+def test_a_rank_that_comes_late_is_waited_for_as_long_as_the_group_waits() -> None:
+    first, second = run(2, _comes_late)
+    assert second == []
+    (line,) = first
+    assert "rank 0 has waited for 0 s at start-up: rank 1 did not report yet" in line
+    assert line.endswith("The ranks wait for 600 s in all")  # as their group does
 
 
 def test_a_silent_rank_is_named_within_the_limit() -> None:

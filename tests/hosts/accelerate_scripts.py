@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dct_plugin.links.team import free_port
+from dct_plugin.recommender.links.team import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -16,13 +16,14 @@ from support.processes import launch, run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
-from dct_plugin.config import DataParallelConfig, DCTConfig
+from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, weights
 from dct_plugin.errors import ConfigError
-from dct_plugin.integrations.host.settings import refuse_unserved
+from dct_plugin.integrations.host.refusals import refuse
 
 pytestmark = pytest.mark.slow
 
@@ -247,6 +248,57 @@ def test_another_number_of_ranks_starts_at_the_common_weights(tmp_path: Path) ->
     assert all(run(3, _goes_on, str(tmp_path)))
 
 
+class Masked(nn.Module):
+    """Statistics that change, one of them from step 9 on, and a mask that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = model_of(), 0
+        self.register_buffer("mask", torch.ones(300, 300))
+        self.register_buffer("late", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 9:
+            self.late = self.late + x.mean()
+        return self.inner(x) * self.mask[0, 0]
+
+
+def _changes(rank: int, world_size: int) -> None:
+    """Train in eval() mode, with errors inside ``weights()``, and with buffers that change."""
+    ends = []
+    for mode in (True, False):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, 3)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        dct_plugin.attach(model, optimizer, {"data_parallel": SECTION})
+        model.train(mode)
+        for step in range(14):
+            with contextlib.suppress(KeyError), weights(model):
+                raise KeyError("an evaluation that fails")
+            train(model, optimizer, rank, range(step, step + 1))
+        ends.append(own(model))
+    assert same(*ends)
+    model = DistributedDataParallel(Masked())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = dct_plugin.attach(model, optimizer, {"data_parallel": SECTION})
+    for step in range(START + 4 * EVERY):
+        train(model, optimizer, rank, range(step, step + 1))
+        if step == START + 2 * EVERY:
+            assert len({tuple(late) for late in everyones(model.module.late.tolist())}) == 2
+    for each in everyones(dict(model.module.named_buffers())):
+        assert all(torch.equal(each[name], buffer) for name, buffer in model.module.named_buffers())
+    sent = {name: figures.sent_bytes for name, figures in state.metrics.summary().classes.items()}
+    assert 0 < sent["gradient_small"] < 300 * 300 * 4
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    with pytest.raises(ConfigError, match="ZeroRedundancyOptimizer sends every rank's weights"):
+        dct_plugin.attach(model, sharded, {"data_parallel": SECTION})
+
+
+def test_passes_with_gradients_train_and_buffers_that_change_cross() -> None:
+    run(2, _changes)
+
+
 def _with_scaler(rank: int, world_size: int) -> list[Tensor]:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     model, optimizer, state = ddp(SECTION, scaler=scaler)
@@ -331,4 +383,4 @@ def test_what_does_not_go_with_local_steps_is_named() -> None:
     with pytest.raises(ConfigError, match="local_steps"):
         DataParallelConfig.of({"local_steps": 0})
     with pytest.raises(ConfigError, match=r"dct\.data_parallel\.local_steps: torchft"):
-        refuse_unserved(DCTConfig.given({"data_parallel": {"local_steps": 30}}), "torchft hands over tensors")
+        refuse("torchft", DataParallelConfig.of({"local_steps": 30}))

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dct_plugin
 from dct_plugin import DCTState
 from dct_plugin.data_parallel.module_hooks import ModuleHook
+from dct_plugin.data_parallel.passes import calls_of
 from dct_plugin.errors import DCTError
 from dct_plugin.integrations.ddp import state as ddp_state
 
@@ -281,8 +282,8 @@ class _Regression(torch.nn.Module):
 
 
 def _hooks_on(model: torch.nn.Module) -> int:
-    found = (m._forward_pre_hooks | m._forward_hooks | m._state_dict_pre_hooks for m in model.modules())
-    return sum(isinstance(hook, ModuleHook) for hooks in found for hook in hooks.values())
+    found = [hook for m in model.modules() for hook in m._state_dict_pre_hooks.values()]
+    return sum(isinstance(hook, ModuleHook) for hook in found) + len(calls_of(model)._followers)
 
 
 def _fits(rank: int, world_size: int, folder: str) -> tuple[list[list[float]], list[int], torch.Tensor]:

@@ -652,7 +652,7 @@ def test_a_residual_survives_an_exception(monkeypatch: pytest.MonkeyPatch, faili
     ("remembered", "transactional"),
     [
         ({"residual_dtype": "bf16"}, False),
-        ({"residual_dtype": "bf16", "expert": {"threshold": "exact"}}, False),
+        ({"residual_dtype": "bf16", "expert": {"threshold": "topk"}}, False),
         ({"residual_dtype": "int8"}, True),
     ],
     ids=["bf16", "of all", "int8"],

@@ -21,10 +21,10 @@ from benchmarks.links.recommender import SECTIONS, configurations
 from benchmarks.links.report import draw, split, tables, unmeasured
 from benchmarks.links.suite import Cell, Plan, measure
 from dct_plugin import cli
-from dct_plugin.links.interleave import LEAST_ROUNDS, Figures, interleaved
-from dct_plugin.links.namespaces import Links, LinksError, Network
-from dct_plugin.links.rates import check_rate, rate_name
-from dct_plugin.links.team import NETWORKS, Block, Team, TeamError
+from dct_plugin.rates import check_rate, rate_name
+from dct_plugin.recommender.links.interleave import LEAST_ROUNDS, Figures, interleaved
+from dct_plugin.recommender.links.namespaces import Links, LinksError, Network
+from dct_plugin.recommender.links.team import NETWORKS, Block, Team, TeamError
 
 # -- options ---
 

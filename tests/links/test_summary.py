@@ -12,8 +12,8 @@ from support.forked import forked_interpreters
 
 from dct_plugin.config import MetricsConfig
 from dct_plugin.host_traffic import HostTraffic
-from dct_plugin.links.namespaces import LinksError
 from dct_plugin.metrics import Metrics
+from dct_plugin.recommender.links.namespaces import LinksError
 
 _FILE = Path(__file__).parents[2] / "benchmarks" / "summary.py"
 

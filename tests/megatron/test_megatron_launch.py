@@ -24,14 +24,14 @@ from dct_plugin.integrations.host.versions import faults
 from dct_plugin.integrations.megatron import versions
 from dct_plugin.integrations.megatron.launch import agree, hook_states
 from dct_plugin.integrations.megatron.options import help_text, launcher_rank, parse
-from dct_plugin.links.team import free_port
+from dct_plugin.recommender.links.team import free_port
 
 _PACKAGE = importlib.util.find_spec("megatron")
 _FOLDERS = [Path(path, "core") for path in (_PACKAGE and _PACKAGE.submodule_search_locations) or ()]
 INSTALLED = next((folder for folder in _FOLDERS if (folder / "__init__.py").is_file()), None)
 needs_megatron = pytest.mark.skipif(INSTALLED is None, reason="megatron-core is not installed")
 FORWARD = '{"method": "threshold", "sparsity": 0.9}'
-PIPELINE = f"--dct-pipeline-forward={FORWARD}"
+PIPELINE = f"--dct-model-parallel-pipeline-forward={FORWARD}"
 
 
 def start(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -63,12 +63,11 @@ def write(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--dct-pipeline-forward", FORWARD, "x.py", "--a", "1", "b"],
-        ["x.py", "--a", "1", "--dct-pipeline-forward", FORWARD, "b"],
-        ["x.py", "--a", "1", "b", f"--dct-pipeline-forward={FORWARD}"],
+        ["--dct-model-parallel-pipeline-forward", FORWARD, "x.py", "--a", "1", "b"],
+        ["x.py", "--a", "1", "--dct-model-parallel-pipeline-forward", FORWARD, "b"],
+        ["x.py", "--a", "1", "b", f"--dct-model-parallel-pipeline-forward={FORWARD}"],
         ["x.py", "--a", "1", "b", "--dct-model-parallel-pipeline-forward", FORWARD],
         ["x.py", "--a", "1", "b", f"--dct-model_parallel_pipeline_forward={FORWARD}"],
-        ["--dct-pipeline-forward-sparsity=0.9", "--dct-pipeline-forward=threshold", "x.py", "--a", "1", "b"],
     ],
 )
 def test_own_arguments_may_stand_anywhere(arguments: list[str]) -> None:
@@ -80,7 +79,9 @@ def test_own_arguments_may_stand_anywhere(arguments: list[str]) -> None:
 
 def test_step_ahead_from_the_launch_line() -> None:
     options = ["--dct-data-parallel-sparsity=0.99", "--dct-data-parallel-feedback", "step_ahead"]
-    config = parse([*options, "--dct-step-ahead-coefficient=0.5", "x.py"], {}).config.data_parallel
+    config = parse(
+        [*options, "--dct-data-parallel-expert-step-ahead-coefficient=0.5", "x.py"], {}
+    ).config.data_parallel
     assert (config.sparsity, config.feedback.label()) == (0.99, "step_ahead")
     assert config.expert.step_ahead_coefficient == 0.5
 
@@ -112,17 +113,17 @@ def test_modules(flag: str) -> None:
         ([PIPELINE, "--lr", "1", "x.py"], "'--lr' before the script"),
         (["x.py"], "no configuration: give --dct-config FILE"),
         (["x.py", "--dct-config"], "--dct-config needs a value"),
-        (["x.py", "--dct-pipeline-forward", "--lr"], "--dct-pipeline-forward needs a value, got '--lr'"),
-        (["x.py", "--dct-pipelin-forward", "0.9"], "did you mean --dct-pipeline-forward?"),
         (
-            ["x.py", "--dct-sparsity", "0.9"],
-            "ambiguous: --dct-data-parallel-sparsity, --dct-data-parallel-adaptive-",
+            ["x.py", "--dct-model-parallel-pipeline-forward", "--lr"],
+            "--dct-model-parallel-pipeline-forward needs a value, got '--lr'",
         ),
+        (["x.py", "--dct-data-paralel-sparsity", "0.9"], "did you mean --dct-data-parallel-sparsity?"),
+        (["x.py", "--dct-pipeline-forward", "none"], "did you mean --dct-model-parallel-pipeline-forward?"),
         (
-            ["x.py", "--dct-pipeline-forward", '{"method": "threshold", "sparsity": 1.5}'],
+            ["x.py", "--dct-model-parallel-pipeline-forward", '{"method": "threshold", "sparsity": 1.5}'],
             "dct.model_parallel.pipeline.forward.sparsity = 1.5: must be a number",
         ),
-        (["x.py", "--dct-pipeline-evaluation", "yes"], "must be true or false"),
+        (["x.py", "--dct-model-parallel-pipeline-evaluation", "yes"], "must be true or false"),
         (["x.py", "--dct-embedding-sparsity", "0.9"], "is for recommenders (DLRM)"),
         (["x.py", "--dct-config", "absent.json"], "absent.json: cannot be read"),
     ],
@@ -153,7 +154,11 @@ def test_without_a_file_only_what_is_named_is_on() -> None:
     assert not config.model_parallel.tensor.compresses
     assert not config.data_parallel.enabled
     assert [name for name, reason in hook_states(config).items() if not reason] == ["pipeline"]
-    boundaries = ["--dct-pipeline-boundary-sparsity", "[0.4, 0.3]", "--dct-parameters-full-every=9"]
+    boundaries = [
+        "--dct-model-parallel-pipeline-boundary-sparsity",
+        "[0.4, 0.3]",
+        """--dct-data-parallel-parameters={"full_every": 9}""",
+    ]
     config = parse(["x.py", PIPELINE, *boundaries], {}).config
     assert config.data_parallel.enabled
     assert config.data_parallel.parameters == ParametersConfig(full_every=9)
@@ -161,14 +166,14 @@ def test_without_a_file_only_what_is_named_is_on() -> None:
 
 
 def test_compressor_classes_are_chosen_on_the_launch_line() -> None:
-    line = (
-        "x.py --dct-pipeline-forward transform --dct-pipeline-forward-rate 2 --dct-pipeline-backward quantise"
-    )
-    config = parse([*line.split(), "--dct-pipeline-backward-bits=3"], {}).config
+    line = """x.py --dct-model-parallel-pipeline-forward {"method":"transform","rate":2}"""
+    config = parse(
+        [*line.split(), """--dct-model-parallel-pipeline-backward={"method":"quantise","bits":3}"""], {}
+    ).config
     pipeline = config.model_parallel.pipeline
     assert pipeline.summary == "transform, 2 bits per entry, gradients quantise, 3 bits"
     assert hook_states(config)["pipeline"] == ""
-    none = parse(["x.py", "--dct-tensor-forward=none"], {}).config
+    none = parse(["x.py", "--dct-model-parallel-tensor-forward=none"], {}).config
     assert hook_states(none)["tensor"] == 'dct.model_parallel.tensor.forward = "none"'
 
 
@@ -218,7 +223,9 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     write(tmp_path / "sub" / "x.py", REPORT + "    import beside\n")
     write(tmp_path / "sub" / "beside.py", "")
     plain = report(start("sub/x.py", "--a", "1", cwd=tmp_path))
-    result = run(PIPELINE, "sub/x.py", "--a", "--dct-tensor-warmup-steps", "5", "1", cwd=tmp_path)
+    result = run(
+        PIPELINE, "sub/x.py", "--a", "--dct-model-parallel-tensor-warmup-steps", "5", "1", cwd=tmp_path
+    )
     assert report(result) == {**plain, "argv": [str(tmp_path / "sub" / "x.py"), "--a", "1"]}
     assert "never imported megatron.core" in result.stderr
 

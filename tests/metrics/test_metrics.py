@@ -336,7 +336,13 @@ def test_summary_lines_of_special_runs() -> None:
     recorder = make()
     for cls, dense in (("parameter_exact", 100.0), ("parameter_full", 900.0)):
         recorder.record(Record(cls, dense, 90.0, numel=100, nnz=12, target_density=0.12))
-    assert "12 % of the weights change in a step, 90 % of their gathers are whole" in recorder.summary_line()
+    said = recorder.summary_line()
+    assert "12 % of the weights change in a step, 90 % of their gathers are whole" in said
+    assert "density" not in said  # of gradients, all of which were sent
+    recorder.record(Record("gradient", 4e3, 1e3, numel=1000, nnz=1000, target_density=1.0))
+    said = recorder.summary_line()
+    assert "% of it gradients, all entries" in said
+    assert "density" not in said
 
 
 RECORDS = st.lists(

@@ -26,7 +26,7 @@ from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.kernels import register_backend
 from dct_plugin.metrics import format_bytes
 from dct_plugin.policy import memory as memory_jobs
-from dct_plugin.policy.memory import Job, memory
+from dct_plugin.policy.memory import Job, kept_in_words, memory
 
 TENSORS, WIDTH = 8, 1 << 10
 STEPS = 4
@@ -143,3 +143,21 @@ def test_the_page_has_the_table() -> None:
     for job in memory_jobs.JOBS:
         totals = (format_bytes(sum(memory(job, size).values())) for size in (125e6, 1e9, 8e9))
         assert f"| {job.name} | {' | '.join(totals)} |" in page
+
+
+def test_memory_is_said_where_it_is_over_a_tenth_of_what_is_free() -> None:
+    def said(free: float, **settings: object) -> str:
+        made = DataParallelConfig.of({"feedback": "step_ahead", **settings})
+        return kept_in_words(made, 1e6, 2e6, free)
+
+    assert said(61e6) == ""
+    assert said(59e6) == (
+        "this rank keeps 4.0 MB of residual and 2.0 MB of displaced weights (10 % of the free memory); "
+        "smaller: "
+        '"residual_dtype": "int8" keeps 3.0 MB, or "sparsity": 0, "value_dtype": "int8", "feedback": "none" '
+        "keeps nothing"
+    )
+    local = said(8e6, feedback="local", residual_dtype="int8")
+    assert local.startswith("this rank keeps 1.0 MB of residual (13 % of the free memory); smaller: ")
+    assert "residual_dtype" not in local
+    assert said(0.0, feedback="none") == ""

@@ -22,11 +22,11 @@ from typer.testing import CliRunner
 
 from dct_plugin import cli
 from dct_plugin.errors import ConfigError
-from dct_plugin.links.interleave import Figures
 from dct_plugin.recommender import runner
 from dct_plugin.recommender.commands.demo import PRESETS, Options, deepspeed_config
 from dct_plugin.recommender.comparison import Comparison, Measured, Sent
 from dct_plugin.recommender.figures import Run, read_runs
+from dct_plugin.recommender.links.interleave import Figures
 from dct_plugin.recommender.progress import LaunchProgress
 from dct_plugin.recommender.report import (
     comparison_part,

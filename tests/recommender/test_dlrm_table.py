@@ -197,7 +197,7 @@ def test_a_ragged_row_is_named(tmp_path: Path) -> None:
         (Columns("click"), "expected a column 'click'; there are user, item, age, price, rating"),
         (Columns("rating"), "column 'rating': expected labels 0 and 1; compare it"),
         (Columns("rating>=many"), "expected NAME or NAME>=NUMBER"),
-        (Columns("rating>=4", ["user"], ["item"]), "CSV conversion error to double"),
+        (Columns("rating>=4", ["user"], ["item"]), "line 2, column 'user': expected a number, got 'u0'"),
         (Columns("rating>=4", ["age"], ["age"]), "column 'age' is given two meanings"),
         (Columns("rating>=4", ["age"]), "expected at least one categorical column"),
         (Columns("price>=4", ["age"], ["user"]), "column 'price': expected a label in every row"),
@@ -220,3 +220,17 @@ def test_files_that_are_none(tmp_path: Path, name: str) -> None:
         path.write_bytes(content)
         with pytest.raises(DataFormatError, match=name):
             load("table", path)
+
+
+@pytest.mark.parametrize("cell", ["abc", "inf", "1.2.3"])
+def test_a_bad_cell_does_not_change_the_role_of_a_column(tmp_path: Path, cell: str) -> None:
+    rows = [["user", "price", "label"]] + [[f"u{i % 7}", f"{i / 7:.3f}", str(i % 2)] for i in range(400)]
+    rows[9][1] = cell
+    path = tmp_path / "clicks.csv"
+    path.write_text("\n".join(map(",".join, rows)) + "\n")
+    with pytest.raises(DataFormatError, match=r"column 'price': numbers, but for a few cells"):
+        load("table", path, columns=Columns("label"))
+    if cell != "inf":
+        with pytest.raises(DataFormatError, match=rf"column 'price': expected a number, got '{cell}'"):
+            load("table", path, columns=Columns("label", ["price"], ["user"]))
+    assert load("table", path, columns=Columns("label", [], ["user", "price"])).dense_names == (CONSTANT,)

@@ -29,7 +29,7 @@ import psutil
 import soak
 from support import failing_rank, soak_worker
 
-from dct_plugin.links.team import free_port
+from dct_plugin.recommender.links.team import free_port
 
 STEPS = 15
 LIMIT = 8.0

@@ -32,8 +32,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dct_plugin.links.rates import check_rate
-from dct_plugin.links.team import free_port
+from dct_plugin.rates import check_rate
+from dct_plugin.recommender.links.team import free_port
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import soak_worker, torchrun_job

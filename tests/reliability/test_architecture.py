@@ -198,10 +198,11 @@ def test_the_page_is_short() -> None:
     assert len(PAGE.split()) <= 1400
 
 
-#: Folders of tests that are no module: across modules, on a GPU, the hosts' own, and what tests share.
-BESIDE = {"reliability", "gpu", "hosts", "support"}
+#: Folders of tests that are no module: across modules, on a GPU, the hosts' own, the benchmarks' links, and
+#: what tests share.
+BESIDE = {"reliability", "gpu", "hosts", "links", "support"}
 #: Modules whose tests lie with what they are for.
-ELSEWHERE = {"tools": "links", "accelerate": "huggingface", "lightning": "huggingface"}
+ELSEWHERE = {"accelerate": "huggingface", "lightning": "huggingface"}
 
 
 def test_the_links_at_the_top_are_for_readers() -> None:

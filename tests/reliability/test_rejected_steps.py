@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
-from dct_plugin import DCTState, dct_hook
+from dct_plugin import ConfigError, DCTState, dct_hook
 
 pytestmark = pytest.mark.slow
 
@@ -186,12 +186,12 @@ def _without_the_key(rank: int, world_size: int) -> list[list[str]]:
     return said
 
 
-def test_without_the_key_one_warning_says_what_happens() -> None:
+def test_one_warning_says_what_happens_without_the_key() -> None:
     first, second = run(2, _without_the_key)
     assert second == [[], []]
     for (line,) in first:
         assert "step 3: its gradients were cleared without optimizer.step()" in line
-        assert "dct.data_parallel.nonfinite_action = 'skip'" in line
+        assert "is set to zero, once. From now on a second residual, 5.6 kB on a rank" in line
 
 
 # -- what counts as a step ---
@@ -224,7 +224,12 @@ def _counts(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
 
     model = DistributedDataParallel(network())
     closing = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    state = dct_plugin.attach(model, closing, {"data_parallel": SKIP})
+    dct_plugin.attach(model, closing, {"data_parallel": SKIP})
+    with pytest.raises(ConfigError, match="compares gradients of several passes"):
+        model(torch.ones(4, 20)).sum().backward()
+    model, exact = DistributedDataParallel(network()), {**SKIP, "sparsity": 0.0, "value_dtype": "fp32"}
+    closing = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    state = dct_plugin.attach(model, closing, {"data_parallel": exact})
     passes = 0
 
     def closure() -> Tensor:

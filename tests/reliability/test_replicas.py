@@ -69,6 +69,55 @@ def _backbone() -> nn.Module:
 KEYS: dict[str, Any] = {"sparsity": 0.9, "min_numel": 10, "verify": {"every": 2, "action": "stop"}}
 
 
+class _MomentumEncoder(nn.Module):
+    """A frozen copy and a mean that follow the weights in the forward pass; and figures of each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(16, 64), nn.Linear(16, 64).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(64)
+        self.register_buffer("mean", torch.zeros(64))
+        self.register_buffer("spectrum", torch.zeros(3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for own, followed in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                own.lerp_(followed, 0.1)
+            self.mean.lerp_(self.query.weight.mean(1), 0.1)
+        return self.norm(self.query(x))
+
+
+def _follows_displaced_weights(rank: int, world_size: int) -> list[str]:
+    model = _MomentumEncoder()
+    ddp = DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    section = {"sparsity": 0.9, "min_numel": 10, "warmup_steps": 2, "sparsity_warmup_steps": 0}
+    with logged() as lines:
+        state = dct_plugin.attach(ddp, optimizer, {"data_parallel": {**section, "feedback": "step_ahead"}})
+        for step in range(105):
+            if step == 20 and rank:
+                with torch.no_grad():
+                    model.norm.weight += 1.0
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+    assert state is not None
+    assert sum(each.seconds for each in state.steps.replicas) > 0
+    return [line for line in lines if "tensors differ" in line]
+
+
+@pytest.mark.slow
+def test_by_default_all_that_was_equal_is_compared_and_named_once() -> None:
+    (first, second), others = run(2, _follows_displaced_weights)
+    assert not others
+    assert "tensors differ between the ranks after step 12: key.weight on" in first
+    assert all(name in first for name in ("key.bias", "mean", "with dct_plugin.data_parallel.weights(model)"))
+    assert not any(name in first for name in ("norm", "spectrum", "query"))
+    assert "after step 102: norm.weight on" in second
+
+
 def _under_ddp(rank: int) -> None:
     """DDP reduces nothing of a layer that is trained only after it was wrapped: the ranks drift apart."""
     model = _backbone()

@@ -268,7 +268,7 @@ def test_commands_run_from_a_wheel(clean: Clean, tmp_path: Path) -> None:
     calls: dict[str, list[list[str] | str]] = {
         "deepspeed": [
             f"config check ds.json {' '.join(ready)}".split(),
-            ["config", "suggest", "--optimizer", "adamw", "--link", "1gbit", "--ranks", "4"],
+            ["config", "suggest", "--optimizer", "adamw", "--ranks", "4"],
             ["config", "show", "hybrid_dct"],
             ["doctor"],
         ],

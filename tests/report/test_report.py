@@ -20,10 +20,10 @@ from benchmarks.links.suite import Cell
 from dct_plugin import cli
 from dct_plugin.config import MetricsConfig
 from dct_plugin.errors import DCTError
-from dct_plugin.links.interleave import Figures
 from dct_plugin.metrics import Metrics, Record
 from dct_plugin.recommender.comparison import Comparison, Measured, Sent
 from dct_plugin.recommender.figures import Run as Training
+from dct_plugin.recommender.links.interleave import Figures
 from dct_plugin.recommender.report import comparison_part
 from dct_plugin.report.advice import advice
 from dct_plugin.report.metrics_part import verdict
@@ -334,6 +334,8 @@ def test_the_loss_beside_a_dense_run(tmp_path: Path) -> None:
     assert (
         f"From step 37 to 40 the loss is {ours:.4f} and that of the dense run {theirs:.4f}: -0.0250" in said
     )
+    assert "than those of the dense run" in said
+    assert "mathdefault" not in out.read_text()  # labels of logarithmic axes
     loss = columns(Tables(out.read_text()).found["Training loss"])
     assert (loss["loss"][39], loss["dense run"][39], loss["loss"][79]) == (0.025, 0.125, None)
     dense.write_text("".join(line for line in dense.open() if '"loss"' not in line))
@@ -348,6 +350,7 @@ def test_the_loss_beside_a_dense_run(tmp_path: Path) -> None:
         ('{"event": "start"}\n', "has not made a report yet"),
         ("a,b\n1,2\n", "2 of 2 lines of .* are left out; line 1: it is not JSON"),
         ('{"a": 1}\n', "line 1: it has no 'step', so another version or another program wrote it"),
+        (json.dumps({"runs": [1, 2]}, indent=1), "It is one JSON document; metrics files have a line"),
         (None, "cannot be read: No such file"),
     ],
 )
@@ -382,15 +385,10 @@ def run_of(*rows: dict[str, Any], ranks: int = 1) -> Run:
         ([{"step_ms": 30}], '"enabled": false'),
         ([{"step_ms": 25, "select_ms": 15, "encode_ms": 6}], "encoding and decoding take 21.0 ms"),
         ([{"exchange_ms": 5, "waited_ms": 4}], "Look for the slow rank"),
-        ([{}, {"class": "host_all_gather", "sent_bytes": 500, "density": None}], '"parameters"'),
         ([{}, {"class": "host_all_reduce", "sent_bytes": 500, "density": None}], "own collectives"),
         ([{}, {"class": "gradient_small", "sent_bytes": 50, "density_target": 1}], "Lower min_numel"),
-        ([{"density": 0.019, "exchange_ms": 5}], "a shorter expert.threshold_lifespan"),
-        ([{"exchange_ms": 5}], "a higher sparsity"),
-        ([{"exchange_ms": 0.1}], "a lower sparsity costs little time here"),
         ([{"exchange_ms": 2}, {"class": "gradient/tensor/odd", "density": 0.1}], "the gradient of odd"),
-        ([{"exchange_ms": 2, "dense_step_ms": None}], '"warmup_steps": 10'),
-        ([{"exchange_ms": 2, "is_start": True, "sent_bytes": 1000}, {"step": 20}], "Judge a longer run"),
+        ([{"exchange_ms": 2, "dense_step_ms": None}], "dct advise -- LAUNCH LINE"),
     ],
 )
 def test_advice_has_its_reason(rows: list[dict[str, Any]], said: str) -> None:
@@ -401,9 +399,6 @@ def test_advice_has_its_reason(rows: list[dict[str, Any]], said: str) -> None:
 def test_the_share_of_weights_that_change_is_said() -> None:
     rows = [{}, {"class": "parameter_exact", "density": 0.0391, "density_target": 0.0391}]
     assert verdict(run_of(*rows))[0].endswith("; 3.9 % of the weights change in a step.")
-    chosen = {"class": "parameter_full", "sent_bytes": 500, "density": None}
-    assert any('"exact"' in each.try_this for each in advice(run_of({}, chosen)))
-    assert not any('"exact"' in each.try_this for each in advice(run_of(*rows, chosen)))
 
 
 def test_a_good_run_gets_no_advice_and_a_slow_rank_is_named() -> None:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dct_plugin.links.team import free_port
+from dct_plugin.recommender.links.team import free_port
 from support import preload
 
 #: A hung collective is a failed test, not a lost afternoon.

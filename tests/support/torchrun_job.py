@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from dct_plugin.links.team import free_port
+from dct_plugin.recommender.links.team import free_port
 from support.deepspeed_launch import environment
 from support.forked import forked_ranks
 

@@ -95,7 +95,7 @@ def _differs(rank: int, world_size: int) -> str:
     with ways() as found:
         for name, way in found.items():
             try:
-                way.all_gather([[torch.zeros(4)]] * 3, 7 if rank == 1 else 8)
+                way.all_gather([[torch.zeros(4)]] * 3, (7 if rank == 1 else 8) << 40)
             except DesyncError as error:
                 said += f"{name}: {error}\n"
     dist.barrier()

@@ -9,6 +9,11 @@
 6. Later steps, and probes of the link, are compared with those of the decision. When they differ, the ranks
    decide again.
 
+With ``quality: "if_faster"``, which a section without density gets, the ranks decide once, when the dense
+start is over: they stay dense, send all entries in int8, or take the settings as they are. Trials then run
+before the ramp, at the final sparsity. Steps of the ramp are dense while its density is too high to pay. A
+training that stays dense keeps no residuals.
+
 Source of the idea: Espresso (Wang et al., EuroSys 2023), which decides from a measured timeline.
 """
 
@@ -27,14 +32,22 @@ from torch import Tensor
 from ...console import logger
 from ...host_traffic import own_traffic
 from ...metrics import format_bytes
-from ...policy.settings import Setting, settings_within
+from ...policy.settings import Setting, every_default, settings_within
 from ..add_on import AddOn, ReducerContext
 from ..plan import Sparsity
 from ..stream_group import StreamGroup
 from ..topologies import Topologies
 from .cost_model import CostModel, Link
 from .decision_rules import DecisionRules, gentlest_of_fastest, settings_to_try
-from .measurements import PROBE_BYTES, gradient_sizes, largest, probe_link, reduction_seconds, time_codings
+from .measurements import (
+    PROBE_BYTES,
+    gradient_sizes,
+    largest,
+    probe_link,
+    reduction_seconds,
+    time_codings,
+    time_step_ahead,
+)
 
 
 class AutomaticSparsity(AddOn):
@@ -60,6 +73,8 @@ class AutomaticSparsity(AddOn):
         """The setting of the coming step, the same on all ranks."""
         self._holds_residuals = False
         """True if residuals may hold something; the same on all ranks."""
+        self._once = group.settings.quality == "if_faster"
+        self._looks_ahead = group.settings.feedback.looks_ahead or AutomaticSparsity.observer is not None
         self._sizes: dict[str, tuple[int, int]] = {}
         """Entries and bytes of each tensor."""
         self._seen: Counter[str] = Counter()
@@ -76,6 +91,8 @@ class AutomaticSparsity(AddOn):
         config, group = context.config, context.group
         if config.quality is None or group.world_size == 1:
             return None
+        if cls.observer is not None:
+            return cls(group, every_default(), context.topologies)
         # Capacities of slots are agreed for one type of values.
         settings = settings_within(config, all_types=group.backend.lengths_on_host)
         return cls(group, settings, context.topologies)
@@ -91,7 +108,10 @@ class AutomaticSparsity(AddOn):
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         if self.current.sparsity == 0.0:
             return Sparsity(1.0)
-        return Sparsity(max(1.0 - self.current.sparsity, self._group.schedule.density(self._group.step)))
+        density = 1.0 - self.current.sparsity
+        if self._once and not self._has_decided:  # a trial shows the time of a step after the ramp
+            return Sparsity(density)
+        return Sparsity(max(density, self._group.schedule.density(self._group.step)))
 
     def end_step(self, *, skipped: bool) -> None:
         """Time the step. In some steps, the same on all ranks, go on with the decision: a collective."""
@@ -107,12 +127,12 @@ class AutomaticSparsity(AddOn):
         self._began = time.perf_counter()  # a decision is no part of the next step
 
     def state_dict(self) -> Any:
-        return {"current": tuple(self.current), "is_decided": self._has_decided}
+        return {"current": tuple(self._chosen), "is_decided": self._has_decided}
 
     def load_state_dict(self, state: Any, *, step: int) -> None:
         # A state of another number of ranks has residuals, and no setting.
         known = Setting(*state["current"][:2]) if state is not None and state["is_decided"] else None
-        if self._has_decided and known == self.current:
+        if self._has_decided and known == self._chosen:
             return  # the host loads what it saved in this run, in another unit
         self._holds_residuals = step > 0
         self._start(known if known in self._settings else None)
@@ -120,7 +140,11 @@ class AutomaticSparsity(AddOn):
     # -- decisions ---
 
     def _start(self, known: Setting | None) -> None:
-        self._switch_to(self._settings[0] if known is None else known)
+        self._chosen = self._settings[0] if known is None else known
+        """The last decision; in a ramp that does not pay yet, dense steps precede it."""
+        self._switch_to(self._chosen)
+        if known is None:
+            self._group.send_all(wanted=False, dense=False)
         self._seconds.clear()
         self._has_decided = known is not None
         self._decisions = self._decide(is_known=known is not None)
@@ -135,6 +159,8 @@ class AutomaticSparsity(AddOn):
             is_known: True if a resumed training has a setting already. Otherwise the first steps are dense.
         """
         rules, group = self.rules, self._group
+        if self._once and is_known:
+            return
         if len(self._settings) == 1:
             if self._holds_residuals:
                 yield max(1, group.schedule.warmup_steps - group.step)
@@ -157,8 +183,11 @@ class AutomaticSparsity(AddOn):
             seconds = {self.current: now}
             chosen = yield from self._choose(model, seconds)
             yield from self._change_to(chosen)
-            self._has_decided = True
+            self._has_decided, self._chosen = True, chosen
             self._report(chosen, seconds, model, why)
+            if self._once:
+                yield from self._follow_ramp(chosen, seconds.get(Setting(), model.predict(Setting()).total))
+                return
             now, link, why = yield from self._wait_for_change(seconds[chosen], link)
             dense = None  # was measured on another link
 
@@ -196,8 +225,30 @@ class AutomaticSparsity(AddOn):
             yield 1
             self._holds_residuals = False
         self._switch_to(setting)
-        if not setting.is_dense and schedule.starting(step):
+        if not (setting.is_dense or self._once) and schedule.starting(step):
             yield schedule.warmup_steps + schedule.ramp_steps - step
+
+    def _follow_ramp(self, chosen: Setting, dense: float) -> Iterator[int]:
+        """Keep steps dense while the density of the ramp is too high to pay; for good, if the end is, too.
+
+        Args:
+            chosen: The setting of the training.
+            dense: Seconds of a dense step.
+        """
+        schedule, group = self._group.schedule, self._group
+        while chosen.sparsity and schedule.starting(group.step):
+            yield self.rules.window_steps
+            step = group.step
+            if self._median() <= self.rules.equal_ratio * dense:
+                continue
+            yield from self._change_to(Setting())
+            if not schedule.starting(step):
+                self._chosen = self.current
+                return
+            target = max(schedule.density(step) / 2, 1.0 - chosen.sparsity)
+            end = next(later for later in itertools.count(step) if schedule.density(later) <= target)
+            yield max(1, end - step)
+            yield from self._change_to(chosen)
 
     def _wait_for_change(self, reference: float, link: Link) -> Generator[int, None, tuple[float, Link, str]]:
         """Wait until the time of a step differs from ``reference``, or the speed of the link from ``link``;
@@ -222,6 +273,8 @@ class AutomaticSparsity(AddOn):
     def _switch_to(self, setting: Setting) -> None:
         self.current, group = setting, self._group
         self._holds_residuals |= not setting.is_dense
+        if self._once:
+            group.send_all(wanted=setting.sparsity == 0.0, dense=setting.is_dense)
         if setting.value_dtype not in (None, group.settings.value_dtype):
             group.set_value_dtype(setting.value_dtype)
 
@@ -255,6 +308,7 @@ class AutomaticSparsity(AddOn):
             weight_gathers=int(self._topologies.sums_at_owners),
             entry_bytes=entry_bytes,
             reductions=self._reductions,
+            step_ahead=time_step_ahead(group) if self._looks_ahead else 0.0,
         )
         return model._replace(rest=max(now - model.predict(self.current).total, 0.0))
 
@@ -276,9 +330,13 @@ class AutomaticSparsity(AddOn):
         if dist.get_rank():
             return
         others = ", ".join(f"{name} {ms:.1f}" for name, ms in tried_ms.items() if name != str(chosen))
+        what = str(chosen)
+        if chosen.is_dense and (rest := self._settings[1:]):
+            least, name = min((seconds.get(each, model.predict(each).total), str(each)) for each in rest)
+            what = f"this link needs no compression: {seconds[chosen] / least:.2f}x with {name}; dense"
         rate = f"{format_bytes(model.link_rate)}/s" if link.seconds_per_byte else "without limit"
         logger.warning(
-            f"dct: step {group.step}: {chosen}: {chosen_ms:.1f} ms a step{f' ({others})' if others else ''}; "
+            f"dct: step {group.step}: {what}: {chosen_ms:.1f} ms a step{f' ({others})' if others else ''}; "
             f"predicted {1e3 * predicted.total:.1f} (coding {1e3 * predicted.coding:.1f}, exchange "
             f"{1e3 * predicted.exchange:.1f}); link {rate}, {1e3 * link.latency:.2f} ms ({why})"
         )

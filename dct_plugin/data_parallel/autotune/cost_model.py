@@ -66,10 +66,7 @@ class CostModel(NamedTuple):
         weight_gathers: How often a step gathers all weights, where only owners get the sums; else 0.
         entry_bytes: Bytes of an entry of gradients and weights.
         reductions: How often a step reduces all gradients: with ZeRO-2 and accumulation for each micro-batch.
-
-    ``updates`` of a method is the setting of thresholded updates of the weights, which then cross in place of
-    gathered ones; None: whole weights are gathered. ``every`` is the number of steps from one exchange to the
-    next.
+        step_ahead: Seconds per large entry and step for second moments and displaced weights.
     """
 
     rest: float
@@ -84,6 +81,7 @@ class CostModel(NamedTuple):
     weight_gathers: int = 0
     entry_bytes: float = 4.0
     reductions: int = 1
+    step_ahead: float = 0.0
 
     def at_rate(self, rate: float) -> CostModel:
         """Return the model of the same training on links of ``rate`` bits per second. The part of the dense
@@ -104,10 +102,9 @@ class CostModel(NamedTuple):
         """Bytes that a rank sends per second, where the link sets the pace; infinite if it has no limit."""
         return (self.ranks - 1) / self.link.seconds_per_byte if self.link.seconds_per_byte else math.inf
 
-    def sent_bytes(self, setting: Setting, updates: Setting | None = None, every: int = 1) -> float:
+    def sent_bytes(self, setting: Setting) -> float:
         """Return the bytes that a rank sends in a step, without the headers of the transport."""
-        weights = self.gathered_bytes if updates is None else self._update_bytes(updates)
-        return (self.reductions * self._gradient_bytes(setting) + weights) / every
+        return self.reductions * self._gradient_bytes(setting) + self.gathered_bytes
 
     @property
     def gathered_bytes(self) -> float:
@@ -117,11 +114,6 @@ class CostModel(NamedTuple):
     @property
     def _dense_bytes(self) -> float:
         return self.entry_bytes * self.large_entries + self.small_bytes
-
-    def _update_bytes(self, updates: Setting) -> float:
-        """Return the bytes that a rank sends in a step with thresholded updates of the weights."""
-        share = (self.ranks - 1) / self.ranks
-        return share * (self.codings[updates].nbytes * self.large_entries + self.small_bytes)
 
     def _per_rank(self, nbytes: float) -> float:
         """Return the bytes for each of the other ranks."""
@@ -137,16 +129,8 @@ class CostModel(NamedTuple):
             copies = self.ranks - 1
         return copies * self.codings[setting].nbytes * self.large_entries + 2.0 * share * self.small_bytes
 
-    def predict(self, setting: Setting, updates: Setting | None = None, every: int = 1) -> Prediction:
+    def predict(self, setting: Setting) -> Prediction:
         """Return the predicted time of a step with a setting."""
-        if every > 1:
-            one = self.predict(setting, updates)
-            return one._replace(coding=one.coding / every, exchange=one.exchange / every)
-        if updates is not None:
-            coding, fewer = self.codings[updates], self.gathered_bytes - self._update_bytes(updates)
-            seconds = (coding.encode / self.ranks + coding.decode) * self.large_entries + self.link.latency
-            saved = self._per_rank(fewer) * self.link.seconds_per_byte
-            return self._replace(rest=max(self.rest + seconds - saved, 0.0)).predict(setting)
         exchange = self._exchange_seconds(setting)
         if setting.is_dense:
             exchange = exchange if self.dense_reduction is None else self.dense_reduction
@@ -156,8 +140,8 @@ class CostModel(NamedTuple):
         encoded, decoded = 1.0 + (server_density > 0) / self.ranks, 1.0 + server_density
         if self._is_direct(setting):
             encoded, decoded = 1.0, self.ranks
-        seconds = self.reductions * (coding.encode * encoded + coding.decode * decoded) * self.large_entries
-        return Prediction(setting, self.rest, seconds, exchange)
+        seconds = self.reductions * (coding.encode * encoded + coding.decode * decoded) + self.step_ahead
+        return Prediction(setting, self.rest, seconds * self.large_entries, exchange)
 
     def _server_density(self, setting: Setting) -> float:
         """Return the density of what owners send, as a multiple of that of what they receive."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...codecs.message import MessageWriter
 from ...compression.stream import Compressor
 from ...policy.settings import Setting
+from ..step_units import StepUnit
 from ..stream_group import StreamGroup
 from .cost_model import Coding, Link
 
@@ -65,6 +66,33 @@ def time_codings(group: StreamGroup, settings: Iterable[Setting]) -> dict[Settin
     timed = {setting: _time_coding(group, setting) for setting in settings}
     agreed = largest(group, [figure for coding in timed.values() for figure in coding])
     return {setting: Coding(*agreed[3 * i : 3 * i + 3]) for i, setting in enumerate(timed)}
+
+
+def time_step_ahead(group: StreamGroup) -> float:
+    """Return the seconds per entry that step-ahead takes in a step, on the slowest rank; a collective."""
+    from ..step_ahead.add_on import StepAhead, Unsent
+
+    parameter = torch.nn.Parameter(torch.randn(256, ENTRIES // 256, device=group.device))
+    gradient, residual = (torch.randn(ENTRIES, device=group.device) for _ in range(2))
+    ahead = StepAhead(
+        [("weight", parameter)],
+        lambda _: StepUnit(1e-3, preconditioned=True, decay=0.999),
+        Unsent(lambda _: residual, lasting=True),
+        world_size=group.world_size,
+        coefficient=1.0,
+        kernels=group.backend,
+    )
+
+    def step() -> None:
+        ahead.observe([("weight", gradient)])
+        ahead.displace()
+        ahead.restore()
+        ahead.end_step(skipped=False)
+        ahead.restore()
+        if group.device.type == "cuda":
+            torch.cuda.synchronize(group.device)
+
+    return largest(group, [min(_seconds(step, ENCODES))])[0] / ENTRIES
 
 
 def _time_coding(group: StreamGroup, setting: Setting) -> Coding:

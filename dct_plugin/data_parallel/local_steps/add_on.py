@@ -22,8 +22,11 @@ from ...config.data_parallel import LocalStepsConfig
 from ...console import logger
 from ...errors import ConfigError
 from ..add_on import AddOn, ReducerContext
-from ..module_hooks import DISPLACED, ModuleHook, around_passes, remove, unregister
+from ..module_hooks import ModuleHook, register, remove, unregister
+from ..passes import around_passes
 from ..plan import Entries
+from ..step_units import stepping, unwrapped
+from .buffers import AveragedBuffers, average
 
 #: Makes the value in a ``state_dict`` from a name and common weights, 1-D.
 _Saved = Callable[[str, Tensor], Tensor]
@@ -43,7 +46,7 @@ class LocalSteps(AddOn):
         self._group, self._rule = context.group, rule
         self._start = context.config.dense_steps
         self._held: dict[str, Any] = {}
-        self._buffers: Sequence[Tensor] = ()
+        self._buffers = AveragedBuffers(context.group)
         self._optimizers: Sequence[Any] = ()
         self._weights: dict[str, Tensor] = {}
         """The common weights by name, 1-D; empty before the first local step."""
@@ -76,7 +79,8 @@ class LocalSteps(AddOn):
         To be called before the first reduction.
 
         Args:
-            module: Called for forward passes. Its floating buffers are averaged at every exchange.
+            module: Called for forward passes. Its floating buffers that change are averaged at every
+                exchange.
             weights: Trainable parameters, or a host's slices of them, by name: ``data`` (fp32, contiguous) is
                 the memory of the weights, and can be replaced.
             optimizers: Those of torch, whose states are a rank's own until :meth:`flush`.
@@ -84,12 +88,18 @@ class LocalSteps(AddOn):
             saved: Makes the values in a ``state_dict``; None: they have the shape of the parameter.
 
         Raises:
-            ConfigError: There is no optimizer; weights are of another type than fp32, or not contiguous.
+            ConfigError: There is no optimizer, or it trains a share of the weights on each rank; weights are
+                of another type than fp32, or not contiguous.
         """
         if not optimizers:
             raise ConfigError(
                 "dct.data_parallel.local_steps needs the optimizer: call "
                 "dct_plugin.attach(model, optimizer, section)"
+            )
+        if sharded := [each for each in optimizers if stepping(each) is not unwrapped(each)]:
+            raise ConfigError(
+                f"dct.data_parallel.local_steps: {type(sharded[0]).__name__} sends every rank's weights to "
+                "the others in each step; use the optimizer that it is made of"
             )
         for name, held in weights.items():
             if held.data.dtype != torch.float32 or not held.data.is_contiguous():
@@ -99,14 +109,14 @@ class LocalSteps(AddOn):
                     f"{found}); train in fp32 with torch.autocast"
                 )
         self._held, self._optimizers = dict(weights), optimizers
-        self._buffers = [each for each in module.buffers() if each.is_floating_point()]
+        self._buffers.follow(module)
         self._register(module, parameters or weights, saved or (lambda name, w: w.view(weights[name].shape)))
 
     def _register(self, module: torch.nn.Module, parameters: Mapping[str, Any], saved: _Saved) -> None:
-        DISPLACED[module] = self
+        register(module, self)
         shown: list[bool] = []
 
-        def before(trains: bool) -> None:
+        def before(trains: bool) -> None:  # common weights are shown where there are no gradients
             shown.append(not trains and not self._own)
             if shown[-1]:
                 self._show()
@@ -115,7 +125,7 @@ class LocalSteps(AddOn):
             if shown and shown.pop():
                 self._hide()
 
-        self._handles += around_passes(module, before, after, first=False)
+        self._handles.append(around_passes(module, before, after))
 
         def loads(*_: Any) -> None:
             self._weights, self._loaded = {}, None
@@ -142,9 +152,11 @@ class LocalSteps(AddOn):
         """Show the common weights within the block."""
         nested = bool(self._own)
         self._show()
-        yield
-        if not nested:
-            self._hide()
+        try:
+            yield
+        finally:
+            if not nested:
+                self._hide()
 
     def weight(self, name: str) -> Tensor:
         """Return the weights of a name that all ranks hold; before the first local step its own."""
@@ -190,12 +202,13 @@ class LocalSteps(AddOn):
             self._adopt()
 
     def progress(self) -> Entries:
-        """Return own minus common weights by name, in the memory of the own ones; their mean over the ranks
-        is to be there when :meth:`step` is called.
+        """Return own minus common weights by name, in the memory of the own ones, and the buffers that
+        change; their mean over the ranks is to be there when :meth:`step` is called.
         """
         self._hide()
         self._exchanges = True
-        return [(name, self._flat(name).sub_(self.weight(name))) for name in self._held]
+        own = [(name, self._flat(name).sub_(self.weight(name))) for name in self._held]
+        return [*own, *self._buffers.entries()]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -208,25 +221,20 @@ class LocalSteps(AddOn):
             torch._foreach_add_(mean, momentum, alpha=rule.outer_momentum)
         torch._foreach_add_(common, mean, alpha=rule.outer_lr)
         torch._foreach_copy_(mean, common)
-        self._average(self._buffers)
+        self._buffers.take_over()
         self._exchanges = False
 
     def flush(self) -> None:
         if self._weights:
             self._hide()
             own = [tensor for tensors in self._of_rank().values() for tensor in tensors.values()]
-            self._average([*own, *self._buffers])
+            average(self._group, [*own, *self._buffers.all().values()])
             self._weights, self._start = {}, sys.maxsize
 
     @property
     def _steps(self) -> int:
         """Optimizer steps since the dense ones."""
         return self._group.step - self._start
-
-    def _average(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            self._group.exchange.all_reduce(tensor)
-            tensor.div_(self._group.world_size)
 
     def _adopt(self) -> None:
         """Take the ranks' weights for the common ones, or those of a loaded state.
@@ -235,6 +243,7 @@ class LocalSteps(AddOn):
             ConfigError: The optimizer has not the states that are in it.
         """
         self._weights = {name: self._flat(name).clone() for name in self._held}
+        self._buffers.note()
         self._momentum = {
             n: torch.zeros_like(w) for n, w in self._weights.items() if self._rule.outer_momentum
         }

@@ -22,26 +22,29 @@ number of ranks), so their ratio has no unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...compression.feedback import ScratchBuffers, unpacked
-from ...console import logger
+from ...console import listed, logger
 from ...errors import ConfigError
 from ...kernels import Backend
 from ...kernels.displacement import Displacement
 from ...kernels.job import part_of
 from ...kernels.reference import ReferenceBackend
-from ...metrics import format_bytes
-from ...policy.evidence import BY_COMPRESSORS
+from ...metrics import Record, format_bytes
+from ...metrics.summary import DISPLACED
+from ...policy.rules import FEW_COMPRESSORS
 from ..add_on import AddOn, ReducerContext
-from ..module_hooks import DISPLACED, remove, unregister
+from ..module_hooks import register, remove, unregister
 from ..plan import Entries, Part, PlannedTensor, ReductionPlan, Shard, common
 from ..step_units import StepUnit
-from .displaced_weights import DisplacedWeights
+from .coverage import Coverage
+from .displaced_weights import DisplacedWeights, Event, State
 from .residual_coefficients import INTERVAL, ResidualCoefficients
 from .second_moments import Moments, SecondMoments, sizes
 from .training_passes import TrainingPasses
@@ -104,18 +107,21 @@ class Unsent(NamedTuple):
     The tensors may share memory with those of the next call: read them before it.
 
     Attributes:
-        residual: Returns the residual of a stream (fp32 [numel]); None if it keeps none.
+        residual: Returns the residual of a stream (fp32 [numel]): before this step, if a step can be taken
+            back, else as it is. None if it keeps none.
         owner_residuals: Takes a stream and its number of entries. Yields each part of the ranks' *sum* that
             this rank owns, and the residual of that part (fp32): what this rank has not sent back of the sum.
         pending: Returns the part of the stream's weights that this rank owns, and the updates that it has not
             sent to the other ranks (fp32, in the weights' unit); None if there are none.
         lasting: True if ``residual`` returns the memory in which a residual is kept, not a copy.
+        newest: Returns the residual as it is; None: ``residual`` does.
     """
 
     residual: Callable[[str], Tensor | None]
     owner_residuals: Callable[[str, int], Iterable[tuple[Shard, Tensor]]] = lambda *_: ()
     pending: Callable[[str], tuple[Shard, Tensor] | None] = lambda _: None
     lasting: bool = False
+    newest: Callable[[str], Tensor | None] | None = None
 
 
 class StepAhead:
@@ -168,26 +174,27 @@ class StepAhead:
         self._world_size, self._owner_factor = world_size, min(world_size, MAX_OWNER_FACTOR)
         self.moments = SecondMoments(self._parameters, unit_of, node)
         self.coefficients = ResidualCoefficients(
-            self._parameters, unsent.residual, world_size=world_size, fixed=coefficient
+            self._parameters, unsent.newest or unsent.residual, world_size=world_size, fixed=coefficient
         )
-        self._buffers: dict[str, Tensor] = {}
         self._scratch = ScratchBuffers()
-        self._displaced = DisplacedWeights()
-        self._passes = TrainingPasses(self._displaced, self.displace)
+        self._device_types = {parameter.device.type for parameter in self._parameters.values()}
+        self._displaced = DisplacedWeights(self._compute)
+        self._passes = TrainingPasses(self._displaced)
+        self.coverage = Coverage()
         self._handles: list[Any] = []
 
     # -- where passes run ---
 
     def attach(self, module: torch.nn.Module, *optimizers: Any) -> None:
-        """Displace the weights from each training forward pass of ``module`` to the end of its backward pass.
-        Saving, loading, evaluation and the steps of ``optimizers`` see the weights themselves.
+        """Displace the weights in the passes of ``module`` with gradients, forward and backward. Saving,
+        loading, passes without gradients and the steps of ``optimizers`` see the weights themselves.
 
         Args:
             module: Called for forward passes; passes of its parts alone are not displaced.
             optimizers: Those of torch; other hosts call :meth:`restore` before their steps.
         """
-        DISPLACED[module] = self._displaced
-        self._handles += self._passes.register(module, before_loading=self.forget)
+        register(module, self._displaced)
+        self._handles += self._passes.register(module)
         for optimizer in filter(lambda each: hasattr(each, "register_step_pre_hook"), optimizers):
             self._handles += [
                 optimizer.register_step_pre_hook(self._before_step),
@@ -201,47 +208,42 @@ class StepAhead:
             DCTError: A parameter was written while it held displaced weights; the write is undone.
         """
         remove(self._handles)
-        self.restore()
         unregister(self._displaced)
+        self._passes.step()
 
     def displace(self) -> None:
-        """Let the parameters' data be the displaced weights, which are computed once per optimizer step.
-
-        Raises:
-            DCTError: A parameter was written while it held displaced weights.
+        """Let the parameters' data be the displaced weights, which are computed once per optimizer step, for
+        a host that knows its passes.
         """
-        shown = self._displaced
-        current = shown.fresh and not shown.outdated
-        if current and shown.shown:
-            shown.check()
-            return
-        shown.restore()
-        if not current:
-            self._compute()
-        shown.show()
+        self._displaced.on(Event.FORWARD)
 
     def restore(self) -> None:
-        """Let the parameters' data be the weights again, for an optimizer's step: no backward pass of an
-        earlier forward pass comes any more.
+        """Let the parameters' data be the weights again, up to the next :meth:`displace`.
 
         Raises:
             DCTError: A parameter was written while it held displaced weights; the write is undone.
         """
-        self._passes.end()
-        self._displaced.restore()
+        self._displaced.on(Event.PAUSE, thorough=True)
 
     def weight(self, parameter: Tensor) -> Tensor:
         """Return a parameter's weight, also while its data are the displaced ones."""
         return self._displaced.weight(parameter)
 
     def forget(self) -> None:
-        """Follow a change of the weights: restore them, and compute displaced ones anew when next asked."""
-        self.restore()
-        self._displaced.fresh = False
+        """Follow a change of the weights: restore them, and compute displaced ones anew for the next pass.
+
+        Within a forward pass that runs (an optimizer steps in Lightning's ``training_step``) that is now.
+
+        Raises:
+            DCTError: A parameter was written while it held displaced weights; the write is undone.
+        """
+        self._passes.step()
+        if self._passes.runs:
+            self._displaced.on(Event.FORWARD)
 
     def _before_step(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Restore the weights for an optimizer's step, also after the passes of its closure."""
-        self.restore()
+        self._passes.step()
         optimizer, *rest = arguments
         closure = rest[0] if rest else keywords.get("closure")
         if closure is None:
@@ -249,19 +251,29 @@ class StepAhead:
 
         def restoring() -> Any:
             loss = closure()
-            self.restore()
+            self._passes.step()
             return loss
 
         return (optimizer, restoring, *rest[1:]), {k: v for k, v in keywords.items() if k != "closure"}
 
-    def _compute(self) -> None:
-        self._displaced.begin()
+    def _compute(self) -> list[tuple[str, torch.nn.Parameter, Tensor]]:
+        """Compute the displaced weights, also of parameters that are frozen now."""
+        self._passes.reduced = False
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for kind in self._device_types:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            computed = self._compute_all()
+        self.coverage.shown |= {name for name, *_ in computed}
+        return computed
+
+    def _compute_all(self) -> list[tuple[str, torch.nn.Parameter, Tensor]]:
         node, computed, jobs = self._node if self._held is None else None, [], []
         if node is not None and all(self._unsent.residual(name) is None for name in self._parameters):
-            return  # so it is on all ranks of the node
+            return []  # so it is on all ranks of the node
         for name, parameter in self._parameters.items():
             unit, weight = self._unit_of(parameter), parameter.data
-            if not parameter.requires_grad or unit is None or not weight.is_contiguous():
+            if unit is None or not weight.is_contiguous():
                 continue
             start, stop, first = 0, weight.numel(), 0 if self._held is None else self._held[name][0]
             if node is not None:
@@ -273,9 +285,9 @@ class StepAhead:
             pending = None if node is not None else self._unsent.pending(name)
             if residual is None and pending is None and node is None:
                 continue
-            buffer = self._buffers.get(name)
+            buffer = self._displaced.buffers.get(name)
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
-                buffer = self._buffers[name] = torch.empty_like(weight)
+                buffer = self._displaced.buffers[name] = torch.empty_like(weight)
             job = displacement(
                 part_of(weight.view(-1), start, stop),
                 (residual, coefficient),
@@ -299,7 +311,7 @@ class StepAhead:
                 if owned := self._unsent.pending(name):
                     span = buffer.view(-1)[owned[0].start : owned[0].stop]
                     span.add_(owned[1], alpha=min(node.size, MAX_OWNER_FACTOR))
-        self._displaced.add(computed)  # from here on buffers must not be written
+        return computed  # from here on buffers must not be written
 
     def _expected(self, name: str, numel: int) -> tuple[Tensor | None, float, bool]:
         """Return what this rank has not sent of a parameter's gradients, its coefficient, and whether the
@@ -328,14 +340,52 @@ class StepAhead:
 
     def observe(self, entries: Entries) -> None:
         """Add gradients of this rank (1-D, in their unit) to the second moments, before they are reduced."""
+        self._passes.reduced = True
+        names = {name for name, _ in entries}
+        self.coverage.reduced |= names
+        self.coverage.missed.update(filter(self._is_displaceable, names - self.coverage.shown))
         self.moments.observe(entries, self._kernels, self._scratch)
 
-    def end_step(self, *, skipped: bool) -> None:
-        """Close an optimizer step; a ``skipped`` one leaves no trace."""
-        if not skipped:
-            self._displaced.fresh = False
+    def _is_displaceable(self, name: str) -> bool:
+        """Return whether a pass with gradients would have displaced a parameter, were it contiguous."""
+        parameter = self._parameters.get(name)
+        if parameter is None or self.moments.of(name) is None or self._unit_of(parameter) is None:
+            return False
+        if self._node is not None and self._held is None and not self._node.is_divided(parameter.numel()):
+            return False
+        return self._unsent.residual(name) is not None
+
+    def why_missed(self, name: str) -> str:
+        """Return why a parameter was not displaced in this step, in words."""
+        if not self._parameters[name].data.is_contiguous():
+            return "they are not contiguous (channels_last)"
+        if self._passes.transformed:
+            return "a forward pass ran within a transform of torch.func, where weights cannot be displaced"
+        return (
+            "no forward pass with gradients of the attached module was seen. Call the module itself, not its "
+            "parts or its forward method, and attach after module.compile()"
+        )
+
+    def end_step(self, *, skipped: bool, waiting: Collection[str] = ()) -> tuple[int, list[str]]:
+        """Close an optimizer step; a ``skipped`` one leaves no trace. ``waiting`` streams stay open.
+        Return :meth:`.Coverage.end_step`.
+        """
+        is_displaced = self._displaced.state is State.DISPLACED
+        covered = self.coverage.end_step(shown=self._displaced.names if is_displaced else ())
+        if not is_displaced or self._passes.runs:
+            self.forget()
+        # Else it is a rejected step, which ends as the gradients of the next pass come.
         self.coefficients.end_step(skipped=skipped)
-        self.moments.end_step(skipped=skipped)
+        self.moments.end_step(skipped=skipped, waiting=waiting)
+        return covered
+
+    def undo(self, names: Collection[str], *, lost: bool) -> None:
+        """Forget the gradients of streams in this step; if residuals were ``lost``, displace weights anew in
+        the next pass. One that runs ends as it began.
+        """
+        self.moments.forget(names)
+        if lost and self._displaced.state is not State.DISPLACED:
+            self.forget()
 
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradients' unit (loss scale)."""
@@ -365,10 +415,10 @@ class StepAheadAddOn(AddOn):
         self._group, self._config, self._topologies = context.group, context.config, context.topologies
         self._ahead: StepAhead | None = None
         self._loaded: dict[str, Any] | None = None
-        self._warned = False
+        self._warned = self._told_missed = False
         # With few ranks steps are in the unit of a rank's own gradients: all results were measured so. At two
         # ranks, steps in the unit of the mean gradient lost 0.006 nats.
-        self._has_many_ranks = context.group.world_size > BY_COMPRESSORS[0].most
+        self._has_many_ranks = context.group.world_size > FEW_COMPRESSORS
 
     @classmethod
     def configured(cls, context: ReducerContext) -> StepAheadAddOn | None:
@@ -407,7 +457,9 @@ class StepAheadAddOn(AddOn):
         self._ahead = StepAhead(
             parameters,
             unit_of,
-            Unsent(self._residual_of, self._owner_residuals_of, pending_of, lasting),
+            Unsent(
+                self._residual_of, self._owner_residuals_of, pending_of, lasting, self._newest_residual_of
+            ),
             world_size=group.world_size,
             coefficient=self._config.expert.step_ahead_coefficient,
             gradient_unit=lambda: 1.0 / (unit * group.loss_scale),
@@ -424,14 +476,16 @@ class StepAheadAddOn(AddOn):
                 "dct.data_parallel.feedback = 'step_ahead': this host has not said which "
                 "parameters and which optimizer are meant (StepAheadAddOn.prepare); set it to 'local'"
             )
-        if self._group.world_size > 1:
+        if self._group.world_size > 1 and not self._group.sends_all:
             large = [(name, t) for name, t in entries if not self._group.is_small(name, t.numel())]
             self._ahead.observe(large)
             for name, tensor in large if self._has_many_ranks else ():
                 self._ahead.coefficients.observe(name, tensor, self._group.step)
 
     def compared(self, names: Iterable[str]) -> list[str]:
-        return [] if self._ahead is None else self._ahead.coefficients.due(names, self._group.step)
+        if self._ahead is None or self._group.sends_all:
+            return []
+        return self._ahead.coefficients.due(names, self._group.step)
 
     def after_reduce(self, plan: ReductionPlan) -> None:
         """Compare the residuals and gradients of the tensors that are due."""
@@ -452,15 +506,37 @@ class StepAheadAddOn(AddOn):
         """Return the part of this rank in the sum of the squares of the mean gradient: the ranks' mean of
         these numbers is that sum.
         """
-        total, ranks = torch.zeros((), device=tensor.tensor.device), self._group.world_size
+        device, ranks = tensor.tensor.device, self._group.world_size
+        total = torch.zeros((), dtype=torch.float32, device=device)
         for start, stop in plan.parts_held(tensor, self._group.rank):
             total += tensor.tensor[start:stop].float().square().sum()
         return total * ((1 if plan.sums_everywhere else ranks) / (plan.scale * ranks) ** 2)
 
     def end_step(self, *, skipped: bool) -> None:
         if self._ahead is not None:
-            self._ahead.end_step(skipped=skipped)
+            displaced, missed = self._ahead.end_step(skipped=skipped, waiting=self._group.waiting)
+            if not skipped and displaced + len(missed):
+                self._note_coverage(self._ahead, displaced, missed)
             self._warn_of_different_data(self._ahead.coefficients)
+
+    def _note_coverage(self, ahead: StepAhead, displaced: int, missed: Sequence[str]) -> None:
+        """Record how many tensors were displaced in a step, and say once that some were not."""
+        group = self._group
+        if group.metrics is not None:
+            tensors = displaced + len(missed)
+            group.metrics.record(Record(DISPLACED, numel=tensors, nnz=displaced, target_density=1 - 1e-9))
+        if missed and not self._told_missed and not group.group_rank:
+            self._told_missed = True
+            logger.warning(
+                f"dct: step-ahead: step {group.step}: {len(missed)} of {displaced + len(missed)} tensors "
+                f"were trained at weights that were not displaced ({listed(missed)}): "
+                f"{ahead.why_missed(missed[0])}. Adam and momentum lose quality without it; 'feedback': "
+                "'local' in dct.data_parallel is the same without this line"
+            )
+
+    def undo(self, names: Collection[str], *, lost: bool) -> None:
+        if self._ahead is not None:
+            self._ahead.undo(names, lost=lost)
 
     def _warn_of_different_data(self, coefficients: ResidualCoefficients) -> None:
         """Say once, after the start, that the ranks' residuals cancel out."""
@@ -502,14 +578,20 @@ class StepAheadAddOn(AddOn):
         if self._ahead is not None:
             self._ahead.load_state_dict(state, step=step)
 
-    def _residual_of(self, name: str, use: str = "pass") -> Tensor | None:
+    def _residual_of(self, name: str, use: str = "pass", committed: bool = True) -> Tensor | None:
         """Return the residual of a stream. It may share memory with the next one of the same ``use``."""
         group = self._group
+        if group.sends_all:
+            return None
         stream = group.streams.get(name)
         if stream is not None:
-            return None if stream.residual is None else stream.residual.show(group.scratch, use)
+            kept = stream.residual
+            return None if kept is None else kept.show(group.scratch, use, committed=committed)
         saved = group.loaded[name]["residual"] if name in group.loaded else None
         return None if saved is None else unpacked(saved).to(group.device)
+
+    def _newest_residual_of(self, name: str) -> Tensor | None:
+        return self._residual_of(name, committed=False)
 
     def _owner_residuals_of(self, name: str, numel: int) -> Iterator[tuple[Shard, Tensor]]:
         """Yield the parts of the sum that this rank owns, and what it has not sent back of each."""

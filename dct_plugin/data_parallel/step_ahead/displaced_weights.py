@@ -1,17 +1,18 @@
-"""Parameters that hold displaced weights during training passes, and how writes to them are noticed.
+"""Parameters that hold displaced weights during passes with gradients: when they do, and who writes to them.
 
-Between a training forward pass and the end of its backward pass, and up to the optimizer's step if it has
-none or keeps its graph, a parameter's data are displaced weights, which differ from rank to rank
-(:mod:`.training_passes`). ``state_dict()`` saves the weights all the same. What reads or writes parameters by
-itself (``copy.deepcopy``, ``torch.save(list)``, ``AveragedModel.update_parameters``, an exchange with
-averaged weights) does so within ``with dct_plugin.data_parallel.weights(model):``. A write outside of it is
-undone, and refused by name.
+A parameter's data are displaced weights, which differ from rank to rank, from the first forward pass with
+gradients to the end of the next backward pass, and in every later backward pass of the step. Everything else
+finds the weights themselves. ``state_dict()`` and ``AveragedModel.update_parameters`` read the weights at all
+times. What reads or writes parameters by itself between a forward pass and the end of its backward pass does
+so within ``with dct_plugin.data_parallel.weights(model):``. A write outside of it that is still there when
+the weights come back is undone, and refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
@@ -21,143 +22,258 @@ from ...errors import DCTError
 
 #: Entries of each tensor that are compared to find writes which version counters miss (``.data``).
 SAMPLES = 64
+#: A write that was taken back (``p += e; p -= e``) leaves so many roundings of the largest entry at most.
+ROUNDINGS = 16
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Computed(NamedTuple):
-    """A buffer, and the parameter that it was computed from."""
+class State(Enum):
+    """What the parameters hold."""
+
+    REAL = auto()
+    """The weights. The next forward pass computes displaced ones."""
+    READY = auto()
+    """The weights. Displaced ones are those of the next forward pass, too: a graph of them is open."""
+    DISPLACED = auto()
+    """The displaced weights."""
+    HIDDEN = auto()
+    """The weights, within a block after which the parameters hold what they held before."""
+
+
+class Event(Enum):
+    """What happens to the attached module."""
+
+    FORWARD = auto()
+    """A forward pass with gradients begins."""
+    BACKWARD = auto()
+    """A backward pass begins."""
+    BACKWARD_ENDS = auto()
+    """It ends."""
+    PAUSE = auto()
+    """It ends, or the host asks for the weights; coming passes belong to graphs that are open."""
+    HIDE = auto()
+    """A block begins that reads or writes the weights: a pass without gradients, a save."""
+    STEP = auto()
+    """The weights change: an optimizer's step, a load."""
+
+
+_SAME = dict(zip(State, State, strict=True))
+#: The state after an event, by event and the state before it.
+TRANSITIONS: dict[Event, dict[State, State]] = {
+    Event.FORWARD: _SAME | {State.REAL: State.DISPLACED, State.READY: State.DISPLACED},
+    Event.BACKWARD: _SAME | {State.REAL: State.DISPLACED, State.READY: State.DISPLACED},
+    Event.BACKWARD_ENDS: _SAME | {State.DISPLACED: State.REAL},
+    Event.PAUSE: _SAME | {State.DISPLACED: State.READY},
+    Event.HIDE: dict.fromkeys(State, State.HIDDEN),
+    Event.STEP: dict.fromkeys(State, State.REAL),
+}
+
+
+class Computed(NamedTuple):
+    """A parameter, its displaced weights, and the version counter of the parameter that they belong to.
+
+    Writes to the parameter change the counter, but for those to its ``.data``.
+    """
 
     parameter: torch.nn.Parameter
-    buffer: Tensor
+    displaced: Tensor
     version: int
-    """Version counter of the parameter. Writes to the parameter change it, but for those to its ``.data``."""
 
 
 class DisplacedWeights:
     """Shows displaced weights in parameters, from buffers of their own, and puts the weights back.
 
     Nothing is added to the weights and nothing is subtracted from them, so ranks stay bitwise equal.
+
+    Args:
+        compute: Yields names, parameters and their displaced weights, all of which are computed.
     """
 
-    def __init__(self) -> None:
-        self._computed: dict[str, _Computed] = {}
-        self._sample = torch.empty(0)
-        """Samples of all buffers, taken when these were complete."""
+    def __init__(self, compute: Callable[[], Iterable[tuple[str, torch.nn.Parameter, Tensor]]]) -> None:
+        self.state = State.REAL
+        self.buffers: dict[str, Tensor] = {}
+        """Memory of the displaced weights by name, for whoever computes them."""
+        self._compute = compute
+        self._computed: dict[str, Computed] = {}
         self._weights: dict[str, Tensor] = {}
         """Weights of the parameters that hold displaced ones."""
-        self.fresh = False
-        """True if the displaced weights are those of the coming passes."""
-        self.version = 0
-        """Number of times that the displaced weights were computed."""
-        self._saving = 0
-        """Depth of calls of ``state_dict`` that began while displaced weights were shown."""
+        self._aside: dict[str, tuple[Tensor, int]] = {}
+        """Displaced weights that come back after a block, and the parameter's version counter in it."""
+        self._samples: list[Tensor] = []
+        """Views of the bits of some entries of all displaced weights."""
+        self._sampled = torch.empty(0)
+        """Their values after they were computed."""
+        self._views: dict[str, tuple[Tensor, Tensor]] = {}
+        """By name, displaced weights and the view of their samples."""
+        self._unchecked = False
 
     @property
-    def shown(self) -> bool:
-        """True while parameters hold displaced weights now."""
-        return bool(self._weights)
+    def names(self) -> Iterable[str]:
+        """The names of the parameters that are displaced in this step."""
+        return self._computed.keys()
 
-    @property
-    def outdated(self) -> bool:
-        """True if a weight was written since its displaced one was computed."""
-        return any(each.parameter._version != each.version for each in self._computed.values())
-
-    def begin(self) -> None:
-        """Forget all buffers, to :meth:`add` those of the coming passes."""
-        self._computed.clear()
-        self.fresh = True
-        self.version += 1
-
-    def add(self, computed: Sequence[tuple[str, torch.nn.Parameter, Tensor]]) -> None:
-        """Note displaced weights for :meth:`show`: names, parameters, and buffers, which are complete."""
-        for name, parameter, buffer in computed:
-            self._computed[name] = _Computed(parameter, buffer, parameter._version)
-        self._sample = torch.cat(self._samples()) if computed else self._sample
-
-    def show(self) -> None:
-        """Let the parameters hold the displaced weights, but for those that were written meanwhile: another
-        optimizer may have stepped them.
-        """
-        self._saving = 0
-        for name, (parameter, buffer, version) in self._computed.items():
-            if parameter._version == version and name not in self._weights:
-                self._weights[name], parameter.data = parameter.data, buffer
-
-    def restore(self, *, thorough: bool = True) -> None:
-        """Let the parameters hold their weights again.
+    def on(self, event: Event, *, anew: bool = False, thorough: bool = False, checks: bool = True) -> None:
+        """Follow an event.
 
         Args:
+            event: The event.
+            anew: Compute displaced weights for a forward pass even if a graph of the last ones is open.
             thorough: Look for writes through ``.data``, too, which waits for the device.
+            checks: False where an error is on its way already.
 
         Raises:
-            DCTError: A parameter was written meanwhile; the write is undone.
+            DCTError: A parameter was written while it held displaced weights; the write is undone.
         """
-        written = self._written(self._weights, thorough)
-        weights, self._weights = self._weights, {}
-        for name, weight in weights.items():
-            self._computed[name].parameter.data = weight
-        if written:
-            self.fresh = False
-            raise DCTError(
-                f"the weights of {', '.join(written[:3])}{', ...' if len(written) > 3 else ''} were written "
-                "or replaced between a training forward pass and the end of its backward pass, or after a "
-                "forward pass that had none. With dct.data_parallel.feedback = 'step_ahead' parameters "
-                "hold displaced weights there, which differ from rank to rank; the write was undone. Read "
-                "and write weights within `with dct_plugin.data_parallel.weights(model):`, or set "
-                "feedback to 'local'"
-            )
+        before, after = self.state, TRANSITIONS[event][self.state]
+        if after is State.DISPLACED and before is not after:
+            if event is Event.FORWARD and (before is State.REAL or anew or self._is_outdated()):
+                self._begin()
+            self.state = after
+            self._show()
+            return
+        self.state = after
+        written = self._restore() if before is State.DISPLACED and after is not before else []
+        if event is Event.STEP:
+            self._aside.clear()
+        if checks and (written or thorough):
+            self._refuse(written, thorough)
 
-    def before_saving(self) -> None:
-        """Let the parameters hold their weights until :meth:`after_saving` was called as often.
-
-        Hooks call both for a module and for all its parts: the first call may find displaced weights.
-        """
-        if self.shown or self._saving:
-            self._saving += 1
-            self.restore()
-
-    def after_saving(self) -> None:
-        """Show displaced weights again, if the first :meth:`before_saving` found them."""
-        if self._saving:
-            self._saving -= 1
-            if not self._saving:
-                self.show()
-
-    def check(self) -> None:
-        """:meth:`restore`, if a parameter was written."""
-        if self._written(self._weights, True):
-            self.restore()
-
-    def weight(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's weight, also while the parameter holds a displaced one."""
-        shown = (w for name, w in self._weights.items() if self._computed[name].parameter is parameter)
-        return next(shown, parameter.data)
+    def drop(self) -> None:
+        """Forget the displaced weights: no backward pass needs them any more."""
+        self._computed.clear()
+        self._samples, self._unchecked = [], False
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Let the parameters hold their weights within the block."""
-        shown = self.shown
-        self.restore()
-        yield
-        if shown:
-            self.show()
+        found = self.hide()
+        try:
+            yield
+        finally:
+            self.unhide(found)
 
-    def _written(self, names: Collection[str], thorough: bool) -> list[str]:
-        """Return which of these parameters, which hold displaced weights, were written."""
-        written = set()
-        for name in names:
-            parameter, buffer, version = self._computed[name]
-            if parameter._version != version or parameter.data_ptr() != buffer.data_ptr():
-                written.add(name)
-        if names and thorough:  # the host waits once, whatever the number of parameters
-            samples = self._samples()
-            if not torch.equal(torch.cat(samples), self._sample):
-                before = self._sample.split([each.numel() for each in samples])
-                pairs = zip(self._computed, samples, before, strict=True)
-                written |= {name for name, now, then in pairs if not torch.equal(now.to(then.dtype), then)}
-        return [name for name in names if name in written]
+    def hide(self) -> State:
+        """Let the parameters hold their weights until :meth:`unhide`, which is to get the returned value."""
+        found = self.state
+        if found is State.DISPLACED:
+            self._aside = {name: (each.data, each._version) for name, each in self._shown()}
+            for name, parameter in self._shown():
+                parameter.data = self._weights[name]
+            self._weights.clear()
+            _forget_casts()
+        self.state = State.HIDDEN
+        return found
 
-    def _samples(self) -> list[Tensor]:
-        """Return the bits of some entries of each buffer, spread over all of them."""
-        flat = [each.buffer.view(-1) for each in self._computed.values()]
-        return [x[:: max(1, x.numel() // SAMPLES)].view(_BITS[x.element_size()]) for x in flat]
+    def unhide(self, found: State) -> None:
+        """Let the parameters hold what they held before :meth:`hide`. If weights were written meanwhile, that
+        is the weights, up to the next pass.
+        """
+        if self.state is not State.HIDDEN:
+            return  # the weights have changed since
+        self.state = found
+        if found is State.DISPLACED:
+            aside, self._aside = self._aside, {}
+            if any(
+                self._computed[name].parameter._version != version for name, (_, version) in aside.items()
+            ):
+                self.state = State.READY
+                return
+            for name, (displaced, _) in aside.items():
+                parameter = self._computed[name].parameter
+                self._weights[name], parameter.data = parameter.data, displaced
+            _forget_casts()
+
+    def weight(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's weight, also while the parameter holds a displaced one."""
+        shown = (self._weights[name] for name, each in self._shown() if each is parameter)
+        return next(shown, parameter.data)
+
+    def _shown(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, self._computed[name].parameter) for name in self._weights]
+
+    def _is_outdated(self) -> bool:
+        return any(each.parameter._version != each.version for each in self._computed.values())
+
+    def _begin(self) -> None:
+        self.drop()
+        for name, parameter, displaced in self._compute():
+            self._computed[name] = Computed(parameter, displaced, parameter._version)
+        self._samples = [self._sample(name, each.displaced) for name, each in self._computed.items()]
+        if self._samples:
+            self._sampled = torch.cat(self._samples)
+
+    def _sample(self, name: str, displaced: Tensor) -> Tensor:
+        of, view = self._views.get(name, (None, displaced))
+        if of is not displaced:
+            view = displaced.view(-1)[:: max(1, displaced.numel() // SAMPLES)]
+            view = view.view(_BITS[view.element_size()])
+            self._views[name] = displaced, view
+        return view
+
+    def _show(self) -> None:
+        """Show the displaced weights, but for those of parameters that were written since: another optimizer
+        may have stepped them.
+        """
+        for name, (parameter, displaced, version) in self._computed.items():
+            if parameter._version == version:
+                self._weights[name], parameter.data = parameter.data, displaced
+        self._unchecked = bool(self._computed)
+        _forget_casts()
+
+    def _restore(self) -> list[str]:
+        """Put the weights back, and return the names of the parameters that were written meanwhile."""
+        written = []
+        for name, weight in self._weights.items():
+            parameter, displaced, version = self._computed[name]
+            now = parameter.data
+            moved = now.data_ptr() != displaced.data_ptr()
+            parameter.data = weight
+            if not moved and parameter._version == version:
+                continue
+            if not _is_close(now, displaced) if moved else self._is_written(name):
+                written.append(name)
+            else:  # a backup was put back, or an RNN has laid out its weights anew
+                self.buffers[name] = now if moved and now.is_contiguous() else displaced
+                self._computed[name] = Computed(parameter, self.buffers[name], parameter._version)
+        self._weights.clear()
+        _forget_casts()
+        return written
+
+    def _is_written(self, name: str) -> bool:
+        """Return whether samples of a parameter's displaced weights have changed; waits for the device."""
+        number = list(self._computed).index(name)
+        now, dtype = self._samples[number], self._computed[name].displaced.dtype
+        before = self._sampled.split([each.numel() for each in self._samples])[number].to(now.dtype)
+        return not _is_close(now.view(dtype), before.view(dtype))
+
+    def _refuse(self, written: list[str], thorough: bool) -> None:
+        if thorough and self._unchecked:
+            self._unchecked = False
+            # The host waits once, whatever the number of parameters.
+            if not torch.equal(torch.cat(self._samples), self._sampled):
+                written += [n for n in self._computed if n not in written and self._is_written(n)]
+        if written:
+            self.state = State.REAL
+            self.drop()
+            raise DCTError(
+                f"the weights of {', '.join(written[:3])}{', ...' if len(written) > 3 else ''} were written "
+                "or replaced between a forward pass with gradients and the end of its backward pass, or "
+                "after a forward pass that had none. With dct.data_parallel.feedback = 'step_ahead' "
+                "parameters hold displaced weights there, which differ from rank to rank; the write was "
+                "undone. Read and write weights within `with dct_plugin.data_parallel.weights(model):`, or "
+                "set feedback to 'local'"
+            )
+
+
+def _is_close(now: Tensor, before: Tensor) -> bool:
+    """Return whether two tensors are equal to a few roundings; NaN is equal to NaN."""
+    if now.dtype != before.dtype or now.shape != before.shape:
+        return False
+    most = float(before.abs().nan_to_num(0.0, 0.0, 0.0).max()) if before.numel() else 0.0
+    rounding = ROUNDINGS * torch.finfo(before.dtype).eps * most
+    return torch.allclose(now, before, rtol=0.0, atol=rounding, equal_nan=True)
+
+
+def _forget_casts() -> None:
+    """Forget autocast's copies of the weights that parameters held until now."""
+    torch.clear_autocast_cache()

@@ -94,7 +94,7 @@ class ResidualCoefficients:
         """Return residuals at positions that are the same on all ranks, evenly spaced from a random one on:
         fp32 [len(names) * SAMPLES], with zeros for entries that a tensor lacks.
         """
-        rows, zeros = [], torch.zeros(SAMPLES, device=device)
+        rows, zeros = [], torch.zeros(SAMPLES, dtype=torch.float32, device=device)
         for name in names:
             residual = self.residual_of(name)
             numel = 0 if residual is None else residual.numel()

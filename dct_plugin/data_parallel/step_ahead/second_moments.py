@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +55,9 @@ class Moments:
     ) -> None:
         rows_columns = sizes(shape)
         self._numel = math.prod(shape)
-        self.memory = torch.zeros(2, sum(rows_columns), device=device) if memory is None else memory
+        if memory is None:
+            memory = torch.zeros(2, sum(rows_columns), dtype=torch.float32, device=device)
+        self.memory = memory
         (self.rows, self.columns), (self._step_rows, self._step_columns) = (
             each.split(rows_columns) for each in self.memory
         )
@@ -171,6 +173,8 @@ class SecondMoments:
         """All moments of a device, fp32 [2, rows + columns of all parameters]."""
         self._loaded: dict[str, Any] = {}
         self._missed = 0
+        self._observed: dict[str, None] = {}
+        """Names of the streams whose gradients were seen since their last step, in a fixed order."""
 
     def observe(self, entries: Entries, kernels: Backend, scratch: ScratchBuffers) -> None:
         """Add gradients (1-D) of this step, or this rank's parts of the node's. An optimizer that gets a
@@ -181,6 +185,7 @@ class SecondMoments:
             parameter = self._parameters.get(name)
             if parameter is None or not parameter.numel() or self._unit_of(parameter) is None:
                 continue
+            self._observed[name] = None
             moments = self.of(name)
             if moments is None:
                 moments = self._moments[name] = self._make(name, gradient.device, self._missed)
@@ -194,7 +199,8 @@ class SecondMoments:
         """Make the moments of a stream, beside those of the others on its device."""
         ends = self._ends
         if device not in self._memory:
-            self._memory[device] = torch.zeros(2, max(ends.values(), default=0), device=device)
+            numel = max(ends.values(), default=0)
+            self._memory[device] = torch.zeros(2, numel, dtype=torch.float32, device=device)
         parameter = self._parameters[name]
         memory = self._memory[device][:, ends[name] - sum(sizes(parameter.shape)) : ends[name]]
         return Moments(parameter.shape, device, missed=missed, memory=memory.zero_())
@@ -212,14 +218,15 @@ class SecondMoments:
             self._moments[name].load_state_dict(self._loaded.pop(name))
         return self._moments.get(name)
 
-    def end_step(self, *, skipped: bool) -> None:
-        """Close an optimizer step; a ``skipped`` one leaves no trace."""
-        if self._node is not None and self._moments and not skipped:
-            self._node.sum_up(
-                [squares for moments in self._moments.values() for squares in moments.step_squares]
-            )
+    def end_step(self, *, skipped: bool, waiting: Collection[str] = ()) -> None:
+        """Close an optimizer step; a ``skipped`` one leaves no trace. The gradients of streams that are
+        ``waiting`` belong to a later step of another optimizer.
+        """
+        ended = {name: self._moments[name] for name in self._observed if name not in waiting}
+        if self._node is not None and ended and not skipped:
+            self._node.sum_up([squares for moments in ended.values() for squares in moments.step_squares])
         groups: dict[float | None, list[Moments]] = {}
-        for name, moments in () if skipped else self._moments.items():
+        for name, moments in () if skipped else ended.items():
             unit = self._unit_of(self._parameters[name])
             groups.setdefault(None if unit is None else unit.decay, []).append(moments)
         for memory in self._memory.values():
@@ -227,7 +234,18 @@ class SecondMoments:
                 here = [m for m in groups[decay] if m.memory.device == memory.device]
                 if here:
                     _add_steps(memory, here, decay)
-            memory[1].zero_()
+        self.forget(ended)
+
+    def forget(self, names: Collection[str]) -> None:
+        """Forget the gradients of these streams in this step."""
+        if self._observed.keys() <= set(names):
+            for memory in self._memory.values():
+                memory[1].zero_()
+            self._observed.clear()
+        for name in self._observed.keys() & set(names):
+            del self._observed[name]
+            for squares in self._moments[name].step_squares:
+                squares.zero_()
 
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradients' unit (loss scale)."""
@@ -241,5 +259,6 @@ class SecondMoments:
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
         """Restore :meth:`state_dict`; moments that it lacks have missed ``step`` optimizer steps."""
         self._moments.clear()
+        self._observed.clear()
         self._loaded = {name: saved for name, saved in state.items() if name in self._parameters}
         self._missed = step

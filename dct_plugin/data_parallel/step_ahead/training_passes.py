@@ -1,72 +1,63 @@
-"""Training passes of a module, forward and backward, which run at displaced weights.
-
-A backward pass uses the weights that its forward pass used. So the parameters hold displaced weights from a
-training forward pass to the end of its backward pass. A backward pass that keeps its graph (``retain_graph``,
-``create_graph``) may be followed by another one. Then they hold them to the optimizer's step.
-"""
+"""The passes of a module that run at displaced weights, and the steps that end them."""
 
 from __future__ import annotations
 
-import copyreg
-import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from ..module_hooks import ModuleHook, around_passes
-from .displaced_weights import DisplacedWeights
-
-
-class _Pass:
-    """A training forward pass. The graph of its outputs keeps the object alive."""
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-        """Version of the displaced weights that it used."""
+from ..module_hooks import ModuleHook
+from ..passes import around_backward_passes, around_passes, is_transforming
+from .displaced_weights import DisplacedWeights, Event, State
 
 
 class TrainingPasses:
-    """Lets parameters hold displaced weights in the training passes of a module.
+    """Tells displaced weights which passes run, and when the weights change.
 
-    Other passes find the weights themselves, and leave what they found.
+    A backward pass uses the weights that its forward pass used. Which forward pass it belongs to is not
+    known: as long as more forward passes with gradients than backward passes were seen in a step, or a graph
+    was kept, the same displaced weights are shown.
 
     Args:
         weights: The displaced weights.
-        displace: Computes the displaced weights if they are not those of the coming passes, and shows them.
+
+    Attributes:
+        reduced: Whether gradients were reduced since displaced weights were computed. Then residuals, and
+            with them new displaced weights, are others.
+        transformed: Whether a pass of this step ran within a transform of ``torch.func``.
     """
 
-    def __init__(self, weights: DisplacedWeights, displace: Callable[[], None]) -> None:
-        self._weights, self._displace = weights, displace
-        self._entered: list[tuple[bool, bool, BaseException | None]] = []
-        """For each forward pass that runs: does it train, were displaced weights shown before it, and the
-        exception that was handled when it began.
-        """
-        self._open: WeakSet[_Pass] = WeakSet()
-        """Forward passes whose backward pass may come."""
-        self._kept: set[_Pass] = set()
-        """Those of them whose graph was kept, or that have no known output: they are open to the step."""
+    def __init__(self, weights: DisplacedWeights) -> None:
+        self._weights = weights
+        self.reduced = self.transformed = False
+        self._entered: list[tuple[State, bool]] = []
+        """For each forward pass that runs: the state before it, and whether it is one with gradients."""
+        self._backward = 0
+        """Depth of backward passes that run."""
+        self._passes = 0
+        """Forward passes with gradients less backward passes in this step."""
+        self._kept = False
+        """Whether a backward pass of this step has kept its graph."""
+        self._idle = True
+        """Whether no pass was seen since the last step."""
+        self._saving: list[State] = []
 
-    def register(self, module: torch.nn.Module, *, before_loading: Callable[[], None]) -> list[Any]:
-        """Follow the forward passes of ``module``, and show the weights where it or a part of it is saved.
-
-        Args:
-            module: Called for forward passes; passes of its parts alone are not seen.
-            before_loading: Called before ``load_state_dict`` of the module or of a part of it.
+    def register(self, module: torch.nn.Module) -> list[Any]:
+        """Follow the passes of ``module``; show the weights where it or a part of it is saved or loaded.
 
         Returns:
             Handles that remove the hooks.
         """
-
-        handles = around_passes(module, self.before_forward, self.after_forward, first=True)
+        handles: list[Any] = [
+            around_passes(module, self.before_forward, self.after_forward),
+            around_backward_passes(self._around_backward),
+        ]
         for part in module.modules():
             save, saved, load = (
                 ModuleHook(lambda *_, function=function: function(), part)
-                for function in (self._weights.before_saving, self._weights.after_saving, before_loading)
+                for function in (self._before_saving, self._after_saving, self.step)
             )
             handles += [
                 part.register_state_dict_pre_hook(save),
@@ -75,70 +66,78 @@ class TrainingPasses:
             ]
         return handles
 
-    def end(self) -> None:
-        """Forget all passes; no backward pass of them comes any more."""
-        self._open.clear()
-        self._kept.clear()
+    @property
+    def runs(self) -> bool:
+        """True while a forward pass with gradients runs, and no backward pass within it."""
+        return self._is_inside and not self._backward
 
-    def before_forward(self, trains: bool) -> None:
+    @property
+    def _is_inside(self) -> bool:
+        return any(gradients for _, gradients in self._entered)
+
+    def before_forward(self, gradients: bool) -> None:
         """Show the weights of a forward pass."""
-        shown = self._weights.shown
-        if trains:
-            self._displace()
+        found, trains = self._weights.state, gradients and not torch.jit.is_tracing()
+        if is_transforming():
+            self.transformed, trains = True, False
+        elif trains:
+            self._weights.on(Event.FORWARD, anew=not self.reduced)
+            self._passes, self._idle = self._passes + 1, False
         else:
-            self._weights.restore()
-        self._entered.append((trains, shown, sys.exc_info()[1]))
+            self._weights.hide()
+        self._entered.append((found, trains))
 
-    def after_forward(self, output: Any) -> None:
-        """Follow the output of a forward pass, or leave the weights as they were before it."""
-        if not self._entered:
+    def after_forward(self, failed: bool) -> None:
+        """Leave the weights as they were before a pass without gradients, or before one that failed."""
+        found, trained = self._entered.pop() if self._entered else (self._weights.state, False)
+        if trained and failed:
+            self._passes -= 1
+            if found is not State.DISPLACED:
+                self._weights.on(Event.PAUSE, checks=False)
+        elif not trained and not is_transforming():
+            self._weights.unhide(found)
+
+    @contextmanager
+    def _around_backward(self, keeps: bool) -> Iterator[None]:
+        if is_transforming() or self._backward or self._is_inside:
+            # Within another pass: of a transform, a recomputation, a force, Lightning's manual optimization.
+            self._backward += 1
+            try:
+                yield
+            finally:
+                self._backward -= 1
             return
-        trains, shown, handled = self._entered.pop()
-        if sys.exc_info()[1] is not handled:  # the pass has failed
-            trains = False
-        if not trains:
-            self._weights.show() if shown else self._weights.restore()
-        elif self._weights.shown:
-            this = _Pass(self._weights.version)
-            self._open.add(this)
-            if not _call_in_backward(output, partial(self._begin_backward, this)):
-                self._kept.add(this)
+        self._weights.on(Event.BACKWARD)
+        self._backward, failed = 1, True
+        try:
+            yield
+            failed = False
+        finally:
+            self._backward = 0
+            self._passes, self._idle = self._passes - 1, False
+            self._kept |= keeps
+            ends = Event.PAUSE if self._kept or self._passes > 0 else Event.BACKWARD_ENDS
+            # Where gradients were reduced the host has waited for the device.
+            self._weights.on(ends, thorough=self.reduced, checks=not failed)
 
-    def _begin_backward(self, this: _Pass) -> None:
-        if this.version == self._weights.version:
-            self._weights.show()
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, this, kept))
+    def step(self) -> None:
+        """Follow a change of the weights.
 
-    def _end_backward(self, this: _Pass, kept: bool) -> None:
-        if kept:
-            self._kept.add(this)
-        else:
-            self._open.discard(this)
-            self._kept.discard(this)
-        if not self._open and not self._kept:
-            # Without waiting for a device in every step.
-            self._weights.restore(thorough=False)
+        Raises:
+            DCTError: A parameter was written while it held displaced weights; the write is undone.
+        """
+        self._saving.clear()
+        try:
+            self._weights.on(Event.STEP, thorough=True)
+        finally:
+            if not (self._kept or self._passes > 0 or self._idle):
+                self._weights.drop()
+            self._passes, self._kept, self._idle, self.transformed = 0, False, True, False
 
+    def _before_saving(self) -> None:
+        # Hooks call this for a module and for all its parts.
+        self._saving.append(self._weights.hide())
 
-def _call_in_backward(output: Any, function: Callable[[], None]) -> bool:
-    """Call ``function`` when a backward pass reaches an output of a forward pass, any number of times; return
-    whether there is an output that it can reach.
-    """
-    # Hooks of the output, not of the parameters: re-entrant activation checkpointing runs backward passes
-    # inside the backward pass, which must not end it.
-    found = [tensor for tensor in _tensors_of(output) if tensor.requires_grad]
-    for tensor in found:
-        tensor.register_hook(lambda _: function())
-    return bool(found)
-
-
-def _tensors_of(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a forward pass returned: nested containers, and attributes of objects."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif not callable(leaf):
-            slots = copyreg._slotnames(type(leaf))  # type: ignore[attr-defined]
-            values = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, n, None) for n in slots)]
-            yield from (tensor for tensor in tree_leaves(values) if isinstance(tensor, Tensor))
+    def _after_saving(self) -> None:
+        if self._saving:
+            self._weights.unhide(self._saving.pop())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dct_plugin.console import logger
-from dct_plugin.data_parallel.module_hooks import ModuleHook, remove
+from dct_plugin.data_parallel.module_hooks import remove
+from dct_plugin.data_parallel.passes import around_backward_passes, around_passes
 from dct_plugin.errors import ConfigError
 
 from ..host.overlap import Overlap
@@ -51,18 +53,33 @@ class BucketReductions:
         """
         overlap = self._begin(bucket.buffer().device)
         reducer, found = overlap.reducer, Bucket(bucket)
-        self._steps.begin(found.parameters)
+        names = [self._names.name_of(parameter) for parameter in found.parameters]
+        self._steps.begin(zip(names, found.parameters, strict=True))
         self._reduced.append(found)
-        entries = list(zip(map(self._names.name_of, found.parameters), found.views, strict=True))
+        entries = list(zip(names, found.views, strict=True))
         # With static_graph DDP hands over all buckets when the pass is over, and then waits for them.
         overlap.submit(reducer.begin(entries, scale=1.0 / reducer.group_size), done, last=bucket.is_last())
+        self._pass_ends(bucket)
+
+    @property
+    def stays_dense(self) -> bool:
+        """True if DDP sums the buckets of this pass by itself."""
+        reducer = None if self._overlap is None else self._overlap.reducer
+        return reducer is not None and reducer.stays_dense and reducer.config.nonfinite_action == "pass"
+
+    def leave_dense(self, bucket: dist.GradBucket) -> None:
+        """Note a bucket that DDP all-reduces by itself."""
+        self._begin(bucket.buffer().device)
+        parameters = bucket.parameters()
+        self._steps.begin((self._names.name_of(parameter), parameter) for parameter in parameters)
         self._pass_ends(bucket)
 
     def leave_sparse(self, bucket: dist.GradBucket) -> None:
         """Note a bucket with a sparse gradient, which DDP all-reduces by itself."""
         overlap = self._begin(bucket.buffer().device)
-        self._steps.begin(bucket.parameters())
-        names = {self._names.name_of(parameter) for parameter in bucket.parameters()}
+        named = [(self._names.name_of(parameter), parameter) for parameter in bucket.parameters()]
+        self._steps.begin(named)
+        names = {name for name, _ in named}
         if names - self._sparse and overlap.reducer.group_rank == 0:
             logger.warning("dct: DDP all-reduces sparse gradients by itself: %s", ", ".join(sorted(names)))
         self._sparse |= names
@@ -95,7 +112,6 @@ class BucketReductions:
         self.wait()
         self._steps.end_pass()
         self._adds = True
-        self.next_pass.backward_done()
         if reduced:  # after DDP's own callback, which has been queued since
             _after_backward(functools.partial(self._take_back_unused, reduced))
 
@@ -121,51 +137,34 @@ def _after_backward(call: Callable[[], None]) -> None:
 
 
 class NextPass:
-    """Has a step end or be rejected before the next backward pass of a model adds to its gradients.
+    """Has a step end or be rejected before the next backward pass adds to its gradients.
 
-    Scripts clear gradients before the forward pass or after it, so the first gradient decides.
+    Scripts clear gradients before the forward pass or after it, so the beginning of a backward pass decides.
 
     Args:
         steps: The steps.
-        accumulates: Called if neither is so: the pass adds to gradients that were reduced.
+        accumulates: Called if neither is so: the pass may add to gradients that were reduced.
     """
 
     def __init__(self, steps: OptimizerSteps, accumulates: Callable[[], None]) -> None:
         self._steps, self._accumulates = steps, accumulates
+        self._handles: list[Any] = [around_backward_passes(self._begin)]
         self._forward: list[Any] = []
-        self._accumulators: list[Any] = []
-        """Handles of hooks that wait for the first gradient."""
 
     def watch(self, model: nn.Module) -> None:
-        """Follow the forward passes of ``model``, before all hooks that it has."""
+        """End the step that a gradient scaler has made before the forward passes of ``model``."""
         remove(self._forward)
-        hook = ModuleHook(lambda *_: self._before_forward(), model)
-        self._forward.append(model.register_forward_pre_hook(hook, prepend=True))
+        self._forward.append(around_passes(model, lambda _: self._steps.end_due()))
 
     def unwatch(self) -> None:
-        """Undo :meth:`watch`."""
+        """Follow no passes any more."""
         remove(self._forward)
-        remove(self._accumulators)
+        remove(self._handles)
 
-    def backward_done(self) -> None:
-        """Wait for the next pass from now on, if forward passes are not followed."""
-        if not self._forward:
-            self._expect()
-
-    def _before_forward(self) -> None:
-        self._steps.end_due()
-        if torch.is_grad_enabled():
-            self._expect()
-
-    def _expect(self) -> None:
-        if self._steps.awaits_optimizer and not self._accumulators:
-            for parameter in self._steps.reduced.values():
-                accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._accumulators.append(accumulator.register_prehook(self._begin))
-
-    def _begin(self, *_: Any) -> None:
-        if self._accumulators:
-            remove(self._accumulators)
+    @contextlib.contextmanager
+    def _begin(self, _: bool) -> Iterator[None]:
+        if self._steps.awaits_optimizer and torch._C._current_graph_task_id() < 0:
             self._steps.end_or_reject()
-            if self._steps.steps.open:
+            if self._steps.awaits_optimizer:
                 self._accumulates()
+        yield

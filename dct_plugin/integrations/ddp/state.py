@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.compression.stream import fresh_state
 from dct_plugin.config import DataParallelConfig, DCTConfig
-from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.step_units import units_of_all
 from dct_plugin.errors import ConfigError
@@ -25,12 +24,13 @@ from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training
 from dct_plugin.transport.nodes import Nodes, layout_of
 
-from ..host import attachments, lost_peers, startup
+from ..host import attachments, startup
+from ..host.attachment import PlainTraining, switched_off
 from ..host.checkpoint import FRESH, ReducerFiles, mean_residuals
 from ..host.optimizer_attachment import OptimizerAttachment
 from ..host.overlap import Overlap
-from ..host.reporting import start_reporting
-from ..host.settings import optimizers_of, resolve_settings
+from ..host.replica_checksums import not_trained
+from ..host.settings import optimizers_of
 from ..host.startup import nodes_of
 from ..host.steps import FrozenParameters
 from .backward import BucketReductions
@@ -45,7 +45,6 @@ _PYTHON_REDUCER = (
     "torch._dynamo.config.optimize_ddp = 'python_reducer' has DistributedDataParallel reduce single "
     "gradients: set it to 'ddp_optimizer' before the model is wrapped"
 )
-_HINT = "its model has no dct_hook (register_comm_hook), or it is far behind"
 
 
 class DCTState(OptimizerAttachment):
@@ -68,7 +67,8 @@ class DCTState(OptimizerAttachment):
             ``scaler`` skips them itself), and gradients that are cleared without ``optimizer.step()`` leave
             residuals as they were.
         total_steps: Optimizer steps of the run, to which the start adapts; None if not known.
-        time_limit: Seconds in which the other ranks must reach their first bucket.
+        time_limit: Seconds in which the other ranks must reach their first bucket; None: as long as the
+            process group waits.
 
     Raises:
         ConfigError: The configuration is wrong, or needs an ``optimizer``.
@@ -79,6 +79,9 @@ class DCTState(OptimizerAttachment):
         >>> DCTState({"data_parallel": {"sparsity": 0.99}}, optimizer=optimizer).register(ddp_model)
     """
 
+    framework = "torch DDP"
+    hint = "its model has no dct_hook (register_comm_hook), or it is far behind"
+
     def __init__(
         self,
         config: DCTConfig | DataParallelConfig | Mapping[str, Any] | None = None,
@@ -88,22 +91,17 @@ class DCTState(OptimizerAttachment):
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         total_steps: int | None = None,
-        time_limit: float = startup.TIME_LIMIT,
+        time_limit: float | None = None,
     ) -> None:
         if isinstance(config, DataParallelConfig):
             config = DCTConfig(data_parallel=config)
-        given = DCTConfig.given(config, rank=dist.get_rank() if dist.is_initialized() else None)
-        if given.data_parallel.parameters is not None:
-            raise refuse("torch DistributedDataParallel")
         self.parameters = ParameterNames(named_parameters)
         gradients = self.parameters.gradients
-        super().__init__(given, optimizer, scaler, gradients, call="DCTState", sharded=False)
+        super().__init__(config, optimizer, scaler, gradients, call="DCTState", sharded=False)
         self.process_group, self.time_limit = process_group, time_limit
         self.fallback_hook: Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None = None
-        """Reduces buckets in place of this state, once it is closed."""
-        self._total_steps = total_steps
-        self._note: str | None = None
-        """The line that rank 0 logs about the settings, once they are resolved for the optimizer."""
+        """Reduces buckets in place of this state, if it is switched off or closed."""
+        self._total_steps, self._resolved = total_steps, False
         self._optimizer_steps.follow(self._optimizers)
         self._buckets = BucketReductions(self.parameters, self._optimizer_steps, self._agree)
         self.ends.callback(self._buckets.next_pass.unwatch)
@@ -112,6 +110,9 @@ class DCTState(OptimizerAttachment):
         self._reducer: GradientReducer | None = None
         self._ahead: StepAhead | None = None
         self._model: weakref.ref[DistributedDataParallel] | None = None
+        if reason := switched_off(self.written):
+            PlainTraining(self.written, reason)
+            self.close()
 
     @functools.cached_property
     def metrics(self) -> Metrics:
@@ -119,10 +120,7 @@ class DCTState(OptimizerAttachment):
 
         Rank 0 prints their summary when the process ends; metrics that were assigned before are not printed.
         """
-        rank, world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
-        metrics = Metrics(self.config.metrics, rank=rank, world_size=world_size)
-        self.ends.callback(start_reporting(metrics))
-        return metrics
+        return self.report(dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
 
     # -- the model ---
 
@@ -141,10 +139,21 @@ class DCTState(OptimizerAttachment):
             raise ConfigError(f"DCTState.register: {_PYTHON_REDUCER}")
         if self.process_group is None and model.process_group is not dist.group.WORLD:
             self.process_group = model.process_group
+        try:
+            self._check(model)
+            self._reduce_through_hook(model)
+            self._change_passes(model)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _check(self, model: DistributedDataParallel) -> None:
+        """Decide the settings, and check that the optimizers are the model's."""
         self.ends.callback(attachments.note(model.module, self))
         self.parameters.add(model.module.named_parameters())
-        self._resolve()
-        warns = not dist.is_initialized() or dist.get_rank(self.process_group) == 0
+        self._decide()
+        is_first = dist.get_rank(self.process_group) == 0
         reduced = {n: p for n, p in model.module.named_parameters() if n not in model.parameters_to_ignore}
         own = set(map(id, reduced.values()))
         coverage = startup.coverage(model.module, model.module.parameters(), lambda p: id(p) in own)
@@ -154,32 +163,46 @@ class DCTState(OptimizerAttachment):
             reduced,
             call="dct_plugin.attach",
             remedy="make it from model.parameters()",
-            warns=warns,
+            warns=is_first,
         )
-        if warns:
+        if is_first:
             self.steps.frozen = FrozenParameters(
                 model.module.named_parameters(),
                 "torch DDP does not reduce their gradients, and the ranks drift apart; make "
                 "DistributedDataParallel(model) anew and call dct_plugin.attach again",
                 self.parameters.is_reduced,
             )
-        earlier = [each for _, each in model._comm_hooks if isinstance(each, DCTState)]
+
+    def _reduce_through_hook(self, model: DistributedDataParallel) -> None:
+        """Register the hook; DDP takes one and keeps it, so an earlier state of ours calls this one."""
+        hooks = model._comm_hooks
+        earlier = [state for _, state in hooks if isinstance(state, DCTState)]
         try:
             model.register_comm_hook(self, dct_hook)
-        except RuntimeError:  # DDP takes one hook and keeps it, but a copied model has none
+        except RuntimeError as error:  # but a copied model has none, though it lists that of the original
+            hooks.pop()
             if not earlier:
-                raise
-            model._comm_hooks.pop()
+                name = getattr(hooks[0][0], "__name__", hooks[0][0]) if hooks else "one of torch's own"
+                raise ConfigError(
+                    f"dct_plugin.attach: the model has a communication hook already ({name}), and "
+                    "DistributedDataParallel takes one: leave that hook out, or this call"
+                ) from error
             earlier[-1].fallback_hook = functools.partial(dct_hook, self)
         self._model = weakref.ref(model)
         finalizer = weakref.finalize(model, self.close)
         finalizer.atexit = False
         self.ends.callback(finalizer.detach)
+
+    def _change_passes(self, model: DistributedDataParallel) -> None:
+        """Follow the passes of a model, and displace its weights or train its own ones."""
         self._before_forward(model.module, self.close_if_done)
         self._buckets.next_pass.watch(model.module)
-        if self._optimizers and self.config.data_parallel.feedback.looks_ahead and self._ahead is None:
+        settings = self.config.data_parallel
+        if self._optimizers and settings.feedback.looks_ahead and self._ahead is None:
             self.step_ahead(model, self._optimizers)
-        if self.config.data_parallel.local_steps is not None:
+        if settings.local_steps is None:
+            self._watch_loading(model.module, self._replicated)
+        else:
             named = self._trainable(model)
             local = self.reducer(next(iter(named.values())).device).add_ons.local_steps
             if local is not None:
@@ -188,7 +211,6 @@ class DCTState(OptimizerAttachment):
                 # DDP would send the first rank's buffers in every forward pass.
                 self.ends.callback(setattr, model, "broadcast_buffers", model.broadcast_buffers)
                 model.broadcast_buffers = False
-        return self
 
     def _trainable(self, model: DistributedDataParallel) -> dict[str, Tensor]:
         return self.parameters.add(
@@ -217,7 +239,7 @@ class DCTState(OptimizerAttachment):
             self._optimizers = optimizers
             self._optimizer_steps.follow(optimizers)
         self.ends.callback(attachments.note(model, self))
-        self._resolve()
+        self._decide()
         if self._ahead is not None:  # register() has displaced the same weights
             self._ahead.detach()
         units, named = units_of_all(optimizers), self.parameters.add(model.named_parameters())
@@ -232,7 +254,7 @@ class DCTState(OptimizerAttachment):
         """Return the reducer; the first call makes it for gradients on ``device``."""
         if self._reducer is None:
             self._reducer = self._make_reducer(
-                self.process_group, self._nodes(), device, self.metrics, self._replicated
+                self.process_group, self._nodes(), device, self._replicated, self._not_trained
             )
             self.load_state_dict({"reducer": self._loaded})
         return self._reducer
@@ -247,6 +269,15 @@ class DCTState(OptimizerAttachment):
         (reducer,) = self._reducers.values()
         return [(name, reducer.shared_weight(name, as_real(weight(parameter)))) for name, parameter in pairs]
 
+    def _not_trained(self) -> list[tuple[str, Tensor]]:
+        """Return the frozen parameters and the buffers."""
+        model = None if self._model is None else self._model()
+        return [] if model is None else not_trained(model.module, (name for name, _ in self._replicated()))
+
+    def weights(self) -> Iterable[Tensor]:
+        model = None if self._model is None else self._model()
+        return () if model is None else self._trainable(model).values()
+
     # -- the start ---
 
     def dense_all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -257,51 +288,57 @@ class DCTState(OptimizerAttachment):
 
     def all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Reduce a full bucket; the end of the backward pass waits for it and raises its errors."""
+        if self._buckets.stays_dense:
+            self._buckets.leave_dense(bucket)
+            with counted_by(functools.partial(self.metrics.uncompressed, "gradient", "faster")):
+                return default_hooks.allreduce_hook(self.process_group, bucket)  # type: ignore[arg-type]
         buffer = bucket.buffer()
         future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
         self._buckets.reduce(bucket, lambda: future.set_result(buffer))
         return future
 
     def _agree(self, device: torch.device) -> Overlap:
-        agreement = startup.join("ddp", group=self.process_group, limit=self.time_limit, hint=_HINT)
-        self._topic = agreement.topic
-        with agreement:
-            self._resolve("register_comm_hook does not tell the model, DCTState.register does")
-            feedback = self.config.data_parallel.feedback
-            if feedback.looks_ahead and self._ahead is None:
+        self._topic = "ddp"
+
+        def prepare() -> str:
+            self._decide("register_comm_hook does not tell the model, DCTState.register does")
+            if self.config.data_parallel.feedback.looks_ahead and self._ahead is None:
                 raise ConfigError(
                     "dct.data_parallel.feedback = 'step_ahead' needs the model and its optimizer: call "
                     "dct_plugin.attach(model, optimizer, section) in place of DCTState, or "
                     "state.step_ahead(model, optimizer) before the first step"
                 )
-            reducer = self.reducer(device)
-        facts = {"optimizer steps so far": reducer.step, "optimizer given": bool(self._optimizers)}
-        agreement.confirm(startup.facts_of(self.config, facts))
-        self.ends.callback(lost_peers.watch(self, lambda state: state.steps.step))
-        if reducer.group_rank == 0 and reducer.group_size > 1:
-            what = f"torch DDP, {self._coverage}{reducer.group_size} ranks"
-            startup.log_active(what, self.config, self._note or "", reducer.config)
-        return Overlap(reducer)
+            return f"{self.framework}, {self._coverage}{self.reducer(device).group_size} ranks"
 
-    def _resolve(self, step_ahead_unavailable: str = "") -> None:
+        def facts() -> dict[str, Any]:
+            step = self.reducer(device).step
+            return {"optimizer steps so far": step, "optimizer given": bool(self._optimizers)}
+
+        group, limit = self.process_group, self.time_limit
+        self._topic = self.agree(prepare, topic="ddp", group=group, limit=limit, facts=facts)
+        return Overlap(self.reducer(device))
+
+    def _decide(self, step_ahead_unavailable: str = "") -> None:
         """Let the settings follow the optimizer, once; the argument says why step-ahead cannot be had."""
-        settings = self.config.data_parallel
         has_scaler = self._optimizer_steps.scaler is not None
-        if settings.nonfinite_action == "skip" and not (has_scaler or self._optimizers):
+        if self.written.data_parallel.nonfinite_action == "skip" and not (has_scaler or self._optimizers):
             raise ConfigError(
                 "dct.data_parallel.nonfinite_action = 'skip' needs DCTState(..., optimizer=optimizer)"
             )
-        if self._note is None:
-            training = Training(
-                ranks=dist.get_world_size(self.process_group),
-                steps=self._total_steps,
-                step_ahead_unavailable=step_ahead_unavailable,
-                optimizer_unknown_hint="dct_plugin.attach(model, optimizer, section) takes what suits it",
-            )
-            self.config, self._note = resolve_settings(self.config, self._optimizers, training)
+        if self._resolved:
+            return
+        self._resolved = True
+        training = Training(
+            ranks=dist.get_world_size(self.process_group),
+            steps=self._total_steps,
+            step_ahead_unavailable=step_ahead_unavailable,
+            optimizer_unknown_hint="dct_plugin.attach(model, optimizer) takes what suits it",
+        )
+        self.resolve(self._optimizers, training, self._nodes())
 
     def _nodes(self) -> Nodes | None:
-        return nodes_of(self.config.data_parallel, self.process_group, limit=self.time_limit, hint=_HINT)
+        settings = self.written.data_parallel
+        return nodes_of(settings, self.process_group, limit=self.time_limit, hint=self.hint)
 
     # -- saved states ---
 

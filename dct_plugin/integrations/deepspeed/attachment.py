@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch.distributed as dist
+from torch import Tensor
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.console import logger
+from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
@@ -21,11 +23,13 @@ from dct_plugin.host_traffic import count_group
 from dct_plugin.metrics import Event, Metrics, Sink
 from dct_plugin.transport.agreement import HINT
 
-from ..host import attachments, lost_peers, startup, versions
+from ..host import attachments, startup, versions
+from ..host.attachment import HostAttachment, PlainTraining, switched_off
 from ..host.patching import Function, Patches, given
-from ..host.replica_checksums import ReplicaChecksums
+from ..host.replica_checksums import ReplicaChecksums, not_trained
 from ..host.reporting import start_reporting
-from ..host.settings import resolve_settings, steps_of
+from ..host.settings import steps_of
+from ..host.startup import nodes_of
 from ..host.steps import FrozenParameters, PoisonedSteps, StepHooks
 from .checkpointing import CheckpointFiles, warn_of_dropped_residuals
 from .engine import EngineContext, EnginePart, has_optimizer, is_pipeline, job_of, supported, tied_weights
@@ -34,7 +38,7 @@ from .node_copies import NodeCopies
 from .parser import keys_read
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
-from .rules import require, training_facts, unread_keys, with_job_defaults
+from .rules import require, training_facts, unread_keys
 from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
 from .stage0 import Bf16Path, Stage0Path
 from .weight_updates import UpdatedWeights, WeightUpdates
@@ -153,42 +157,83 @@ def activation_paths_of(engine: Any, config: DCTConfig) -> list[type[ActivationP
     return [path for path in ACTIVATION_PATHS if path.applies(engine, config)]
 
 
-class Attachment:
+class EngineAttachment(HostAttachment):
     """The plugin's additions to an engine; ``engine.dct`` for scripts.
 
     Args:
         engine: DeepSpeed's engine.
-        config: The section as it is applied to the engine.
-        path: The class of path for its gradients.
+        section: The ``dct`` section as read from the JSON.
 
     Attributes:
-        config: The section.
         reducer: Sums the gradients; holds residuals and thresholds.
         experts: The same for experts, by the name of their group; empty unless they are thresholded.
-        metrics: Bytes, densities and times so far.
         steps: Optimizer steps so far.
         ahead: Displaces the weights in training passes; None without ``"feedback": "step_ahead"``.
         activations: Paths of activations, by section of ``dct.model_parallel``: ``pipeline``, ``experts``.
-        description: The paths that were chosen, in words.
+        description: The paths that were chosen, in words; empty if there is nothing to do.
         coverage: How many of the trainable parameters have their gradients compressed, in words.
     """
 
-    def __init__(self, engine: Any, config: DCTConfig, path: type[GradientPath]) -> None:
-        self.config = config
-        self.metrics = Metrics(config.metrics, rank=engine.global_rank, world_size=dist.get_world_size())
-        self.steps = StepHooks([], self.metrics, rank=engine.global_rank)
-        context = EngineContext(engine, config, self.metrics, self.steps)
-        self._engine, self._ends = engine, contextlib.ExitStack()
-        self._path = path(context)
-        self.reducer, self.experts = self._path.reducer, self._path.experts
-        self.activations = {each.name: each(context) for each in activation_paths_of(engine, config)}
-        self.description, self.coverage = self._describe(), self._path.coverage()
-        streams = [activation.streams for activation in self.activations.values()]
-        self.steps.members = [*self._path.reducers, *streams]
+    framework = "DeepSpeed"
+
+    def __init__(self, engine: Any, section: Any) -> None:
+        super().__init__(section)
+        self._engine, self.description, self.coverage = engine, "", ""
         self._gather: WeightUpdates | None = None
         self.ahead: StepAhead | None = None
         self._parts: list[EnginePart] = []
-        settings = config.data_parallel
+
+    def prepare(self) -> bool:
+        """Decide the settings and choose the paths; nothing is patched yet. Return False if there is nothing
+        to do.
+
+        Raises:
+            ConfigError: The engine's combination of features is not supported.
+            VersionError: This DeepSpeed is not supported.
+        """
+        engine = self._engine
+        with supported(engine):
+            path = gradient_path_of(engine, self.config)
+            self._decide(path)
+            if path is None or not (
+                self.config.data_parallel.enabled or activation_paths_of(engine, self.config)
+            ):
+                return False
+            self.metrics = Metrics(
+                self.config.metrics, rank=engine.global_rank, world_size=dist.get_world_size()
+            )
+            self.steps = StepHooks([], self.metrics, rank=engine.global_rank)
+            self._choose_paths(EngineContext(engine, self.config, self.metrics, self.steps), path)
+        return True
+
+    def weights(self) -> Iterable[Tensor]:
+        if self._engine.zero_optimization_stage() == 3:  # parameters hold nothing between passes
+            return ()
+        return (parameter for parameter in self._engine.module.parameters() if parameter.requires_grad)
+
+    def _decide(self, path: type[GradientPath] | None) -> None:
+        """Decide the settings, and refuse what the engine cannot do."""
+        engine, written = self._engine, self.written
+        job = job_of(engine, path)
+        if path is not None and not job.exchanges_momentum:
+            group = engine.seq_data_parallel_group
+            training = replace(
+                training_facts(job, written),
+                ranks=dist.get_world_size(group),
+                steps=steps_of(engine.lr_scheduler),
+            )
+            nodes = nodes_of(written.data_parallel, group, unsupported=path.without_nodes)
+            self.resolve(engine.optimizer, training, nodes)
+        require(job, self.config, rank=engine.global_rank)
+
+    def _choose_paths(self, context: EngineContext, path: type[GradientPath]) -> None:
+        engine, settings = self._engine, self.config.data_parallel
+        self._path = path(context)
+        self.reducer, self.experts = self._path.reducer, self._path.experts
+        self.activations = {each.name: each(context) for each in activation_paths_of(engine, self.config)}
+        self.description, self.coverage = self._describe(), self._path.coverage()
+        streams = [activation.streams for activation in self.activations.values()]
+        self.steps.members = [*self._path.reducers, *streams]
         if settings.enabled:
             self._parts.append(self._path)
             if settings.parameters is not None:
@@ -199,16 +244,25 @@ class Attachment:
         self._parts += self.activations.values()
         self._parts.append(SkippedSteps(context, transactional=self._path.transactional))
         if settings.enabled and settings.feedback.looks_ahead:
-            if isinstance(self._gather, NodeCopies):
-                self.ahead = self._gather.look_ahead(self._path)
-            else:
-                updates = self._gather.updates if self._gather is not None and self.weights_lag else None
-                displaced = DisplacedPasses(self._path, updates)
-                self.ahead = displaced.ahead
-                self._parts.append(displaced)
-        self._leaves = False
+            self._look_ahead()
         self._files = CheckpointFiles(context, self._path, self._gather, self.activations)
         self._parts.append(self._files)
+
+    def _look_ahead(self) -> None:
+        if isinstance(self._gather, NodeCopies):
+            self.ahead = self._gather.look_ahead(self._path)
+            return
+        updates = self._gather.updates if self._gather is not None and self.weights_lag else None
+        displaced = DisplacedPasses(self._path, updates)
+        self.ahead = displaced.ahead
+        self._parts.append(displaced)
+
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        return self._path.reducers
+
+    def steps_so_far(self) -> int:
+        return self.steps.step
 
     def load_residuals(self, folder: str | os.PathLike[str]) -> bool:
         """Take over the residuals in the folder of a checkpoint's tag; a collective, between two steps.
@@ -238,21 +292,9 @@ class Attachment:
         if self._gather is not None:
             self._gather.gather()
 
-    def detach(self) -> None:
-        """Leave everything to DeepSpeed after the next step, which brings what was not sent so far; on every
-        rank, between two steps.
-        """
-        self._leaves = True
-        for reducer in self._path.reducers:
-            reducer.flush()
-
-    def close(self) -> None:
-        """Take everything off the engine, and print the summary."""
-        self._ends.close()
-
     def install(self) -> None:
         """Patch the engine and its optimizer (these instances, not their classes)."""
-        engine, patches, ends = self._engine, Patches(), self._ends
+        engine, patches, ends = self._engine, Patches(), self.ends
         ends.callback(attachments.note(engine.module, self))
         ends.callback(patches.undo)
         if not self.config.data_parallel.enabled:
@@ -263,8 +305,7 @@ class Attachment:
             named = {name: p for group in self._path.named_parameters() for name, p in group}
             local.attach(engine.module, named, [self._path.optimizer])
             ends.callback(local.detach)
-        replicas = ReplicaChecksums(self.config.data_parallel, self._path.replicated, self.reducer.group)
-        self.steps.replicas = [replicas]
+        self.steps.replicas = self._replicas()
         if engine.global_rank == 0 and not self._path.trains_unfrozen:
             self.steps.frozen = FrozenParameters(
                 engine.module.named_parameters(),
@@ -273,7 +314,6 @@ class Attachment:
             )
         # The monitor, but not the engine: one that is dropped must not live until the process ends.
         finish = start_reporting(self.metrics, _sink(engine.monitor) if engine.monitor.enabled else None)
-        ends.callback(lost_peers.watch(self, lambda attachment: attachment.steps.step))
         count = functools.partial(self.metrics.uncompressed, "gradient", "shared_weights")
         for _, group in tied_weights(engine) if self.config.data_parallel.enabled else ():
             ends.callback(count_group(group, count))
@@ -283,6 +323,19 @@ class Attachment:
         patches.intercept(engine, "_take_model_step", self._step)
         patches.intercept(engine, "compile", self._compile)
         patches.intercept(engine, "destroy", self._destroy)
+
+    def _replicas(self) -> list[ReplicaChecksums]:
+        """Return the comparison of what all ranks hold; none, unless it is written, where an optimizer that
+        exchanges by itself keeps ranks equal up to rounding, or where each rank has a share of its own.
+        """
+        settings, engine, path = self.config.data_parallel, self._engine, self._path
+        own_exchange = gradient_path_of_optimizer(engine) is not None
+        if not settings.asks_to_verify and (own_exchange or isinstance(path, Zero3Path)):
+            return []
+        names = [name for name, _ in path.replicated()]
+        others = functools.partial(not_trained, engine.module, names)
+        reducer = self.reducer
+        return [ReplicaChecksums(settings, path.replicated, reducer.group, others, reducer.agree)]
 
     def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
         path = self._path
@@ -295,8 +348,7 @@ class Attachment:
             skipped=path.transactional and bool(getattr(path.optimizer, "overflow", False)),
             loss_scale=float(path.optimizer.loss_scale) if path.scaled else None,
         )
-        if self._leaves and self.reducer.flushed:
-            self.close()
+        self.close_if_done()
         return result
 
     def _compile(self, original: Function, *args: Any, **keywords: Any) -> Any:
@@ -340,7 +392,7 @@ def _sink(monitor: Any) -> Sink:
 ATTRIBUTE = "dct"
 
 
-def attach(engine: Any, section: Any) -> Attachment | None:
+def attach(engine: Any, section: Any) -> EngineAttachment | None:
     """Attach to a finished engine; called for every engine whose JSON has a ``dct`` section.
 
     Args:
@@ -359,55 +411,38 @@ def attach(engine: Any, section: Any) -> Attachment | None:
         return engine.__dict__[ATTRIBUTE]
     agreement = startup.join(TOPIC, hint=f"its configuration has no {SECTION!r} section, or {HINT}")
     with agreement:
-        config = DCTConfig.parse(section, rank=dist.get_rank())
+        attachment = EngineAttachment(engine, section)
+        config = attachment.written
         if not config.enabled and gradient_path_of_optimizer(engine) is None:
             agreement.abstain()
-            warn_of_dropped_residuals(engine)
+            _nothing(engine, config, switched_off(config))
             return None
-        with supported(engine):
-            attachment, note = _prepared(engine, config)
-    path, applied = ("none", config) if attachment is None else (attachment.description, attachment.config)
-    agreement.confirm(
-        startup.facts_of(applied, {"version of deepspeed": deepspeed.__version__, "gradient path": path})
-    )
-    if attachment is None:
-        if dist.get_rank() == 0:
-            trains = has_optimizer(engine)
-            why = "dct.data_parallel.enabled is false" if trains else "the engine has no optimizer"
-            logger.warning("dct: nothing to do: %s", why)
-        warn_of_dropped_residuals(engine)
+        prepared = attachment.prepare()
+    facts = {
+        "version of deepspeed": deepspeed.__version__,
+        "gradient path": attachment.description or "none",
+    }
+    if not prepared:
+        agreement.confirm(startup.facts_of(attachment.config, facts))
+        _nothing(engine, config, switched_off(config) or "the engine has no optimizer")
         return None
+    what = f"{attachment.description}, {attachment.coverage}, {dist.get_world_size()} ranks"
+    attachment.start(agreement, what, facts)
     attachment.install()
     engine.__dict__[ATTRIBUTE] = attachment
     if dist.get_rank() == 0:
-        _report(engine, attachment, note)
+        _warn(engine, attachment)
     return attachment
 
 
-def _prepared(engine: Any, config: DCTConfig) -> tuple[Attachment | None, str]:
-    """Return what is to be added to the engine, which is not patched yet, and a note about its feedback;
-    None if there is nothing to do.
-
-    Raises:
-        ConfigError, VersionError: See :func:`attach`.
-    """
-    path, note = gradient_path_of(engine, config), ""
-    job = job_of(engine, path)
-    if path is not None and not job.exchanges_momentum:
-        ranks, steps = dist.get_world_size(engine.seq_data_parallel_group), steps_of(engine.lr_scheduler)
-        training = replace(training_facts(job, config), ranks=ranks, steps=steps)
-        config, note = resolve_settings(config, engine.optimizer, training)
-    require(job, config, rank=engine.global_rank)
-    config = with_job_defaults(job, config)
-    if path is None or not (config.data_parallel.enabled or activation_paths_of(engine, config)):
-        return None, ""
-    return Attachment(engine, config, path), note
+def _nothing(engine: Any, config: DCTConfig, reason: str) -> None:
+    """Leave an engine as it is, and say why."""
+    PlainTraining(config, reason)
+    warn_of_dropped_residuals(engine)
 
 
-def _report(engine: Any, attachment: Attachment, note: str) -> None:
-    """Log what is active, and what is strange about the configuration; ``note`` is about its feedback."""
-    what = f"{attachment.description}, {attachment.coverage}, {dist.get_world_size()} ranks"
-    startup.log_active(what, attachment.config, note, attachment.reducer.config)
+def _warn(engine: Any, attachment: EngineAttachment) -> None:
+    """Log what is strange about the configuration."""
     if attachment.weights_lag:
         versions.warn_of_unknown_bodies("deepspeed", type(engine.optimizer).__name__)
         logger.warning(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dct_plugin.config import DCTConfig
@@ -15,7 +15,7 @@ from dct_plugin.policy.optimizers import OptimizerFamily, unknown_step
 
 from ..host.versions import installed, parse
 from .parser import Answer
-from .rules import refusals, training_facts, unread_keys, with_job_defaults, without_slot
+from .rules import refusals, training_facts, unread_keys, without_slot
 from .section import KEYS, READ_BY_PLUGIN, SECTION, Job, backend_name, misplaced_section
 
 #: Keys that a warning names; of more it says how many there are.
@@ -44,12 +44,13 @@ def for_deepspeed(content: Mapping[str, Any]) -> bool:
     return not content.keys() <= {*KEYS, *READ_BY_PLUGIN}
 
 
-def check(content: Mapping[str, Any], answer: Answer | None = None) -> FileReport:
+def check(content: Mapping[str, Any], answer: Answer | None = None, ranks: int = 0) -> FileReport:
     """Return what is to be said about a DeepSpeed JSON, or about a bare ``dct`` section.
 
     Args:
         content: The file.
         answer: What DeepSpeed makes of the file; None where none is installed.
+        ranks: Ranks of the job; 0 if they are not known.
     """
     report = FileReport()
     is_deepspeed = bool((DEEPSPEED_KEYS | (answer.keys if answer else frozenset())) & content.keys())
@@ -64,7 +65,7 @@ def check(content: Mapping[str, Any], answer: Answer | None = None) -> FileRepor
     elif is_deepspeed and answer is not None:
         _judge_rest(content, answer, report)
     if is_deepspeed and found and (report.config is None or report.config.enabled):
-        _judge({**content, **(answer.sections if answer else {})}, report)
+        _judge({**content, **(answer.sections if answer else {})}, report, ranks)
     if report.config is not None:
         report.warnings += _dense(report.config)
     return report
@@ -79,7 +80,7 @@ def _judge_rest(content: Mapping[str, Any], answer: Answer, report: FileReport) 
         report.warnings.append(f"{', '.join(keys[:_NAMED])}{more}: {reads}")
 
 
-def _judge(content: Mapping[str, Any], report: FileReport) -> None:
+def _judge(content: Mapping[str, Any], report: FileReport, ranks: int) -> None:
     """Add what the start of a DeepSpeed job would say about its section."""
     job = Job.of_json(content)
     if job.exchanges_momentum and parse(job.version) > (0, 19, 6):
@@ -87,7 +88,7 @@ def _judge(content: Mapping[str, Any], report: FileReport) -> None:
     # A section with faults says nothing, but the job can be judged without it.
     config = report.config or DCTConfig()
     if report.config is not None and not job.exchanges_momentum:
-        config = _resolved(job, config, report)
+        config = _resolved(job, config, report, ranks)
     report.faults += refusals(job, config)
     steps = content.get("gradient_accumulation_steps")
     if job.stage == 2 and isinstance(steps, int) and steps > 1 and config.data_parallel.enabled:
@@ -96,7 +97,7 @@ def _judge(content: Mapping[str, Any], report: FileReport) -> None:
             f"them once, 1/{steps} of the bytes"
         )
     if report.config is not None:
-        report.config = with_job_defaults(job, config)
+        report.config = config
 
 
 def _dense(config: DCTConfig) -> list[str]:
@@ -109,9 +110,9 @@ def _dense(config: DCTConfig) -> list[str]:
     ]
 
 
-def _resolved(job: Job, config: DCTConfig, report: FileReport) -> DCTConfig:
+def _resolved(job: Job, config: DCTConfig, report: FileReport, ranks: int) -> DCTConfig:
     """Return the section with the feedback that suits the optimizer; add what is to be said about it."""
-    training = training_facts(job, config)
+    training = replace(training_facts(job, config), ranks=ranks)
     if training.family is OptimizerFamily.UNTOLD:
         report.notes.append("the script makes the optimizer, which the feedback depends on")
         return config

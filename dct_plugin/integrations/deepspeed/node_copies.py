@@ -23,7 +23,8 @@ from torch import Tensor
 
 from dct_plugin.config.data_parallel import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
-from dct_plugin.data_parallel.module_hooks import around_passes, remove
+from dct_plugin.data_parallel.module_hooks import remove
+from dct_plugin.data_parallel.passes import around_passes
 from dct_plugin.data_parallel.plan import Part
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
@@ -186,7 +187,7 @@ class NodeCopies(WeightUpdates):
         patches.intercept(self._optimizer, "invalidate_secondary_tensor", self._invalidate)
         for parameter in self._parameters:
             patches.intercept(parameter, "partition", self._partition)
-        self._handles = around_passes(self._module, self._before_pass, self._after_pass, first=False)
+        self._handles = [around_passes(self._module, self._before_pass, self._after_pass)]
 
     def close(self) -> None:
         remove(self._handles)
@@ -240,7 +241,7 @@ class NodeCopies(WeightUpdates):
         if self._held:
             self._show(trains)
 
-    def _after_pass(self, _: Any) -> None:
+    def _after_pass(self, _: bool) -> None:
         """Let a backward pass that comes gather what its forward pass gathered."""
         if self._found and self._found.pop() and self._held:
             self._show(True)

@@ -6,7 +6,6 @@ there, and :func:`keys_read` asks it.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import logging
@@ -38,10 +37,6 @@ _SECTIONS = {
     "bfloat16": "bfloat16_config", "compile": "compile_config", "hybrid_engine": "hybrid_engine",
     "tensor_parallel": "tensor_parallel_config",
 }  # fmt: skip
-#: Optimizers whose construction needs the model, other packages or a process group.
-_NOT_CONSTRUCTED = ("mu", "onebit", "zeroone")
-#: What DeepSpeed raises about a JSON. Its other errors come from what the process does not have.
-_REFUSALS = (AssertionError, NotImplementedError, TypeError, ValueError)
 
 
 class Answer(NamedTuple):
@@ -111,15 +106,12 @@ def keys_for(content: Mapping[str, Any]) -> Collection[str]:
     return answers[0].keys if answers else content.keys()
 
 
-def ask(
-    contents: Sequence[Mapping[str, Any]], *, ranks: int | None = None, device: str = "cuda"
-) -> list[Answer]:
+def ask(contents: Sequence[Mapping[str, Any]], *, ranks: int | None = None) -> list[Answer]:
     """Return what DeepSpeed makes of each JSON, from one process of its own.
 
     Args:
         contents: The JSONs.
         ranks: Ranks of the jobs; None for as many as the batch sizes of each JSON say.
-        device: The accelerator of the jobs, ``"cuda"`` or ``"cpu"``. This machine need not have it.
 
     Returns:
         One answer per JSON; none where DeepSpeed is not installed, or cannot be imported.
@@ -131,7 +123,7 @@ def ask(
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__],
-            input=json.dumps([contents, ranks, device]),
+            input=json.dumps([contents, ranks]),
             capture_output=True,
             text=True,
             timeout=_LIMIT,
@@ -145,64 +137,28 @@ def ask(
 
 def main() -> None:
     """Answer the question on the standard input; the last line of the output is the answer."""
-    contents, ranks, device = json.load(sys.stdin)
+    contents, ranks = json.load(sys.stdin)
     judgements = []
     for content in contents:
         try:
-            judgements.append(_answer(content, ranks, device))
+            judgements.append(_answer(content, ranks))
         except RecursionError:
             judgements.append((["nested too deeply"], {}))
     print(json.dumps([sorted(keys_read()), judgements], default=str))
 
 
-def _answer(content: Mapping[str, Any], ranks: int | None, device: str) -> tuple[list[str], dict[str, Any]]:
-    """Return why DeepSpeed does not take a JSON, each reason after its key, and what it reads in sections."""
-    left, faults = _filled(content), []
-    while reasons := _reasons(left, ranks, device):
-        if _BATCH & left.keys():
-            # The cause is the key without which DeepSpeed says nothing, or else something different.
-            without = [{k: v for k, v in left.items() if k != key} for key in left]
-            after = [_reasons(_LEAST | each, ranks, device) for each in without]
-            others = [index for index, found in enumerate(after) if found != reasons]
-            rest = without[min(others, key=lambda index: bool(after[index]))] if others else {}
-            for key in left.keys() - rest.keys() if rest else [""]:
-                faults += [_about(key, left.get(key), reason) for reason in reasons]
-        else:
-            rest, faults = left, [*faults, *reasons]
-        if not rest or rest | _LEAST == left:
-            return faults, {}
-        left = rest if _BATCH & rest.keys() else rest | _LEAST
-    config = _parse(left, ranks or _ranks(left))
-    return faults, {
+def _answer(content: Mapping[str, Any], ranks: int | None) -> tuple[list[str], dict[str, Any]]:
+    """Return the first reasons for which DeepSpeed does not parse a JSON, and what it reads in sections."""
+    filled = _filled(content)
+    try:
+        config = _parse(filled, ranks or _ranks(filled))
+    except Exception as error:
+        return _in_words(error), {}
+    return [], {
         key: getattr(config, name).model_dump(mode="python")
         for key, name in _SECTIONS.items()
-        if key in left and hasattr(config, name)
+        if key in filled and hasattr(config, name)
     }
-
-
-def _about(key: str, value: Any, reason: str) -> str:
-    """Return a reason with the key that it is about."""
-    if reason[:1] == ".":
-        return key + reason
-    if "argument after ** must be a mapping" in reason:
-        reason = "must be a JSON object"
-    given = "" if isinstance(value, (dict, list)) else f" = {show(value)}"
-    return f"{key}{given}: {reason}" if key else reason
-
-
-def _reasons(content: Mapping[str, Any], ranks: int | None, device: str) -> list[str]:
-    """Return the first reasons for which DeepSpeed does not take a JSON; none if it does."""
-    try:
-        config = _parse(content, ranks or _ranks(content))
-    except Exception as error:
-        return _in_words(error)
-    try:
-        _construct(config, device)
-    except _REFUSALS as error:
-        return _in_words(error)
-    except Exception as error:  # of what only a real job has
-        return _in_words(error) if type(error).__module__.startswith("deepspeed.") else []
-    return []
 
 
 def _filled(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,72 +182,13 @@ def _ranks(content: Mapping[str, Any]) -> int:
     return (whole // (part * steps) if known else 1) * (sequence if numbers else 1)
 
 
-class _Operations:
-    """Stands for compiled operations, none of which is called."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
-
-
-def _construct(config: Any, device: str) -> None:
-    """Take the steps of an engine's construction that depend on its JSON alone.
-
-    The engine has no model. Optimizers are constructed without their compiled parts.
-    """
-    import torch
-    from deepspeed.ops.op_builder import builder
-    from deepspeed.ops.op_builder.cpu import no_impl
-    from deepspeed.runtime import engine as module
-    from deepspeed.runtime.zero import utils
-
-    engine = module.DeepSpeedEngine.__new__(module.DeepSpeedEngine)
-    torch.nn.Module.__init__(engine)
-    engine.__dict__.update(
-        _config=config, client_optimizer=None, client_lr_scheduler=None, pipeline_parallelism=False,
-        has_moe_layers=False, global_rank=1, zenflow=config.zero_config.zenflow is not None,
-    )  # fmt: skip
-    with Patches() as patches:
-        patches.replace(utils, "dist", _job_of(1))
-        patches.replace(builder.OpBuilder, "load", lambda *_, **__: _Operations())
-        if device == "cuda":
-            support = {"is_fp16_supported": lambda: True, "is_bf16_supported": lambda: True}
-            patches.replace(module, "get_accelerator", lambda: SimpleNamespace(**support))
-            patches.replace(no_impl.NotImplementedBuilder, "load", builder.OpBuilder.load)
-        name = engine.optimizer_name()
-        if name and not engine._is_supported_optimizer(name):
-            raise ValueError(f".type = {show(name)}: DeepSpeed has no such optimizer{_meant(name, module)}")
-        engine._do_sanity_check()
-        engine.get_data_types()
-        size = (config._param_dict.get("tensor_parallel") or {}).get("autotp_size", 0)
-        if isinstance(size, str) and size != "auto":
-            raise ValueError(f".autotp_size = {show(size)}: must be an integer")
-        parameters = [torch.nn.Parameter(torch.zeros(1))]
-        optimizer = torch.optim.Adam(parameters)
-        if name and not name.lower().startswith(_NOT_CONSTRUCTED):
-            optimizer = engine._configure_basic_optimizer(parameters)
-            engine._do_optimizer_sanity_check(optimizer)
-        engine._scheduler_from_config(optimizer)
-
-
-def _meant(name: str, module: Any) -> str:
-    """Return the optimizer that was probably meant, as a question; mostly empty."""
-    import torch
-
-    classes = [each for each in dir(torch.optim) if isinstance(getattr(torch.optim, each), type)]
-    names = {each.lower(): each for each in (*module.DEEPSPEED_OPTIMIZERS, *classes)}  # torch's writing wins
-    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.8)
-    return f"; did you mean {show(names[close[0]])}?" if close else ""
-
-
 def _in_words(error: Exception) -> list[str]:
-    """Return an error of DeepSpeed as lines. Those of pydantic start with a dot and the path of the value."""
+    """Return an error of DeepSpeed as lines; pydantic's name the model, the key and the value."""
     if not hasattr(error, "errors"):
         return [" ".join(str(error).split()) or type(error).__name__]
+    model = getattr(error, "title", "")
     return [
-        f"{''.join(f'.{key}' for key in item['loc'])} = {show(item['input'])}: "
-        + ("DeepSpeed has no such key" if item["type"] == "extra_forbidden" else item["msg"])
-        if item["loc"]
-        else item["msg"].removeprefix("Value error, ")
+        f"{'.'.join(map(str, (model, *item['loc'])))} = {show(item['input'])}: {item['msg']}"
         for item in error.errors()
     ]
 

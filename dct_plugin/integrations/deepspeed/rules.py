@@ -48,16 +48,6 @@ def refusals(job: Job, config: DCTConfig) -> list[str]:
     return [*features, *_of_section(job, config)]
 
 
-def with_job_defaults(job: Job, config: DCTConfig) -> DCTConfig:
-    """Return the section as it is applied to a job: residuals under ZeRO-3 are in int8 by default."""
-    settings = config.data_parallel
-    automatic = settings.residual_dtype == "auto" and settings.feedback.keeps_residual
-    if not (job.trains and settings.enabled and job.stage == 3 and automatic):
-        return config
-    changed = DataParallelConfig.of(settings.model_dump(exclude_unset=True), residual_dtype="int8")
-    return config.model_copy(update={"data_parallel": changed})
-
-
 def step_ahead_unavailable(job: Job, config: DCTConfig) -> str:
     """Return why a job cannot have step-ahead feedback; empty if it can."""
     if job.stage == 3 and (job.ranks_per_copy <= 1 or config.data_parallel.parameters is None):
@@ -94,6 +84,7 @@ def training_facts(job: Job, config: DCTConfig) -> Training:
         steps=job.steps,
         step_ahead_unavailable=step_ahead_unavailable(job, config),
         exact_unavailable=exact_unavailable(job),
+        precision=job.precision,
     )
 
 
@@ -219,7 +210,7 @@ def _under_zero3(job: Job, settings: DataParallelConfig) -> Iterator[tuple[str, 
             "in its memory, as under ZeRO stage 2: take that stage or 1, or leave parameters out "
             "(zero_optimization.zero_quantized_weights is DeepSpeed's own way)",
         )
-    if settings.verify is not None:
+    if settings.asks_to_verify:
         yield (
             "verify",
             "every rank has a part of its own of the parameters, there is nothing to compare; leave it out",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
+from dct_plugin.host_traffic import own_traffic
 from dct_plugin.transport.nodes import Nodes
 
 from ..host.patching import Function, Patches
@@ -137,7 +139,8 @@ class UpdatedWeights(WeightUpdates):
     def gather(self) -> None:
         if self.updates.exact:  # nothing is missing
             return
-        self._optimizer.update_lp_params()
+        with own_traffic():
+            self._optimizer.update_lp_params()
         for index in self._groups:
             self._record_full(index)
 
@@ -160,13 +163,16 @@ class UpdatedWeights(WeightUpdates):
         dense = [index for index in range(len(groups_flat)) if index not in self._known]
         self._update(groups_flat)
         gathered = sum(groups_flat[index].numel() for index in dense if index in self._groups)
+        own, others = ([i for i in dense if (i in self._groups) is owned] for owned in (True, False))
         with self.updates.choice.timed(gathered, whole=True):
-            original(
-                groups_flat=[groups_flat[i] for i in dense],
-                partitioned_param_groups=[partitioned_param_groups[i] for i in dense],
-                dp_process_group=[dp_process_group[i] for i in dense],
-                **keywords,
-            )
+            for indices, counted in ((own, own_traffic()), (others, nullcontext())):
+                with counted:  # :meth:`_record_full` counts the first ones
+                    original(
+                        groups_flat=[groups_flat[i] for i in indices],
+                        partitioned_param_groups=[partitioned_param_groups[i] for i in indices],
+                        dp_process_group=[dp_process_group[i] for i in indices],
+                        **keywords,
+                    )
 
     @torch.no_grad()
     def _update(self, flats: Sequence[Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,17 +20,17 @@ from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training
 from dct_plugin.transport import lost_ranks
 
-from ..host import attachments, lost_peers, startup
-from ..host.measured_job import SECTION, VARIABLE
+from ..host import attachments
+from ..host.attachment import PlainTraining, switched_off
 from ..host.optimizer_attachment import OptimizerAttachment
-from ..host.reporting import start_reporting
-from ..host.settings import refuse_unserved, resolve_settings
+from ..host.replica_checksums import not_trained
 from . import saved_residuals
 from .parameter_groups import (
     GatheredShard,
     ShardedParameter,
     check_displaceable,
     check_torch,
+    follow_methods,
     has_replicas,
     parameter_groups,
     replicated_groups,
@@ -49,7 +49,7 @@ class ReplicaCompression(OptimizerAttachment):
     """Exchange of thresholded gradients between the replicas of an FSDP2 model, in place of FSDP's
     all-reduce.
 
-    Make it with :data:`compress_replicas` on every rank, after the last ``fully_shard`` or ``replicate`` and
+    Make it with :func:`compress_replicas` on every rank, after the last ``fully_shard`` or ``replicate`` and
     before the first step. It is a ``Stateful`` of ``torch.distributed.checkpoint``.
 
     Args:
@@ -65,12 +65,16 @@ class ReplicaCompression(OptimizerAttachment):
         total_steps: Optimizer steps of the run, if known: the dense start becomes a share of it.
         metrics: The metrics to record in; None makes them from the configuration, and rank 0 prints their
             summary when the process ends.
-        time_limit: Seconds in which the other replicas must reach their first reduction.
+        time_limit: Seconds in which the other replicas must reach their first reduction; None: as long as the
+            process group waits.
 
     Raises:
         ConfigError: The model has no replicas or is not one of FSDP2's, or a setting does not work with it.
         VersionError: The installed torch is not supported.
     """
+
+    framework = "FSDP2"
+    hint = "its model was not passed to compress_replicas, or it is far behind"
 
     def __init__(
         self,
@@ -81,61 +85,89 @@ class ReplicaCompression(OptimizerAttachment):
         scaler: torch.amp.GradScaler | None = None,
         total_steps: int | None = None,
         metrics: Metrics | None = None,
-        time_limit: float = startup.TIME_LIMIT,
+        time_limit: float | None = None,
     ) -> None:
         check_torch()
-        if VARIABLE in os.environ:  # the job is measured by `dct advise`
-            config = SECTION
-        noted = attachments.note(model, self)
-        written = DCTConfig.given(config, rank=dist.get_rank())
-        super().__init__(written, optimizer, scaler, self._gradients, call="compress_replicas", sharded=True)
-        self.ends.callback(noted)
+        super().__init__(config, optimizer, scaler, self._gradients, call="compress_replicas", sharded=True)
         self._model, self._time_limit = model, time_limit
-        groups = replicated_groups(model)
-        self._unsharded = unsharded_parameters(model)
-        replicas = groups[0][0].mesh_info.replicate_process_group.size()
-        training = Training(
-            ranks=replicas,
-            steps=total_steps,
-            optimizer_unknown_hint="compress_replicas(..., optimizer=optimizer) takes what suits it",
-        )
-        self.config, self._note = resolve_settings(written, self._optimizers, training)
-        _check_settings(self.config, has_optimizer=bool(self._optimizers))
-        self._check_optimizers(
-            model,
-            {each.name: each.sharded for _, parameters in groups for each in parameters},
-            call="compress_replicas",
-            remedy="make it after fully_shard, which replaces the parameters",
-            warns=dist.get_rank() == 0,
-        )
-        if metrics is None:
-            metrics = Metrics(self.config.metrics, rank=dist.get_rank(), world_size=replicas)
-            self.ends.callback(start_reporting(metrics))
-        self.metrics = metrics
         self._agreed: set[GradientReducer] = set()
         self._reduced: set[GradientReducer] = set()
         """Reducers that have reduced gradients of this step."""
         self._pass = -1
         """The backward pass of the last exchange."""
+        try:
+            groups = replicated_groups(model)
+            self._decide(groups, total_steps)
+            self.metrics = metrics or self.report(dist.get_rank(), self.applied.compressors)
+            self._connect_all(groups)
+            self._change_passes()
+        except BaseException:
+            self.close()
+            raise
+
+    def _decide(self, groups: Sequence[tuple[Any, list[ShardedParameter]]], total_steps: int | None) -> None:
+        """Decide the settings, and check that they and the optimizers fit the model."""
+        self.ends.callback(attachments.note(self._model, self))
+        self._unsharded = unsharded_parameters(self._model)
+        training = Training(
+            ranks=groups[0][0].mesh_info.replicate_process_group.size(),
+            steps=total_steps,
+            optimizer_unknown_hint="compress_replicas(..., optimizer=optimizer) takes what suits it",
+        )
+        self.resolve(self._optimizers, training)
+        self._check_settings()
+        self._check_optimizers(
+            self._model,
+            {each.name: each.sharded for _, parameters in groups for each in parameters},
+            call="compress_replicas",
+            remedy="make it after fully_shard, which replaces the parameters",
+            warns=dist.get_rank() == 0,
+        )
+
+    def _check_settings(self) -> None:
+        """Refuse settings that need an optimizer.
+
+        Raises:
+            ConfigError: Names the setting.
+        """
+        settings = self.config.data_parallel
+        for key, needed in (
+            ("feedback = 'step_ahead'", settings.feedback.looks_ahead),
+            ("nonfinite_action = 'skip'", settings.nonfinite_action == "skip"),
+        ):
+            if needed and not self._optimizers:
+                raise ConfigError(
+                    f"dct.data_parallel.{key} needs compress_replicas(model, config, optimizer=optimizer)"
+                )
+
+    def _connect_all(self, groups: Sequence[tuple[Any, list[ShardedParameter]]]) -> None:
         SEAM.enter()
         self.ends.callback(SEAM.leave)
         self.groups = [self._connect(group, parameters) for group, parameters in groups]
-        self._before_forward(model, _refuse_compiled_autograd)
-        self._before_forward(model, self.close_if_done)
+
+    def _change_passes(self) -> None:
+        """Follow the passes of the model, and displace its weights or train its own ones."""
+        self._before_forward(self._model, _refuse_compiled_autograd)
+        self._before_forward(self._model, self.close_if_done)
         if self.config.data_parallel.feedback.looks_ahead:
             self._step_ahead()
-        if self.config.data_parallel.local_steps is not None:
+        if self.config.data_parallel.local_steps is None:
+            self._watch_loading(self._model, lambda: ((each.name, each.local()) for each in self.parameters))
+        else:
             self._local_steps()
         self._optimizer_steps.follow(self._optimizers)
         # Whether a scaler skipped the last step is known at the next pass, without waiting for a device; and
         # to be known before weights are displaced.
-        self._before_forward(model, self._optimizer_steps.end_due)
-        self.ends.callback(lost_peers.watch(self, lambda compression: compression.steps.step))
+        self._before_forward(self._model, self._optimizer_steps.end_due)
+        self.ends.callback(follow_methods(self._model))
 
     @property
     def parameters(self) -> Iterator[ShardedParameter]:
         """The parameters whose gradients are compressed."""
         return (parameter for group in self.groups for parameter in group.parameters)
+
+    def weights(self) -> Iterable[Tensor]:
+        return (parameter.local() for parameter in self.parameters)
 
     # -- made once ---
 
@@ -144,7 +176,13 @@ class ReplicaCompression(OptimizerAttachment):
         replicas = group.mesh_info.replicate_process_group
         ranks = tuple(dist.get_process_group_ranks(replicas))
         if ranks not in self._reducers:
-            self._make_reducer(replicas, None, group.device, self.metrics, lambda: self._replicated(ranks))
+            self._make_reducer(
+                replicas,
+                None,
+                group.device,
+                lambda: self._replicated(ranks),
+                lambda: not_trained(self._model, (name for name, _ in self._replicated(ranks))),
+            )
         own = ReplicaGroup(replicas, parameters, self._reducers[ranks], self._before_exchange)
         # FSDP's modules share these objects, and each parameter group needs its own.
         self.ends.callback(setattr, group, "mesh_info", group.mesh_info)
@@ -220,7 +258,7 @@ class ReplicaCompression(OptimizerAttachment):
             self._agreed.add(group.reducer)
         self._follow_unit(group)
         self._reduced.add(group.reducer)
-        self._optimizer_steps.begin(each.sharded for each in group.expected)
+        self._optimizer_steps.begin((each.name, each.sharded) for each in group.expected)
         return current >= 0
 
     def _end_pass(self) -> None:
@@ -230,9 +268,7 @@ class ReplicaCompression(OptimizerAttachment):
         self._optimizer_steps.end_pass()
 
     def _agree(self, group: ReplicaGroup) -> None:
-        hint = "its model was not passed to compress_replicas, or it is far behind"
-        agreement = startup.join("fsdp", group=group.replicas, limit=self._time_limit, hint=hint)
-        with agreement:
+        def prepare() -> str:
             for each in filter(has_replicas, parameter_groups(self._model)):
                 if not isinstance(each.mesh_info.replicate_process_group, ReplicaGroup):
                     module = each._module_fqn or type(each.modules[0]).__name__
@@ -240,12 +276,15 @@ class ReplicaCompression(OptimizerAttachment):
                         f"rank {dist.get_rank()}: module {module} was passed to fully_shard after "
                         "compress_replicas; call compress_replicas after the last fully_shard"
                     )
-        facts = {"optimizer steps so far": group.reducer.step, "optimizer given": bool(self._optimizers)}
-        agreement.confirm(startup.facts_of(self.config, facts))
-        if dist.get_rank() == 0 and not self._agreed:
-            all_groups = sum(1 for _ in parameter_groups(self._model))
-            what = f"FSDP2, {group.size()} replicas, {len(self.groups)} of {all_groups} parameter groups"
-            startup.log_active(what, self.config, self._note, group.reducer.config)
+            if dist.get_rank() or self._agreed:
+                return ""
+            count = sum(1 for _ in parameter_groups(self._model))
+            return f"FSDP2, {group.size()} replicas, {len(self.groups)} of {count} parameter groups"
+
+        def facts() -> dict[str, Any]:
+            return {"optimizer steps so far": group.reducer.step, "optimizer given": bool(self._optimizers)}
+
+        self.agree(prepare, topic="fsdp", group=group.replicas, limit=self._time_limit, facts=facts)
 
     def _follow_unit(self, group: ReplicaGroup) -> None:
         """Tell the reducer what the coming gradients are multiplied by: FSDP's factors, the loss scale."""
@@ -310,8 +349,17 @@ class ReplicaCompression(OptimizerAttachment):
         self.steps.step = self.groups[0].reducer.step
 
 
-#: Makes the state of a training; the name that scripts use.
-compress_replicas = ReplicaCompression
+def compress_replicas(
+    model: nn.Module, config: DCTConfig | Mapping[str, Any] | None = None, **options: Any
+) -> ReplicaCompression | PlainTraining:
+    """Return a :class:`ReplicaCompression` with these arguments. If the section is switched off, the model
+    stays as it is.
+    """
+    written = DCTConfig.given(config, rank=dist.get_rank())
+    if reason := switched_off(written):
+        attachments.take_off(model)
+        return PlainTraining(written, reason)
+    return ReplicaCompression(model, written, **options)
 
 
 def _refuse_compiled_autograd() -> None:
@@ -326,25 +374,3 @@ def _refuse_compiled_autograd() -> None:
             f"rank {dist.get_rank()}: compress_replicas: under torch's compiled autograd FSDP2 does not "
             "train as without it; switch it off (torch._dynamo.config.compiled_autograd = False)"
         )
-
-
-def _check_settings(config: DCTConfig, *, has_optimizer: bool) -> None:
-    """Refuse settings that do not work with FSDP.
-
-    Raises:
-        ConfigError: Names the setting.
-    """
-    settings = config.data_parallel
-    if not (config.enabled and settings.enabled):
-        raise ConfigError("dct.data_parallel is switched off (enabled = false): leave compress_replicas out")
-    why = "under FSDP2 the replicas of the mesh are the nodes, inside which FSDP gathers the weights"
-    served = ("feedback", "local_steps", "verify", "quality", "adaptive", "nonfinite_action")
-    refuse_unserved(config, why, served)
-    for key, needed in (
-        ("feedback = 'step_ahead'", settings.feedback.looks_ahead),
-        ("nonfinite_action = 'skip'", settings.nonfinite_action == "skip"),
-    ):
-        if needed and not has_optimizer:
-            raise ConfigError(
-                f"dct.data_parallel.{key} needs compress_replicas(model, config, optimizer=optimizer)"
-            )

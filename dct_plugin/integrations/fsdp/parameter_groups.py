@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.console import listed, logger
+from dct_plugin.data_parallel.passes import calls_of
 from dct_plugin.errors import ConfigError
 
 from ..host import versions
@@ -116,6 +118,41 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
 def has_replicas(group: Any) -> bool:
     """Return whether a parameter group has a replica dimension."""
     return hasattr(group.mesh_info, "replicate_process_group")
+
+
+def follow_methods(model: nn.Module) -> Callable[[], None]:
+    """Let what follows the calls of a model follow its methods that were passed to
+    ``register_fsdp_forward_method``, too; the returned function ends it.
+    """
+    if not hasattr(model, "_get_fsdp_state"):
+        return lambda: None
+    get_state: Any = model._get_fsdp_state
+    state = get_state()
+    without_gradients: list[contextlib.ExitStack] = []
+    before, after = state._pre_forward, state._post_forward
+
+    def pre_forward(*arguments: Any) -> Any:
+        entered = calls_of(model).enter()
+        if torch.is_grad_enabled():
+            entered.close()  # a method that fails does not call post_forward
+        else:
+            without_gradients.append(entered)
+        return before(*arguments)
+
+    def post_forward(*arguments: Any) -> Any:
+        try:
+            return after(*arguments)
+        finally:
+            if without_gradients and not torch.is_grad_enabled():
+                without_gradients.pop().close()
+
+    # FSDP's own hooks have the methods of the class; those of the state are called around methods alone.
+    state._pre_forward, state._post_forward = pre_forward, post_forward
+
+    def undo() -> None:
+        del state._pre_forward, state._post_forward
+
+    return undo
 
 
 def unsharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -113,7 +113,9 @@ class LongWaits(threading.Thread):
 
     A rank that leaves the training loop alone makes other calls than the rest. Then all wait for the time
     limit of the process group, which is half an hour. Each rank says in the key-value store in which call it
-    waits, and every :data:`INTERVAL` that it lives, and in which step.
+    waits, and every :data:`INTERVAL` that it lives, and in which step. It has a client of the store of its
+    own: the main thread may wait with the other one. Where all ranks wait, each makes a few requests; where
+    one does not, a single rank of those in a call looks at all others, and reports.
 
     Args:
         step_of: Returns the optimizer steps so far.
@@ -122,6 +124,8 @@ class LongWaits(threading.Thread):
     def __init__(self, step_of: Callable[[], int | None]) -> None:
         super().__init__(name="dct long waits", daemon=True)
         self._step_of, self._ended = step_of, threading.Event()
+        self._client: tuple[Any, Any] = (None, None)
+        """The default store, and the client of this thread."""
         atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -129,6 +133,14 @@ class LongWaits(threading.Thread):
         atexit.unregister(self.stop)
         self._ended.set()
         self.join(1.0)
+
+    @property
+    def _store(self) -> Any:
+        """A client of the default store that no other thread uses; before torch 2.8 the default one."""
+        default = lost_ranks.default_store()
+        if self._client[0] is not default:
+            self._client = (default, default.clone() if hasattr(default, "clone") else default)
+        return self._client[1]
 
     def run(self) -> None:
         reported: lost_ranks.Wait | None = None
@@ -140,41 +152,52 @@ class LongWaits(threading.Thread):
             failed_in = [step] if lost_ranks.own_failures else []
             with contextlib.suppress(Exception):
                 key = lost_ranks.key_of("heard", dist.get_rank())
-                lost_ranks.default_store().set(key, f"{time.monotonic()} {step}")
+                self._store.set(key, f"{time.monotonic()} {step}")
             longest = min(list(lost_ranks.waits.values()), key=lambda wait: wait.began, default=None)
             if longest is not None and time.monotonic() > longest.began + INTERVAL:
                 with contextlib.suppress(Exception):
-                    lost_ranks.look_for_failure()
+                    lost_ranks.look_for_failure(self._store)
             if longest is not None and time.monotonic() < longest.began + PATIENCE:
                 longest = None
             if longest == reported:
                 continue
             with contextlib.suppress(Exception):  # a store that is gone, or a process group that is destroyed
-                if longest is None:
-                    lost_ranks.default_store().delete_key(lost_ranks.key_of("waits", dist.get_rank()))
-                else:
+                if reported is not None:
+                    self._retract(reported)
+                if longest is not None:
                     self._report(longest)
             reported = longest
 
+    def _retract(self, wait: lost_ranks.Wait) -> None:
+        """Delete what the store has of a wait that is over."""
+        own = dist.get_rank()
+        self._store.delete_key(lost_ranks.key_of("waits", own))
+        if lost_ranks.stated(claim := _claim(wait), self._store) == str(own):
+            self._store.delete_key(claim)
+
     def _report(self, wait: lost_ranks.Wait) -> None:
         """Say in the store what this rank waits for, and warn of what the others do."""
-        own = dist.get_rank()
-        lost_ranks.default_store().set(lost_ranks.key_of("waits", own), wait.call)
+        own, store = dist.get_rank(), self._store
         ranks = dist.get_process_group_ranks(wait.group if wait.group is not None else dist.group.WORLD)
-        calls: dict[int, str] = {}
-        heard = {rank: lost_ranks.stated(lost_ranks.key_of("heard", rank)) for rank in ranks}
-        until, count = time.monotonic() + ANSWERS, len(ranks) - 1
-        while len(calls) < count and time.monotonic() < until and not self._ended.wait(INTERVAL / 10):
-            for rank in set(ranks) - {own} - calls.keys():
-                if (call := lost_ranks.stated(lost_ranks.key_of("waits", rank))) is not None:
-                    calls[rank] = call
+        keys = {rank: lost_ranks.key_of("waits", rank) for rank in ranks}
+        store.set(keys[own], wait.call)
+        until, all_wait = time.monotonic() + ANSWERS, False
+        while not all_wait and time.monotonic() < until and not self._ended.wait(INTERVAL / 5):
+            all_wait = store.check(list(keys.values()))
         if wait not in lost_ranks.waits.values():
             return
-        others = []
-        for rank in (rank for rank in ranks if rank != own and rank not in calls):
-            now = lost_ranks.stated(lost_ranks.key_of("heard", rank))
-            state = "gives no sign of life" if now and now == heard[rank] else "is in no call of dct"
-            others.append(f"rank {rank} {state}" + (f" (last step {now.split()[1]})" if now else ""))
+        if all_wait and store.has_extended_api():
+            values = store.multi_get(list(keys.values()))
+            calls = {rank: value.decode() for rank, value in zip(ranks, values, strict=True)}
+            if set(calls.values()) == {wait.call}:
+                return
+        if store.compare_set(_claim(wait), "", str(own)).decode() != str(own):
+            return  # another rank in this call reports
+        found = {rank: lost_ranks.stated(key, store) for rank, key in keys.items()}
+        calls = {rank: call for rank, call in found.items() if call is not None}
+        others = self._describe_absent([rank for rank in ranks if rank not in calls])
+        if wait not in lost_ranks.waits.values():
+            return
         others += [f"rank {rank} is in the {call}" for rank, call in calls.items() if call != wait.call]
         if others:
             logger.warning(
@@ -182,3 +205,21 @@ class LongWaits(threading.Thread):
                 f"meanwhile {', '.join(others[:5])}. A rank in another call is slow or stuck, or it has left "
                 "the training loop: decide on all ranks"
             )
+
+    def _describe_absent(self, ranks: list[int]) -> list[str]:
+        """Return, in words, whether ranks that are in no call live, and their last steps."""
+        keys, store, others = {rank: lost_ranks.key_of("heard", rank) for rank in ranks}, self._store, []
+        heard = {rank: lost_ranks.stated(key, store) for rank, key in keys.items()}
+        if ranks:
+            self._ended.wait(2 * INTERVAL)
+        for rank, key in keys.items():
+            now = lost_ranks.stated(key, store)
+            state = "gives no sign of life" if now and now == heard[rank] else "is in no call of dct"
+            others.append(f"rank {rank} {state}" + (f" (last step {now.split()[1]})" if now else ""))
+        return others
+
+
+def _claim(wait: lost_ranks.Wait) -> str:
+    """Return the key under which one of the ranks that wait in a call says that it reports."""
+    first = 0 if wait.group is None else dist.get_process_group_ranks(wait.group)[0]
+    return f"dct_plugin/reports/{first}/{wait.call}"

@@ -8,7 +8,7 @@ from typing import Any
 #: In the environment of such a job: the file for its figures.
 VARIABLE = "DCT_ADVISE"
 
-#: The section of such a job: all settings are timed, all steps are dense.
+#: The section of such a job: the settings that jobs get are timed, all steps are dense.
 SECTION = {"data_parallel": {"quality": "bytes", "sparsity": 0.99, "feedback": "local"}}
 
 #: What is known about the training besides its figures.

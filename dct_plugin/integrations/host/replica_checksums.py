@@ -1,14 +1,16 @@
-"""Comparison of replicas: a checksum of every parameter, compared over the ranks every few steps.
+"""Comparison of replicas: a checksum of every tensor, compared over the ranks every few steps.
 
 Ranks add up the same payloads in the same order, so their parameters are bitwise equal. Memory errors,
-kernels that are not deterministic and scripts that change parameters on one rank would go unnoticed, and the
+kernels that are not deterministic and scripts that change tensors on one rank would go unnoticed, and the
 saved model would not be the trained one.
 """
 
 from __future__ import annotations
 
+import time
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,22 +18,33 @@ from torch import Tensor
 
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.console import logger
+from dct_plugin.data_parallel.checksums import checksum
 from dct_plugin.errors import DesyncError
 from dct_plugin.host_traffic import own_traffic
 from dct_plugin.transport import lost_ranks
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-#: Entries that are summed at once, in 16 bytes of memory each.
-_CHUNK = 2**20
+_Named = Sequence[tuple[str, Tensor]]
+#: What may be wrong, and what to do about it.
+_REMEDY = (
+    "A script that updates them in a training pass (averaged weights, momentum encoders) reads weights that "
+    "differ from rank to rank: read within `with dct_plugin.data_parallel.weights(model):`, or update after "
+    "optimizer.step(). A script that changes them on one rank is to do so on all"
+)
 
 
 class ReplicaChecksums:
-    """Comparison of parameters as ``dct.data_parallel.verify`` says.
+    """Comparison of the ranks' tensors as ``dct.data_parallel.verify`` says.
 
     Args:
         config: The ``data_parallel`` settings.
-        weights: The parameters by name, the same on all ranks of the group.
+        weights: Returns the trainable parameters by name, the same on all ranks of the group.
         group: The ranks that hold replicas; None for all.
+        others: Returns frozen parameters and buffers by name. Those that differ at the end of the dense start
+            are a rank's own, and are not compared.
+        agree: Makes sure that all ranks compare now; a collective.
+
+    Attributes:
+        seconds: Time that comparisons took so far.
     """
 
     def __init__(
@@ -39,63 +52,94 @@ class ReplicaChecksums:
         config: DataParallelConfig,
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
         group: dist.ProcessGroup | None = None,
+        others: Callable[[], Iterable[tuple[str, Tensor]]] = tuple,
+        agree: Callable[[str], None] = lambda what: None,
     ) -> None:
-        self._verify, self._weights, self._group = config.verify, weights, group
+        self._verify, self._dense_steps = config.verify, config.dense_steps
+        self._weights, self._others, self._group, self._agree = weights, others, group, agree
+        self._compares_others = config.local_steps is None  # else they are a rank's own
+        self._left_out: set[str] = set()
+        """Names of tensors that are a rank's own, or have been logged."""
+        self._is_first = True
+        self.seconds = 0.0
 
     @own_traffic(recorded=False)
     def check(self, step: int, *, saves: bool = False) -> None:
-        """Compare the parameters after optimizer step ``step`` where that is due, and before they are saved;
+        """Compare the tensors after optimizer step ``step`` where that is due, and before they are saved;
         then it is a collective.
 
-        With the action ``"stop"`` ranks that differ stop all, with ``"resync"`` every rank takes over the
-        parameters of the group's first rank, and a warning says which were others. States of the optimizer
-        are not compared.
-
         Raises:
-            DesyncError: On every rank: names the step, the parameters and the ranks.
+            DesyncError: On every rank, with the action ``"stop"``: trainable parameters differ. It names the
+                step, the parameters and the ranks.
         """
         verify = self._verify
-        if verify is None or (step % verify.every and not saves):
+        is_due = verify is not None and (saves or verify.is_due(step, self._dense_steps))
+        if not is_due or dist.get_world_size(self._group) == 1:
             return
-        named = list(self._weights())
-        if not named or dist.get_world_size(self._group) == 1:
-            return
-        own = torch.stack([checksum(weight) for _, weight in named])
-        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        everyones = [torch.empty_like(own) for _ in ranks]
-        with lost_ranks.reported("comparison of parameters", self._group, step):
-            dist.all_gather(everyones, own, group=self._group)
-        by_parameter = torch.stack(everyones, dim=1)
-        differing = (by_parameter != by_parameter[:, :1]).any(dim=1).nonzero().view(-1).tolist()
+        began = time.perf_counter()
+        weights = [pair for pair in self._weights() if pair[0] not in self._left_out]
+        others = [pair for pair in self._comparable() if pair[0] not in self._left_out]
+        if weights or others:
+            self._agree("comparison of parameters")
+            self._compare(weights, others, step)
+        self.seconds += time.perf_counter() - began
+
+    def _comparable(self) -> list[tuple[str, Tensor]]:
+        named = self._others() if self._compares_others else ()
+        return [(name, each) for name, each in named if each.layout is torch.strided and not each.is_meta]
+
+    def _compare(self, weights: _Named, others: _Named, step: int) -> None:
+        assert self._verify is not None
+        named, ranks = [*weights, *others], dist.get_process_group_ranks(self._group or dist.group.WORLD)
+        device = named[0][1].device
+        names = zlib.crc32("\n".join(name for name, _ in others).encode())
+        own = torch.stack([torch.tensor(names), *(checksum(each).to(device) for _, each in weights)])
+        found = self._gathered(own.to(device), step)
+        if (found[0] != found[0][0]).any():  # ranks have registered others
+            self._compares_others, others = False, ()
+        if others:
+            own = torch.stack([checksum(each).to(device) for _, each in others])
+            found = torch.cat([found, self._gathered(own, step)])
+        named, found = [*weights, *others], found[1:]
+        differing = (found != found[:, :1]).any(dim=1).nonzero().view(-1).tolist()
+        is_start, self._is_first = self._is_first or step <= self._dense_steps, False
+        own_ones = {named[i][0] for i in differing if i >= len(weights)} if is_start else set()
+        self._left_out |= own_ones
+        differing = [i for i in differing if named[i][0] not in own_ones]
         if not differing:
             return
-        text = "; ".join(
-            f"{named[i][0]} on {_minority(ranks, by_parameter[i].tolist())}" for i in differing[:5]
-        )
+        texts = [f"{named[i][0]} on {_minority(ranks, found[i].tolist())}" for i in differing[:5]]
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
-        if verify.action == "stop":
-            raise DesyncError(
-                f"rank {dist.get_rank()}: parameters differ between the ranks after step {step}: {text}{more}"
-            )
-        for i in differing:
-            dist.broadcast(named[i][1], ranks[0], group=self._group)
+        what = f"differ between the ranks after step {step}: {'; '.join(texts)}{more}"
+        if self._verify.action == "stop" and differing[0] < len(weights):
+            raise DesyncError(f"rank {dist.get_rank()}: parameters {what}")
+        self._put_right([named[i] for i in differing], ranks, what)
+
+    def _put_right(self, differing: _Named, ranks: Sequence[int], what: str) -> None:
+        """Log tensors that differ, once; or let all ranks take over those of the first."""
+        end = f". {_REMEDY}; logged once"
+        if self._verify is not None and self._verify.action == "resync":
+            end = f"; all took over those of rank {ranks[0]}"
+            for _, each in differing:
+                dist.broadcast(each, ranks[0], group=self._group)
+        else:
+            self._left_out |= {name for name, _ in differing}
         if dist.get_rank() == ranks[0]:
-            logger.warning(
-                f"dct: parameters differed between the ranks after step {step}: {text}{more}; all took over "
-                f"those of rank {ranks[0]}"
-            )
+            logger.warning(f"dct: tensors {what}{end}")
+
+    def _gathered(self, own: Tensor, step: int) -> Tensor:
+        """Return the numbers of all ranks: int64 [numbers, ranks]."""
+        everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+        with lost_ranks.reported("comparison of parameters", self._group, step):
+            dist.all_gather(everyones, own, group=self._group)
+        return torch.stack(everyones, dim=1)
 
 
-def checksum(weight: Tensor) -> Tensor:
-    """Return the sum of a tensor's bit patterns, each mixed with its position: int64, on its device."""
-    flat = weight.detach().contiguous().view(-1)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start, words in enumerate(flat.view(_WORDS[flat.element_size()]).split(_CHUNK)):
-        # Odd factors, so that no single difference vanishes.
-        first = 2 * start * _CHUNK + 1
-        factors = torch.arange(first, first + 2 * words.numel(), 2, device=flat.device)
-        total += (words * factors).sum()
-    return total
+def not_trained(module: torch.nn.Module, trained: Iterable[str]) -> list[tuple[str, Tensor]]:
+    """Return the frozen parameters and the buffers of a module by name; all that are not ``trained``."""
+    named, left_out = [*module.named_parameters(), *module.named_buffers()], set(trained)
+    local = ((name, getattr(each, "to_local", lambda each=each: each)()) for name, each in named)
+    return [(name, each.detach()) for name, each in local if name not in left_out]
 
 
 def _minority(ranks: list[int], sums: list[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 from collections.abc import Callable
 
 from dct_plugin.host_traffic import HostTraffic
@@ -24,7 +25,11 @@ def start_reporting(
         A function that writes what is left and prints the summary on rank 0; the second call does nothing.
     """
 
+    process = os.getpid()
+
     def summarize() -> None:
+        if os.getpid() != process:  # a forked child, whose exit runs the handlers of its parent
+            return
         metrics.close()
         if metrics.rank == 0 and metrics.summary().steps:
             print(metrics.summary_line(), flush=True)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.data_parallel.step_units import StepUnit, unwrapped
+from dct_plugin.data_parallel.step_units import StepUnit, stepping, unwrapped
 from dct_plugin.errors import ConfigError
-from dct_plugin.policy import Training, resolve
+from dct_plugin.policy import AppliedSettings, Training, resolve
 from dct_plugin.policy.optimizers import OptimizerFamily
 
 
@@ -38,53 +38,26 @@ def optimizers_of(given: Any, call: str) -> list[torch.optim.Optimizer]:
     return [unwrapped(each) for each in several]
 
 
-def refuse_unserved(config: DCTConfig, why: str, served: Collection[str] = ()) -> None:
-    """Refuse the options that need more of a host than its gradients.
-
-    Args:
-        config: The section as it is written.
-        why: What the host lacks, in words.
-        served: Names of those options that the host serves nevertheless.
-
-    Raises:
-        ConfigError: Names the option, and what to set instead.
-    """
-    settings = config.data_parallel
-    ahead, quality = settings.feedback.looks_ahead, settings.quality
-    refused = {
-        "feedback": (ahead, f" = '{settings.feedback.label()}'", '"local"'),
-        "nodes": (settings.nodes not in ("auto", 1), f" = {settings.nodes}", "1"),
-        "nonfinite_action": (settings.nonfinite_action == "skip", " = 'skip'", '"pass"'),
-    }
-    for key in ("parameters", "local_steps", "verify", "adaptive"):
-        refused[key] = getattr(settings, key) is not None, "", "null"
-    refused["quality"] = quality is not None, f" = '{quality}'", "null, and sparsity to a number"
-    for key, (wrong, value, instead) in refused.items():
-        if wrong and key not in served:
-            raise ConfigError(f"dct.data_parallel.{key}{value}: {why}; set it to {instead}")
-
-
-def resolve_settings(config: DCTConfig, optimizer: Any, training: Training) -> tuple[DCTConfig, str]:
-    """Return the configuration with the feedback that suits the optimizer, and lines for rank 0 to log.
-
-    They say what the feedback became, or that the settings are known to lose, and how updated weights are
-    gathered; they may be empty.
+def resolve_settings(
+    config: DCTConfig, optimizer: Any, training: Training, compressors: int | None = None
+) -> tuple[DCTConfig, AppliedSettings]:
+    """Return the configuration as it is applied, and what is to be said about its settings.
 
     Args:
         config: The section as it was written.
         optimizer: The optimizer or a wrapper of it, None if it was not told; of several the one that suffers
             most by delay counts.
         training: The other facts of the training, as the host knows them.
+        compressors: Ranks or nodes that exchange messages; None: every rank.
     """
     if not config.enabled or training.ranks == 1:
-        return config, ""
+        return config, AppliedSettings(config.data_parallel, 1)
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     trainings = [training_of(each, training) for each in optimizers or [None]]
     suffers_most = OptimizerFamily.OTHER, OptimizerFamily.MUON
     training = max(trainings, key=lambda each: (each.family in suffers_most, each.family.loses_by_delay))
-    made = resolve(config.data_parallel, training)
-    lines = "\n".join(filter(None, (made.line, made.updates)))
-    return config.model_copy(update={"data_parallel": made.settings}), lines
+    applied = resolve(config.data_parallel, training, compressors)
+    return config.model_copy(update={"data_parallel": applied.settings}), applied
 
 
 def steps_of(scheduler: Any) -> int | None:
@@ -101,7 +74,7 @@ def training_of(optimizer: Any, training: Training) -> Training:
     """Return ``training`` with the facts of its optimizer, or of a wrapper of it; as it is with None."""
     if optimizer is None:
         return training
-    inner = unwrapped(optimizer)
+    inner = stepping(optimizer)
     names = [cls.__name__ for cls in type(inner).__mro__]
     if hasattr(inner, "step_unit"):  # it says itself what its steps are
         units = [StepUnit.of(inner, group) for group in inner.param_groups]

@@ -17,15 +17,16 @@ from torch import Tensor
 from dct_plugin._version import __version__
 from dct_plugin.compression.stream import backend_beside
 from dct_plugin.config import DataParallelConfig, DCTConfig, options
-from dct_plugin.console import log_once, logger
+from dct_plugin.console import log_once
 from dct_plugin.errors import ConfigError, VersionError
 from dct_plugin.transport import lost_ranks
-from dct_plugin.transport.agreement import HINT, TIME_LIMIT, Agreement
+from dct_plugin.transport.agreement import HINT, Agreement
 from dct_plugin.transport.nodes import KEY, Nodes, find_nodes, publish_machine, ranks_of_machines
+from dct_plugin.transport.tcp_connect import time_limit
 
 
 def join(
-    topic: str, *, group: dist.ProcessGroup | None = None, limit: float = TIME_LIMIT, hint: str = HINT
+    topic: str, *, group: dist.ProcessGroup | None = None, limit: float | None = None, hint: str = HINT
 ) -> Agreement:
     """Join the next agreement on ``topic``; return this rank's part in it.
 
@@ -34,7 +35,7 @@ def join(
     Args:
         topic: For example ``"deepspeed"``; the same on all ranks.
         group: The group whose ranks agree; None for all.
-        limit: Seconds to wait for the others.
+        limit: Seconds to wait for the others; None: as long as the group waits for its ranks.
         hint: Reasons, besides a crash, why a rank does not report.
 
     Raises:
@@ -59,7 +60,7 @@ def join(
         f"dct_plugin/{topic}/{number}",
         rank=rank,
         world_size=dist.get_world_size(group),
-        limit=limit,
+        limit=time_limit(group) if limit is None else limit,
         hint=hint,
     )
 
@@ -93,14 +94,6 @@ def coverage(
     return f"{len(compressed)} of {len(trained)} parameters"
 
 
-def log_active(what: str, config: DCTConfig, note: str, settings: DataParallelConfig) -> None:
-    """Log what is active; ``note`` is about its feedback, ``settings`` are those of the reducer."""
-    summary = settings.summary if settings.enabled else "dense gradients"
-    logger.warning("dct: active on %s, %s, config %s", what, summary, config.fingerprint())
-    for line in note.splitlines():
-        logger.warning("dct: %s", line)
-
-
 def _warn_of_restarts() -> None:
     """Warn, once and on rank 0, if ranks that torchrun starts again could not connect."""
     restarts, store = map(os.environ.get, ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"))
@@ -117,7 +110,7 @@ def nodes_of(
     group: dist.ProcessGroup | None,
     *,
     unsupported: str = "",
-    limit: float = TIME_LIMIT,
+    limit: float | None = None,
     hint: str = HINT,
 ) -> Nodes | None:
     """Return the nodes whose ranks are summed before the exchange; None if every rank is to exchange.
@@ -126,7 +119,8 @@ def nodes_of(
         config: The ``data_parallel`` settings.
         group: Process group over which gradients are reduced.
         unsupported: What of the host does not work with nodes, in words; "" if all does.
-        limit, hint: See :func:`.transport.nodes.ranks_of_machines`.
+        limit: Seconds to wait for the others; None: as long as the group waits for its ranks.
+        hint: See :func:`.transport.nodes.ranks_of_machines`.
 
     Raises:
         ConfigError: The ranks are no nodes of the size that the configuration asks for, or it asks for nodes
@@ -134,8 +128,9 @@ def nodes_of(
         DesyncError: A rank did not report its machine.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if config.nodes == 1 or len(ranks) == 1 or not config.enabled:
+    if config.nodes == 1 or config.local_steps or len(ranks) == 1 or not config.enabled:
         return None
+    limit = time_limit(group) if limit is None else limit
     machines = ranks_of_machines(ranks, limit=limit, hint=hint)
     automatic = config.nodes == "auto"
     if automatic and len(machines) in (1, len(ranks)):

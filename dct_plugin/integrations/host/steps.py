@@ -5,7 +5,6 @@ Gradients are reduced, the optimizer steps or skips, step counters move on.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
@@ -15,16 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dct_plugin.codecs.copies import Mirror, to_host
+from dct_plugin.codecs.copies import Mirror, start_to_host, to_host
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.console import listed, logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.module_hooks import remove
+from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import own_traffic
 from dct_plugin.kernels.reference import overflow_flags
-from dct_plugin.metrics import Metrics
+from dct_plugin.metrics import Metrics, format_bytes
 from dct_plugin.transport import lost_ranks
 
+from . import gradient_scalers
+from .gradient_use import Event, OptimizerGradients, Use, local_part
 from .patching import Function, Patches
 from .replica_checksums import ReplicaChecksums
 
@@ -188,12 +190,7 @@ class StepHooks:
             skipped, loss_scale: As in :meth:`~dct_plugin.data_parallel.GradientReducer.end_step`.
             alone: The other ranks end it later: :meth:`check` then compares the parameters with theirs.
         """
-        if self._warns:
-            self._warns = False
-            logger.warning(
-                "dct: an optimizer step was made without passing gradients to dct; is the all-reduce of "
-                "gradients switched off, or done by the script itself?"
-            )
+        self._warn("")
         self.open = False
         self.step += 1
         for member in self.members:
@@ -206,6 +203,21 @@ class StepHooks:
         if not alone:
             self.check()
 
+    def warn_of_own_reduction(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say once if an optimizer steps with gradients, and none were ever passed to dct."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        has_gradients = any(parameter.grad is not None for parameter in parameters)
+        if self._warns and has_gradients and dist.get_rank() == 0:
+            self._warn("nothing is compressed: ")
+
+    def _warn(self, consequence: str) -> None:
+        if self._warns:
+            logger.warning(
+                f"dct: {consequence}an optimizer step was made without passing gradients to dct; is the "
+                "all-reduce of gradients switched off, or done by the script itself?"
+            )
+        self._warns = False
+
     def check(self) -> None:
         """Compare the ranks' parameters if they were not since the last step; a collective."""
         step, self._unchecked = self._unchecked, None
@@ -215,10 +227,12 @@ class StepHooks:
 
 
 class OptimizerSteps:
-    """Ends a step when the optimizer makes it, and takes back gradients that no optimizer used.
+    """Ends a step when an optimizer makes it, and takes back gradients that no optimizer used.
 
-    A step is *rejected* if its gradients are cleared without ``optimizer.step()``: they are None or zero when
-    the next backward pass begins. It is not counted. Several backward passes may belong to a step.
+    Each optimizer has its own transaction, the gradients of its parameters (:mod:`.gradient_use`). A step is
+    counted when the first optimizer that was waiting makes it. Gradients that are None or zero when the next
+    backward pass begins are *rejected*: they are no step, and leave no trace in the residuals. The first
+    rejection finds no second residual (:meth:`_undo`).
 
     Without optimizers the first step decides: an optimizer of torch that uses the gradients is followed from
     then on. If the gradients are cleared without one, every backward pass is a step.
@@ -226,8 +240,8 @@ class OptimizerSteps:
     Args:
         steps: Ended with each optimizer step.
         reducers: The reducers of the gradients; more may be added.
-        scaler: The gradient scaler. A step ends when the next pass begins: until then it is not known
-            whether it was skipped.
+        scaler: The gradient scaler; one that was not passed is found when it looks at the gradients. A step
+            ends when the next pass begins: until then it is not known whether it was skipped.
         poisoned: Decides which steps are skipped; a scaler does so itself.
         sharded: Whether ranks hold different gradients. Then the host itself tells the reducers in which unit
             the gradients are.
@@ -246,22 +260,28 @@ class OptimizerSteps:
         self._mirror, self._patches = Mirror(), Patches()
         if scaler is not None:
             self._patches.intercept(scaler, "update", self._update_scaler)
-        self.optimizers: list[Any] = []
+        self._unknown = OptimizerGradients(None)
+        self._gradients = [self._unknown]
+        self._owners: dict[int, OptimizerGradients] = {}
+        """The optimizer's gradients to which a parameter belongs, by identity."""
         self._reducers, self._poisoned, self._sharded = reducers, poisoned, sharded
-        self._transactional = scaler is not None or poisoned.skips
-        self.reduced: dict[int, Tensor] = {}
-        """Parameters whose gradients were reduced since the last step, by identity."""
-        self._scale_before: float | None = None
-        """Loss scale of these gradients."""
-        self._updated = self._stepped = self._stepping = self._skips = False
+        self.transactional = scaler is not None or poisoned.skips
+        self.has_stepped = False
+        """True if a step was made since the start, or since a state was loaded."""
+        self._updated = False
+        """True if the scaler was updated since the last step."""
         self._passes_are_steps = False
-        self._rejected = 0
+        self._stepping: weakref.ref[Any] | None = None
+        """The optimizer whose step runs, or has ended with an error."""
+        self._has_rejected = False
         self._handles: list[Any] = []
         self._finalizer = weakref.finalize(self, remove, self._handles)
+        gradient_scalers.follow(self)
 
     def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """End steps with those of ``optimizers`` (torch's), or of others of the same parameters."""
-        self.optimizers.extend(each for each in optimizers if isinstance(each, torch.optim.Optimizer))
+        own = [each for each in optimizers if isinstance(each, torch.optim.Optimizer)]
+        self._gradients += [OptimizerGradients(each) for each in own]
         if not self._handles:
             before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
             self._handles += [
@@ -270,19 +290,25 @@ class OptimizerSteps:
             ]
 
     @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers that are known."""
+        return [each.optimizer for each in self._gradients if each.optimizer is not None]
+
+    @property
     def awaits_optimizer(self) -> bool:
-        """True if gradients were reduced that the optimizer has not used yet."""
-        return self.steps.open and (bool(self.optimizers) or self._is_undecided) and not self._stepping
+        """True if gradients were reduced that no optimizer has used yet."""
+        return any(each.use is Use.REDUCED for each in self._gradients)
 
     @property
     def _is_undecided(self) -> bool:
         """True until it is known whether an optimizer of torch makes the steps."""
-        return not (self.optimizers or self.scaler or self._passes_are_steps)
+        return not (self.scaler or self._passes_are_steps or self.optimizers)
 
     def close(self) -> None:
         """Follow the optimizers and the scaler no longer."""
         self._finalizer()
         self._patches.undo()
+        gradient_scalers.leave(self)
 
     def loss_scale(self) -> float | None:
         """Return the scale of the coming gradients; None without a scaler."""
@@ -293,22 +319,31 @@ class OptimizerSteps:
 
     # -- called by the host ---
 
-    def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Note that gradients of these parameters are reduced; any number of times in a step."""
+    def begin(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Note that gradients of these parameters, by name, are reduced; any number of times in a step."""
         if not self.steps.open:
-            self._scale_before = self.loss_scale()
-        self.reduced.update((id(each), each) for each in parameters)
+            self._owners = {
+                id(parameter): each
+                for each in reversed(self._gradients[1:])
+                for group in each.optimizer.param_groups
+                for parameter in group["params"]
+            }
+        for name, parameter in named:
+            owner = self._owners.get(id(parameter), self._unknown)
+            owner.add(name, parameter, covered=self.transactional)
         self.steps.begin()
 
     def end_pass(self) -> None:
-        """Note the end of a backward pass that reduced gradients."""
+        """Note the end of a backward pass that reduced gradients, and may have run optimizers' steps."""
         if self._passes_are_steps:
-            self.end()
+            self._unknown.note(Event.STEP)
+        if self.scaler is None:
+            self._end()
 
     @property
     def is_due(self) -> bool:
         """True if the gradient scaler has made or skipped a step that has not ended."""
-        return self.scaler is not None and (self._updated or self._stepped)
+        return self.scaler is not None and any(map(self._is_decided, self._gradients))
 
     def end_due(self, *, alone: bool = False) -> None:
         """End the step that the gradient scaler has made or skipped, before the next gradients come.
@@ -320,106 +355,209 @@ class OptimizerSteps:
             self.steps.check()
         if not self.is_due:
             return
-        was_left_out = bool(self.optimizers) and not self._stepped
-        before, scale = self._scale_before, self.loss_scale()
-        lowered = before is not None and scale is not None and scale < before  # by a step that is skipped
-        self.end(skipped=was_left_out or lowered, alone=alone)
+        for each in filter(self._is_decided, self._gradients):
+            if each.use is Use.REDUCED or (each.overflow is not None and bool(each.overflow().any())):
+                each.note(Event.LEAVE_OUT)
+        self._end(alone=alone)
 
     def end_or_reject(self) -> None:
         """End or reject the last step, before a backward pass adds to gradients or a state is saved. For
         sharded gradients it is a collective.
         """
         self.end_due()
-        if self.awaits_optimizer and self._cleared(zeros=True):
-            self._passes_are_steps = self._is_undecided
-            if self._passes_are_steps:
-                self.end()
-            else:
-                self._report_rejected()
-                self.forget()
+        cleared = self._cleared([each for each in self._gradients if each.use is Use.REDUCED], zeros=True)
+        if cleared and self._is_undecided:
+            self._passes_are_steps = True
+            self._unknown.note(Event.STEP)
+            self._end()
+        elif cleared:
+            self._undo(cleared)
+            for each in cleared:
+                each.note(Event.CLOSE)
+            if self.steps.open and not self.awaits_optimizer:
+                self.steps.open = False
                 for reducer in self._reducers:
                     reducer.reject_step()
 
-    def end(self, *, skipped: bool = False, alone: bool = False) -> None:
-        """End a step, if gradients were reduced since the last one."""
-        if self.steps.open:
-            self.forget()
-            scale = None if self._sharded else self.loss_scale()
-            self.steps.end(skipped=skipped, loss_scale=scale, alone=alone)
-
     def forget(self) -> None:
         """Forget the gradients reduced since the last step."""
-        self.steps.open = self._updated = self._stepped = self._skips = False
-        self.reduced.clear()
+        self.steps.open = self._updated = self.has_stepped = False
+        for each in self._gradients:
+            each.note(Event.CLOSE)
 
-    # -- called by the optimizer and the scaler ---
+    # -- called by optimizers and scalers ---
 
-    def _is_followed(self, optimizer: torch.optim.Optimizer) -> bool:
-        if any(each is optimizer for each in self.optimizers):
-            return True
-        return bool(self.reduced) and any(
-            id(p) in self.reduced for group in optimizer.param_groups for p in group["params"]
-        )
+    def scaler_looks(self, scaler: Any, optimizer: Any) -> None:
+        """Note that a scaler looks at the gradients of an optimizer, and follow it.
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Decide what becomes of the step that an optimizer is about to make."""
-        if not self._is_followed(optimizer):
-            return
-        if self._is_undecided:
-            self.optimizers.append(optimizer)
-        self._stepping = True  # closures clear gradients that the optimizer has used
-        if not self.steps.open:
-            return
-        with_scaler = self.scaler is not None
-        self._skips = self._cleared(zeros=self._poisoned.skips and not with_scaler)
-        if self._skips:
-            self._report_rejected()
-        elif not with_scaler:
-            self._skips = self._poisoned.keep_from([optimizer, *self.optimizers], self.steps.step)
+        Raises:
+            ConfigError: Another scaler was followed.
+        """
+        asked = self._of(optimizer) if scaler.is_enabled() else []
+        if asked and scaler is not self.scaler:
+            self._adopt(scaler)
+        for each in asked:
+            each.asked = True
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._is_followed(optimizer):
-            return
-        self._stepping = False
-        if self.scaler is None:
-            self.end(skipped=self._skips)
-        else:
-            self._stepped = self.steps.open and not self._skips
+    def _adopt(self, scaler: Any) -> None:
+        """Follow a scaler that was not passed. The gradients that were reduced so far are in its unit."""
+        if self.scaler is not None and self.scaler.is_enabled():
+            raise ConfigError(
+                f"rank {dist.get_rank()}: two gradient scalers (torch.amp.GradScaler) scale gradients of one "
+                "model, and its residuals have one unit: use one scaler for all of its optimizers"
+            )
+        self.scaler = scaler
+        self._patches.intercept(scaler, "update", self._update_scaler)
+        self._arm()
+        for reducer in self._reducers:
+            reducer.loss_scale *= scaler.get_scale()
+        if dist.get_rank() == 0:
+            logger.warning(
+                f"dct: {type(scaler).__name__} was not passed, and is followed from step {self.steps.step} "
+                "on; pass it as scaler= to dct_plugin.attach"
+            )
 
     def _update_scaler(self, original: Function, *arguments: Any, **keywords: Any) -> None:
         original(*arguments, **keywords)
         scale = None if self.scaler is None else self.scaler._get_scale_async()
         if scale is not None:  # copied now: later a device would first run the next forward pass
             self._mirror.begin(scale)
-        self._updated = self.steps.open
+        self._updated = True
 
-    def _cleared(self, *, zeros: bool) -> bool:
-        """Return whether no optimizer can use the gradients any more; ``zeros`` count as cleared ones."""
-        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        told = itertools.chain(*groups) if groups else self.reduced.values()
-        gradients = [each.grad for each in told if id(each) in self.reduced]
-        left = [_local(gradient) for gradient in gradients if gradient is not None]
-        if not left or not zeros:
-            return bool(gradients) and not left
-        is_nonzero = any(bool(gradient.any()) for gradient in left)
-        if self._sharded and (self._transactional or self._is_undecided):
-            is_nonzero = _any_rank(is_nonzero, self.steps.step)
-        return not is_nonzero
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Decide what becomes of the step that an optimizer is about to make."""
+        if self._is_nested(optimizer):
+            return
+        self._stepping = weakref.ref(optimizer)
+        own = [each for each in self._of(optimizer) if each.use is Use.REDUCED]
+        self._undo(self._cleared(own, zeros=self._poisoned.skips and self.scaler is None))
+        left = [each for each in own if each.use is Use.REDUCED]
+        looks = bool(left) and self.scaler is None and self.steps.open
+        if looks and self._poisoned.keep_from([optimizer, *self.optimizers], self.steps.step):
+            for each in left:
+                each.note(Event.LEAVE_OUT)
+        found = getattr(optimizer, "found_inf", None)  # the scaler leaves the decision to the optimizer
+        if isinstance(found, Tensor):
+            for each in own:
+                each.overflow = start_to_host(found)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._stepping is None or self._stepping() is not optimizer:
+            return
+        self._stepping = None
+        own = self._of(optimizer)
+        for each in own:
+            each.note(Event.STEP)
+        if own and all(each.use is Use.IDLE for each in own):
+            self.steps.warn_of_own_reduction(optimizer)
+        # A step within the backward pass is one of several: the end of the pass ends them.
+        if self.scaler is None and torch._C._current_graph_task_id() < 0:
+            self._end()
+
+    # -- inside ---
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> list[OptimizerGradients]:
+        """Return the gradients that an optimizer may use: its own, and those of optimizers that it is a part
+        or a wrapper of.
+        """
+        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        unknown = {n: p for n, p in self._unknown.reduced.items() if id(p) in parameters}
+        if unknown and not self._passes_are_steps:
+            found = OptimizerGradients(optimizer)
+            for name, parameter in unknown.items():
+                found.add(name, parameter, covered=self._unknown.covered)
+                del self._unknown.reduced[name]
+            if not self._unknown.reduced:
+                self._unknown.use = Use.IDLE
+            self._gradients.append(found)
+        return [
+            each
+            for each in self._gradients
+            if each.optimizer is optimizer or any(id(p) in parameters for p in each.reduced.values())
+        ]
+
+    def _is_nested(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer steps within another one's step, which ends later (wrappers)."""
+        outer = None if self._stepping is None else self._stepping()
+        if outer is None or outer is optimizer:
+            return False
+        parameters = {id(p) for group in outer.param_groups for p in group["params"]}
+        return any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
+
+    def _is_decided(self, gradients: OptimizerGradients) -> bool:
+        """Return whether the scaler has made or left out an optimizer's step."""
+        left_out = gradients.use is Use.REDUCED and gradients.asked and self._updated
+        return left_out or gradients.use in (Use.USED, Use.SKIPPED)
+
+    def _end(self, *, alone: bool = False) -> None:
+        """End the steps that were made or skipped; the first one since gradients were reduced counts."""
+        ended = [each for each in self._gradients if each.use in (Use.USED, Use.SKIPPED)]
+        if not ended:
+            return
+        skipped = [each for each in ended if each.use is Use.SKIPPED]
+        self._take_back(skipped)
+        names = {name for each in ended for name in each.reduced}
+        for each in ended:
+            each.note(Event.CLOSE)
+        waiting = {n for each in self._gradients if each.use is Use.REDUCED for n in each.reduced}
+        self._updated, self.has_stepped = False, True
+        counts, self.steps.open = self.steps.open, False
+        for reducer in self._reducers:
+            reducer.waiting = waiting
+            if not counts:
+                reducer.commit(names)
+        if counts:
+            scale = None if self._sharded else self.loss_scale()
+            self.steps.end(skipped=len(skipped) == len(ended), loss_scale=scale, alone=alone)
+
+    def _cleared(self, waiting: Sequence[OptimizerGradients], *, zeros: bool) -> list[OptimizerGradients]:
+        """Return those whose gradients no optimizer can use any more; ``zeros`` count as cleared ones."""
+        flags = [each.is_cleared(zeros=zeros) for each in waiting]
+        if flags and zeros and self._sharded:
+            flags = _on_all_ranks(flags, self.steps.step)
+        return [each for each, flag in zip(waiting, flags, strict=True) if flag]
+
+    def _undo(self, cleared: Sequence[OptimizerGradients]) -> None:
+        """Take back gradients that were cleared without a step, and keep a second residual from now on."""
+        if not cleared:
+            return
+        for each in cleared:
+            each.note(Event.CLEAR)
+        self._take_back(cleared)
+        if not self._has_rejected:
+            self._report_rejected()
+        self._has_rejected = True
+        self._arm()
+
+    def _take_back(self, gradients: Sequence[OptimizerGradients]) -> None:
+        for each in gradients:
+            for reducer in self._reducers:
+                reducer.undo(each.reduced.keys(), lost=not each.covered)
+
+    def _arm(self) -> None:
+        self.transactional = True
+        for reducer in self._reducers:
+            reducer.arm()
 
     def _report_rejected(self) -> None:
-        self._rejected += 1
-        rank = dist.get_rank() if self._sharded else next(iter(self._reducers)).group_rank
-        if rank or self._rejected & (self._rejected - 1):
+        """Say once what becomes of gradients that are cleared without a step."""
+        if dist.get_rank() if self._sharded else next(iter(self._reducers)).group_rank:
             return
         what = f"dct: step {self.steps.step}: its gradients were cleared without optimizer.step()"
-        if self._transactional:
-            logger.warning(f"{what}: residuals are as before it; so far: {self._rejected}")
-        elif self._rejected == 1:
-            logger.warning(
-                f"{what}, and what was not sent of them stays in the residuals and is sent in later steps. "
-                "Set dct.data_parallel.nonfinite_action = 'skip' to leave residuals as before such steps, "
-                "which takes a second residual buffer"
-            )
+        if self.transactional:
+            logger.warning(f"{what}: residuals are as before it")
+            return
+        lost = "the step was dense, and nothing is lost"
+        if any(reducer.streams for reducer in self._reducers):
+            lost = "what earlier steps had left unsent of these tensors is set to zero, once"
+        groups = [group["params"] for each in self.optimizers for group in each.param_groups]
+        known = [parameter for group in groups for parameter in group] or self._unknown.reduced.values()
+        sizes = {str(number): local_part(each).numel() for number, each in enumerate(known)}
+        memory = format_bytes(max(reducer.residual_bytes(sizes) for reducer in self._reducers))
+        logger.warning(
+            f"{what}: {lost}. From now on a second residual, {memory} on a rank, keeps residuals as they "
+            "were before such a batch"
+        )
 
 
 def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
@@ -427,16 +565,10 @@ def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> N
         function(*arguments)
 
 
-def _local(gradient: Tensor) -> Tensor:
-    local: Callable[[], Tensor] | None = getattr(gradient, "to_local", None)
-    own = gradient if local is None else local()
-    return own._values() if own.is_sparse else own
-
-
 @own_traffic(recorded=False)
-def _any_rank(flag: bool, step: int) -> bool:
-    """Return whether a flag is set on any rank of the job; a collective."""
-    flags = torch.tensor(int(flag), device=collective_device())
+def _on_all_ranks(flags: Sequence[bool], step: int) -> list[bool]:
+    """Return which flags are set on all ranks of the job; a collective."""
+    common = torch.tensor(flags, dtype=torch.int32, device=collective_device())
     with lost_ranks.reported("agreement on gradients that were cleared", step=step):
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return bool(flags)
+        dist.all_reduce(common, dist.ReduceOp.MIN)
+    return [bool(flag) for flag in to_host(common).tolist()]

@@ -26,10 +26,10 @@ from dct_plugin.console import logger
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.host_traffic import count_group, counted_by
 from dct_plugin.policy import Training
+from dct_plugin.transport.nodes import Nodes
 
 from ..host.patching import Function, given, when_imported
 from ..host.replica_checksums import ReplicaChecksums
-from ..host.settings import resolve_settings
 from ..host.steps import FrozenParameters, PoisonedSteps
 from .buckets import (
     NAME,
@@ -39,6 +39,7 @@ from .buckets import (
     gradients_in,
     has_instances,
     is_expert,
+    nodes_in,
     ranks_of,
 )
 from .reductions import Optimizers, Reductions, step_ahead_unavailable
@@ -67,6 +68,7 @@ class DataParallelHook(Hook):
         self.reductions = session.reductions = Reductions(session, self.models, self._optimizers)
         session.ends.callback(self.reductions.close)
         self._steps = _OptimizerSteps(session, self.models)
+        self._replicas: dict[dist.ProcessGroup, ReplicaChecksums] = {}
         self._frozen: list[FrozenParameters] = []
         intercept = session.patches.intercept
         intercept(param_and_grad_buffer._ParamAndGradBucketGroup, "start_grad_sync", self._start_grad_sync)
@@ -88,23 +90,33 @@ class DataParallelHook(Hook):
             return
         self._is_resolved = True
         self._dense.count_embeddings()
+        ranks, nodes = self._largest_exchange()
         training = Training(
-            ranks=max((ranks_of(group).size() for group in self.models.groups()), default=1),
+            ranks=ranks,
             steps=getattr(self.session.megatron_args, "train_iters", None),
             step_ahead_unavailable=next(self._step_ahead_unavailable(), ""),
             optimizer_unknown_hint="make the optimizer after the hooks were installed",
             exact_unavailable=exact_unavailable,
         )
-        optimizers = list(self._optimizers)
-        self.session.config, lines = resolve_settings(self.session.config, optimizers, training)
+        self.session.resolve(list(self._optimizers), training, nodes)
         self.config = self.session.config.data_parallel
         for problem in self._step_ahead_unavailable() if self.config.feedback.looks_ahead else ():
             raise ConfigError(
                 f"dct.data_parallel.feedback = 'step_ahead': {problem}; leave feedback out, or set it to "
                 "'local'"
             )
-        for line in lines.splitlines() if dist.get_rank() == 0 else ():
-            logger.warning("dct: %s", line)
+        if dist.get_rank() == 0:
+            self.session.log_active(f"Megatron, {ranks} ranks")
+
+    def _largest_exchange(self) -> tuple[int, Nodes | None]:
+        """Return the number of ranks of the largest group that reduces gradients, and its nodes."""
+        groups = self.models.groups()
+        largest = max(groups, key=lambda group: ranks_of(group).size(), default=None)
+        if largest is None:
+            return 1, None
+        ranks = ranks_of(largest)
+        instance = largest.intra_distributed_optimizer_instance_group if has_instances(largest) else None
+        return ranks.size(), nodes_in(self.session.written.data_parallel, ranks, instance)
 
     def _step_ahead_unavailable(self) -> Iterator[str]:
         for model in self.models:
@@ -151,14 +163,15 @@ class DataParallelHook(Hook):
     def _verify(self, *, saves: bool = False) -> None:
         """Compare the parameters of ranks that hold the same ones, when that is due; a collective."""
         step, verify = self.session.step, self.config.verify
-        if verify is None or ((step == 0 or step % verify.every) and not saves):
+        if verify is None or not (saves or verify.is_due(step, self.config.dense_steps)):
             return
         for model in self.models:
             finish_gathers(model)
         for ranks in dict.fromkeys(map(ranks_of, self.models.groups())):
-            if ranks.size() > 1:
+            if ranks not in self._replicas:
                 weights = functools.partial(replicated, self.models, ranks)
-                ReplicaChecksums(self.config, weights, ranks).check(step, saves=saves)
+                self._replicas[ranks] = ReplicaChecksums(self.config, weights, ranks)
+            self._replicas[ranks].check(step, saves=saves)
 
     # -- wrappers -------------------------------------------------------------------------------------------
 
@@ -169,6 +182,7 @@ class DataParallelHook(Hook):
             logger.warning("dct: the model is wrapped again: residuals start from zero, after a dense start")
             self.session.load_state_dict(None)
             self._is_resolved, self.session.config = False, self.session.written
+            self._replicas.clear()
             self.config = self.session.config.data_parallel
         self.models.add(ddp)
         if is_first_of_stage():

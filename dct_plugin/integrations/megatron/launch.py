@@ -130,7 +130,7 @@ def agree(config: DCTConfig, core_version: str, *, limit: float | None = None) -
     Args:
         config: Of this rank.
         core_version: Of this rank's megatron-core.
-        limit: Seconds to wait for the other ranks; by default those of every host.
+        limit: Seconds to wait for the other ranks; None: as long as the process group waits.
 
     Raises:
         DesyncError: ranks differ, or one did not report within the limit; names the ranks and the options.
@@ -142,7 +142,7 @@ def agree(config: DCTConfig, core_version: str, *, limit: float | None = None) -
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     facts = startup.facts_of(config, {"version of megatron-core": core_version})
-    startup.join("megatron", limit=limit or startup.TIME_LIMIT, hint=_HINT).confirm(facts)
+    startup.join("megatron", limit=limit, hint=_HINT).confirm(facts)
 
 
 def _agree_with_groups(config: DCTConfig, core_version: str) -> None:

@@ -33,9 +33,6 @@ _LOCAL_RANK = ("--local-rank", "--local_rank")
 # A section of the configuration for recommenders, which has no options here.
 _ELSEWHERE = "dct.embedding."
 
-#: The key that chooses what an option is, where that is not ``"kind"``.
-_SELECTORS = {"forward": "method", "backward": "method"}
-
 
 class CommandLine(NamedTuple):
     """The request of a command line: ``target`` is a path or, when ``is_module``, a module's name.
@@ -70,10 +67,8 @@ def help_text() -> str:
         _USAGE,
         "The plugin's arguments may stand anywhere; the script does not see them. The configuration comes",
         f"from --dct-config, else from the file that {CONFIG_VARIABLE} names; single options override it.",
-        "Without a file, only the parts that an option names are active. Leading words of an option may be",
-        "left out if the rest is unambiguous (--dct-pipeline-warmup-steps). A value is JSON or a name.",
-        "Settings of an object are options, too:",
-        "--dct-pipeline-forward threshold --dct-pipeline-forward-sparsity 0.9",
+        "Without a file, only the parts that an option names are active. A value is JSON or a name:",
+        """--dct-model-parallel-pipeline-forward '{"method": "threshold", "sparsity": 0.9}'""",
         "",
         "  --dct-config FILE    JSON file with a dct section, or the bare section",
         "  --dct-help           this text",
@@ -130,7 +125,7 @@ def _read_config(own: Sequence[tuple[str, str]], environment: Mapping[str, str])
     """Return the configuration, and where it came from."""
     from dct_plugin.config import DCTConfig
 
-    paths = {_name(path): path for path in _paths()}
+    paths = {_name(option.path): option.path for option in _options()}
     file: str | None = None
     given: dict[str, Any] = {}
     for flag, value in own:
@@ -138,18 +133,17 @@ def _read_config(own: Sequence[tuple[str, str]], environment: Mapping[str, str])
             file = value
         else:
             given[_resolve(flag, paths)] = _value(value)
-    named = sorted(given, key=lambda path: path.count("."))  # a name comes before its settings
     changes: dict[str, Any] = {}
-    for path in named:
-        _set(changes, path, given[path])
-    count = f"{len(named)} option(s)"
+    for path, value in given.items():
+        _set(changes, path, value)
+    count = f"{len(given)} option(s)"
     source = file
     if file is None and (file := environment.get(CONFIG_VARIABLE)):
         source = f"{file} (from {CONFIG_VARIABLE})"
     if file:
         config = DCTConfig.from_file(file, rank=launcher_rank(environment))
-        return (config.updated(changes), f"{source} and {count}") if named else (config, str(source))
-    if not named:
+        return (config.updated(changes), f"{source} and {count}") if given else (config, str(source))
+    if not given:
         raise ConfigError(
             "no configuration: give --dct-config FILE, or single options (see --dct-help), or set "
             + CONFIG_VARIABLE
@@ -157,18 +151,15 @@ def _read_config(own: Sequence[tuple[str, str]], environment: Mapping[str, str])
     # Without a file, what has a switch of its own is off unless an option names it.
     for path in paths.values():
         part, _, key = path.rpartition(".")
-        if key == "enabled" and part != "dct" and path not in named:
-            _set(changes, path, any(other.startswith(f"{part}.") for other in named))
+        if key == "enabled" and part != "dct" and path not in given:
+            _set(changes, path, any(other.startswith(f"{part}.") for other in given))
     return DCTConfig().updated(changes), f"{count} of the command line"
 
 
 def _set(changes: dict[str, Any], path: str, value: Any) -> None:
     *sections, key = path.split(".")[1:]
     for section in sections:
-        inner = changes.setdefault(section, {})
-        if not isinstance(inner, dict):  # a name, and a setting of what it names
-            inner = changes[section] = {_SELECTORS.get(section, "kind"): inner}
-        changes = inner
+        changes = changes.setdefault(section, {})
     changes[key] = value
 
 
@@ -179,41 +170,19 @@ def _options() -> list[OptionDoc]:
     return [option for option in options(DCTConfig()) if not option.path.startswith(_ELSEWHERE)]
 
 
-def _paths() -> Iterator[str]:
-    """Every option, and every setting of the objects that an option may be."""
-    from dct_plugin.config.options import models
-
-    for option in _options():
-        yield option.path
-        field = option.model.model_fields[option.path.rpartition(".")[2]]
-        settings = (name for model in models(field) for name in model.model_fields)
-        yield from dict.fromkeys(f"{option.path}.{name}" for name in settings)
-
-
 def _name(path: str) -> str:
     """Return ``data-parallel-sparsity`` for ``dct.data_parallel.sparsity``."""
     return "-".join(path.split(".")[1:]).replace("_", "-")
 
 
 def _resolve(flag: str, names: Mapping[str, str]) -> str:
-    """Return the path of the option that a flag names, in full or by unambiguous last parts."""
+    """Return the path of the option that a flag names."""
     wanted = flag.removeprefix(_PREFIX).replace("_", "-")
     if wanted.startswith("embedding-"):
         raise ConfigError(f"{flag} is for recommenders (DLRM) and does nothing with Megatron")
     if wanted in names:
         return names[wanted]
-    ends: dict[str, list[str]] = {}
-    for path in names.values():
-        parts = path.split(".")[1:]
-        for first in range(1, len(parts)):
-            ends.setdefault("-".join(parts[first:]).replace("_", "-"), []).append(path)
-    found = ends.get(wanted, [])
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigError(f"{flag} is ambiguous: " + ", ".join(f"{_PREFIX}{_name(path)}" for path in found))
-    known = ["config", "help", *names, *ends]
-    close = difflib.get_close_matches(wanted, known, n=1)
+    close = difflib.get_close_matches(wanted, ["config", "help", *names], n=1)
     raise ConfigError(
         f"unknown argument {flag}; " + (f"did you mean {_PREFIX}{close[0]}?" if close else "see --dct-help")
     )

@@ -23,6 +23,7 @@ from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
+from dct_plugin.host_traffic import own_traffic
 
 from ..host.patching import Function
 from ..host.startup import nodes_of
@@ -159,7 +160,8 @@ class ParameterHook(Hook):
             return
         if not owner.sparse:
             weights = sum(bucket.param_data.numel() for bucket in group.buckets)
-            with owner.updates.choice.timed(weights, whole=True) as measured:
+            # :meth:`_copy_in_full` has counted these bytes.
+            with owner.updates.choice.timed(weights, whole=True) as measured, own_traffic():
                 original(group, force_sync=force_sync or measured)
             return
         self._update(owner, [bucket for bucket in group.buckets if id(bucket) in owner.waiting])

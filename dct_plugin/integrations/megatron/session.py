@@ -6,7 +6,6 @@ start of the next training iteration, when it is known whether the optimizer too
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
@@ -19,13 +18,13 @@ from torch import Tensor
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.console import logger
-from dct_plugin.data_parallel import Shard
+from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.metrics import Event, Metrics
 from dct_plugin.metrics.sinks import write_scalars
 
 from ..host.activation_streams import ActivationStreams
+from ..host.attachment import HostAttachment
 from ..host.patching import Patches
-from ..host.reporting import start_reporting
 
 
 class RankCoordinates(NamedTuple):
@@ -98,12 +97,10 @@ class Hook:
         return ""
 
 
-class Session:
+class Session(HostAttachment):
     """State that the hooks share, from their installation until they are taken out.
 
     Attributes:
-        config: The whole configuration, once the optimizers are known with the feedback that suits them.
-        written: The configuration as it was written.
         pass_through: Whether what has sparsity 0 is left to Megatron.
         training: Whether the current iteration has a backward pass.
         step: Completed training iterations.
@@ -115,13 +112,13 @@ class Session:
             :meth:`~dct_plugin.data_parallel.parameters.ParameterUpdates.pending_of`.
     """
 
+    framework = "Megatron"
+
     def __init__(self, config: DCTConfig, *, pass_through: bool = True) -> None:
-        self.config = self.written = config
+        super().__init__(config)
         self.pass_through = pass_through
         self.training = True
         self.step = 0
-        self.ends = contextlib.ExitStack()
-        """Takes off what the hooks have put on megatron-core and the process."""
         self.patches = Patches()
         self.ends.callback(self.patches.undo)
         self.hooks: list[Hook] = []
@@ -129,7 +126,7 @@ class Session:
         self.streams: list[ActivationStreams] = []
         self.reductions: Any = ()
         self.pending_of: Callable[[str], tuple[Shard, Tensor] | None] = lambda name: None
-        self._open = self._leaves = self._sites_told = False
+        self._open = self._sites_told = False
         self._monitors: set[str] = set()
 
     @functools.cached_property
@@ -140,11 +137,17 @@ class Session:
         interval = getattr(self.megatron_args, "log_interval", None)
         if interval and "every" not in config.model_fields_set:  # one beside each of Megatron's
             config = config.model_copy(update={"every": int(interval)})
-        metrics = Metrics(config, rank=rank, world_size=size)
+        metrics = self.report(rank, size, before_finish=self.end_step, config=config)
         if rank == size - 1:  # the rank that writes Megatron's own log lines
             metrics.add_sink(_print_line)
-        self.ends.callback(start_reporting(metrics, before_finish=self.end_step))
         return metrics
+
+    @property
+    def reducers(self) -> list[GradientReducer]:
+        return [each.reducer for each in self.reductions]
+
+    def steps_so_far(self) -> int:
+        return self.step
 
     def begin(self, training: bool) -> None:
         """Begin an iteration."""
@@ -165,11 +168,8 @@ class Session:
                 each.ahead.restore()
 
     def detach(self) -> None:
-        """Take the hooks out after the next training iteration, which brings what was not sent so far."""
         self.end_step()
-        self._leaves = True
-        for each in self.reductions:
-            each.reducer.flush()
+        super().detach()
 
     def before_save(self) -> None:
         """Tell the hooks that model and optimizer are about to be saved."""
@@ -193,8 +193,7 @@ class Session:
             if sites and self.metrics.warns:
                 logger.warning("dct: active: %s", ", ".join(sites))
         self.metrics.step(self.step)  # once for all hooks, and all reducers of one
-        if self._leaves and all(each.reducer.flushed for each in self.reductions):
-            self.close()
+        self.close_if_done()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals, thresholds and counters; call it between iterations.
@@ -230,10 +229,6 @@ class Session:
     def megatron_args(self) -> Any:
         """Megatron-LM's arguments; None without Megatron-LM."""
         return _megatron_global("_GLOBAL_ARGS")
-
-    def close(self) -> None:
-        """Report what is left, and put megatron-core back as it was."""
-        self.ends.close()
 
     def _find_monitor(self) -> None:
         """Add Megatron-LM's writers to the sinks, once there are any (on its last rank)."""

@@ -29,13 +29,19 @@ from dct_plugin.host_traffic import counted_by
 from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training
 
-from ..host.settings import refuse_unserved, resolve_settings
+from ..host.attachment import HostAttachment, switched_off
 from .quorum import QuorumPeers, Statement
 from .residuals import NO_AVERAGE, AveragedWeights, Counts, ReplicaResiduals
 
 _STATE = "dct_residuals"
 #: Keys under which DiLoCo registers the states of its fragments with the manager.
 _FRAGMENT = "StreamingDiLoCoFragment_"
+
+
+class ReplicaAttachment(HostAttachment):
+    """The settings of a replica, whose quorums torchft makes anew: there is no agreement at start."""
+
+    framework = "torchft"
 
 
 class _ThresholdedGroup(ProcessGroupWrapper):
@@ -70,13 +76,14 @@ class _ThresholdedGroup(ProcessGroupWrapper):
             ranks=2,
             step_ahead_unavailable="torchft hands over tensors without their parameters",
             optimizer_unknown_hint=f"{type(self).__name__}(section, optimizer=optimizer) takes what suits it",
+            is_timed=False,
         )
-        self.config, note = resolve_settings(DCTConfig.given(section), optimizer, training)
-        refuse_unserved(
-            self.config, "this needs parameters and optimizer, and torchft hands over bare tensors"
-        )
-        if note:
-            logger.warning("dct: %s", note)
+        attachment = ReplicaAttachment(section)
+        attachment.resolve(optimizer, training)
+        self.config = attachment.config
+        self._off = switched_off(self.config)
+        for line in (f"nothing to do: {self._off}",) if self._off else attachment.applied.lines:
+            logger.warning("dct: %s", line)
         super().__init__(timeout)
         self._limit = timeout
         self._process = uuid.uuid4().hex
@@ -109,6 +116,8 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         Raises:
             ConfigError: The manager has another process group.
         """
+        if self._off:
+            return
         for wrapper in self._wrappers_in(manager):
             # torchft's wrappers pass on everything but this, which also tells that a round is over.
             wrapper.errored = partial(_first_error, self.errored, wrapper.errored)
@@ -124,10 +133,11 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         """
         operation = getattr(opts, "reduceOp", opts)
         averages = operation == dist.ReduceOp.AVG
-        enabled = self.config.enabled and self.config.data_parallel.enabled
         floating = all(each.is_floating_point() and each.layout is torch.strided for each in tensors)
-        if not (enabled and (averages or operation == dist.ReduceOp.SUM) and floating):
-            if not enabled or self.metrics is None:
+        if self._off:
+            return super().allreduce(tensors, opts)
+        if not ((averages or operation == dist.ReduceOp.SUM) and floating):
+            if self.metrics is None:
                 return super().allreduce(tensors, opts)
             with counted_by(partial(self.metrics.uncompressed, "gradient", "other_types")):
                 return super().allreduce(tensors, opts)
@@ -177,6 +187,8 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         Raises:
             ConfigError: No manager is followed, so that none would ask for the error.
         """
+        if self._off:
+            return super()._create_pg(store, rank, world_size)
         self._leave_quorum()
         self._failure = None
         if self._manager is None:

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 
 from dct_plugin.errors import DCTError
-from dct_plugin.links.namespaces import LinksError
-from dct_plugin.links.rates import check_rates, rate_name
 from dct_plugin.output import check_target, write
+from dct_plugin.rates import check_rates, rate_name
+from dct_plugin.recommender.links.namespaces import LinksError
 
 from ..figures import BASELINE
 from ..provenance import provenance

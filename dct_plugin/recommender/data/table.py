@@ -43,8 +43,10 @@ class Columns(NamedTuple):
         return not self.dense and not self.categorical
 
 
-#: What a column holds.
-Kind = Literal["number", "flag", "date", "category"]
+#: What a column holds; "mixed": numbers, but for a few cells.
+Kind = Literal["number", "flag", "date", "category", "mixed"]
+#: The largest share of cells that are taken for damaged numbers, not for categories.
+_DAMAGED = 0.05
 
 #: Separators that are looked for; of those that fit equally well the first one counts.
 SEPARATORS = ("\t", "::", ";", "|", ",", " ")
@@ -55,6 +57,8 @@ _MISSING = ["", "?", "\\N", "NA", "N/A", "#N/A", "NaN", "nan", "NULL", "null", "
 _NUMBER = r"[+-]?([0-9]+[.,]?[0-9]*|[.,][0-9]+)([eE][+-]?[0-9]+)?"
 _FLAG = "([Tt]rue|TRUE|[Ff]alse|FALSE)"
 _WHOLE = r"[+-]?[0-9]+"
+#: What pyarrow says of a cell that is no number; it counts columns from zero.
+_NO_NUMBER = r"In CSV column #(\d+): (?:Row #(\d+): )?CSV conversion error to double: invalid value '(.*)'"
 #: What pyarrow says of a row with another number of fields.
 _RAGGED = r"CSV parse error: Row #(\d+): Expected (\d+) columns, got (\d+): "
 _DATE = (
@@ -170,6 +174,11 @@ def _roles(
     dense, categorical = list(columns.dense), list(columns.categorical)
     if columns.guessed:
         others = [name for name in kinds if name != label]
+        if mixed := [name for name in others if kinds[name] == "mixed"]:
+            raise DataFormatError(
+                f"{path}: column {mixed[0]!r}: numbers, but for a few cells among the first rows; make these "
+                "cells empty, or name the roles of the columns with --dense and --categorical"
+            )
         dense = [name for name in others if kinds[name] == "number"]
         categorical = [name for name in others if kinds[name] != "number"]
     if not categorical:
@@ -327,6 +336,10 @@ class _Opened:
         except (self.arrow.ArrowException, OSError, ValueError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             # pyarrow puts what it was doing, with the path, before what is wrong.
+            names = [] if self._text is None else self._text.names
+            if (cell := re.search(_NO_NUMBER, first)) and int(cell[1]) < len(names):
+                line = f"line {cell[2]}, " if cell[2] else ""
+                first = f"{line}column {names[int(cell[1])]!r}: expected a number, got {cell[3]!r}"
             wrong = re.sub(_RAGGED, r"line \1: expected \2 fields as in the first line, found \3: ", first)
             wrong = "".join(each if each.isprintable() else "?" for each in wrong.rpartition("Invalid: ")[2])
             raise DataFormatError(f"{self._path}: {wrong[:300]}") from error
@@ -360,14 +373,19 @@ def _kind(column: Any) -> Kind:
         return "category"
     known = column.filter(compute.invert(compute.is_in(column, pyarrow.array(_MISSING))))
 
-    def all_match(pattern: str) -> bool:
-        return bool(len(known)) and compute.all(compute.match_substring_regex(known, f"^{pattern}$")).as_py()
+    def share(pattern: str) -> float:
+        if not len(known):
+            return 0.0
+        return float(compute.mean(compute.match_substring_regex(known, f"^{pattern}$")).as_py())
 
-    if all_match(_DATE):
+    if share(_DATE) == 1:
         return "date"
-    if all_match(_FLAG):
+    if share(_FLAG) == 1:
         return "flag"
-    return "number" if all_match(_NUMBER) and not all_match(_WHOLE) else "category"
+    numbers = share(_NUMBER)
+    if numbers < 1 - _DAMAGED or share(_WHOLE) == numbers:
+        return "category"
+    return "number" if numbers == 1 else "mixed"
 
 
 def _numbers(table: Any, name: str, path: Path) -> Array:

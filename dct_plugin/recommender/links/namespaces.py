@@ -16,8 +16,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from dct_plugin.errors import DCTError
-
-from .rates import bits_per_second, check_rate
+from dct_plugin.rates import bits_per_second, check_rate
 
 _MTU = 1500
 #: Packets that are cut at the other end are at most this long, so that a short burst lets them pass whole.

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dct_plugin.errors import DCTError
+from dct_plugin.processes import tail
 
 from .namespaces import Links, Network
 
 DATA, CONTROL = "data", "control"  # interfaces
 NETWORKS = (Network(DATA, offload=True), Network(CONTROL, offload=True))
-_WORKER = "dct_plugin.links.worker"
+_WORKER = "dct_plugin.recommender.links.worker"
 
 
 class TeamError(DCTError):
@@ -182,11 +183,6 @@ class Team:
         raise TeamError(
             f"{self.name}: rank {rank} {state}; the end of its output ({self._logs[rank]}):\n{written}"
         )
-
-
-def tail(text: str, lines: int = 25) -> str:
-    """Return the last lines of what a process wrote."""
-    return "\n".join(text.strip().splitlines()[-lines:])
 
 
 def free_port() -> int:

@@ -1,0 +1,257 @@
+"""The attachment of the plugin to a training: from a section to settings that all ranks share, and off.
+
+Every framework opens it the same way: the section is parsed, what the framework cannot do is refused, the
+settings are resolved for the optimizer and the ranks, the ranks agree, and rank 0 logs what was chosen. A
+framework adds which gradients are exchanged, when, and under which names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dct_plugin.config import DCTConfig
+from dct_plugin.config.dct import MetricsConfig
+from dct_plugin.console import logger
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.metrics import Metrics, Sink
+from dct_plugin.policy import AppliedSettings, Training
+from dct_plugin.policy.memory import kept_in_words
+from dct_plugin.transport.agreement import HINT, Agreement
+from dct_plugin.transport.nodes import Nodes
+
+from . import lost_peers, startup
+from .measured_job import SECTION, VARIABLE
+from .refusals import refuse
+from .reporting import start_reporting
+from .settings import resolve_settings
+
+
+class HostAttachment:
+    """What the plugin has added to the training of one framework.
+
+    Args:
+        section: The section as a script passes it, or the configuration.
+
+    Attributes:
+        framework: Its name in the support table, in refusals and in the line "active on".
+        hint: The likely reason why another rank does not reach the start-up agreement.
+        written: The configuration as it was written.
+        config: The configuration as it is applied: read by all layers, logged, agreed on by the ranks.
+        applied: Its data-parallel settings, with the reasons.
+        ends: Takes off all that was put on the model, its optimizer and the process.
+
+    Raises:
+        ConfigError: The section is wrong, or asks for something that the framework does not have.
+    """
+
+    framework: ClassVar[str]
+    hint: ClassVar[str] = HINT
+
+    def __init__(self, section: DCTConfig | Mapping[str, Any] | None) -> None:
+        if VARIABLE in os.environ:  # the job is measured by `dct advise`
+            section = SECTION
+        rank = dist.get_rank() if dist.is_initialized() else None
+        self.config = self.written = DCTConfig.given(section, rank=rank)
+        refuse(self.framework, self.written.data_parallel)
+        self.applied = AppliedSettings(self.config.data_parallel, 1)
+        self.ends = contextlib.ExitStack()
+        self._leaves = False
+
+    @property
+    def reducers(self) -> Iterable[GradientReducer]:
+        """The reducers of the gradients."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def metrics(self) -> Metrics:
+        """Bytes, densities and times so far; made at first use, when the process group exists."""
+        return self.report(dist.get_rank(), dist.get_world_size())
+
+    # -- opening ---
+
+    def resolve(self, optimizer: Any, training: Training, nodes: Nodes | None = None) -> None:
+        """Decide the settings, once, for the optimizer and the ranks.
+
+        Args:
+            optimizer: The optimizer, or a list of all optimizers; None if it was not told.
+            training: The other facts of the training.
+            nodes: Nodes whose ranks are summed first; None if every rank exchanges messages.
+        """
+        count = training.ranks if nodes is None else len(nodes.ranks)
+        self.config, self.applied = resolve_settings(self.written, optimizer, training, count)
+
+    def report(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        monitor: Sink | None = None,
+        before_finish: Callable[[], None] | None = None,
+        config: MetricsConfig | None = None,
+    ) -> Metrics:
+        """Return new metrics, which are reported until the attachment is closed (:func:`.start_reporting`).
+
+        Args:
+            rank, world_size: Of the ranks that exchange gradients.
+            config: The settings of the metrics; None: those of this attachment.
+        """
+        metrics = Metrics(config or self.config.metrics, rank=rank, world_size=world_size)
+        self.ends.callback(start_reporting(metrics, monitor, before_finish=before_finish))
+        return metrics
+
+    def agree(
+        self,
+        prepare: Callable[[], str],
+        *,
+        topic: str,
+        group: dist.ProcessGroup | None = None,
+        limit: float | None = None,
+        facts: Callable[[], Mapping[str, Any]] = dict,
+    ) -> str:
+        """Let all ranks of a group start together, or stop with the ranks named; a collective.
+
+        Args:
+            prepare: Prepares this rank, and returns what is active, in words. Its errors stop all ranks.
+            topic: Of the agreement, the same on all ranks.
+            group: The group that exchanges gradients; None for all ranks.
+            limit: Seconds to wait for the others; None: as long as the group waits.
+            facts: Returns what all ranks must share, beside configuration, versions and kernels.
+
+        Returns:
+            The topic with the number of this agreement, which no other one has.
+
+        Raises:
+            DesyncError: Ranks failed, did not come, or differ.
+        """
+        agreement = startup.join(topic, group=group, limit=limit, hint=self.hint)
+        with agreement:
+            active = prepare()
+        self.start(agreement, active, facts())
+        return agreement.topic
+
+    def start(self, agreement: Agreement, active: str, facts: Mapping[str, Any]) -> None:
+        """Confirm what this rank runs, log it on the first rank, and watch for lost ranks.
+
+        Args:
+            agreement: This rank's part in the agreement.
+            active: What is active, in words; empty: nothing is logged.
+            facts: See :meth:`agree`.
+        """
+        agreement.confirm(startup.facts_of(self.config, facts))
+        self.ends.callback(lost_peers.watch(self, lambda attachment: attachment.steps_so_far()))
+        if active and agreement.rank == 0 and agreement.world_size > 1:
+            self.log_active(active)
+
+    def log_active(self, what: str) -> None:
+        """Log what is active, and why; the metrics' file gets the settings, too."""
+        settings = self.config.data_parallel
+        summary = settings.summary if settings.enabled else "dense gradients"
+        fingerprint = self.config.fingerprint()
+        logger.warning("dct: active on %s, %s, config %s", what, summary, fingerprint)
+        for line in (*self.applied.lines, self._memory()):
+            if line:
+                logger.warning("dct: %s", line)
+        self.metrics.event("settings", config=fingerprint, data_parallel=settings.model_dump(mode="json"))
+
+    def weights(self) -> Iterable[Tensor]:
+        """Return the weights whose gradients are compressed, as this rank trains with them; empty if it does
+        not know them.
+        """
+        return ()
+
+    def _memory(self) -> str:
+        """Return what the plugin keeps on this rank, in words; empty if that is little."""
+        weights = list(self.weights())
+        if not weights or not self.config.data_parallel.enabled:
+            return ""
+        device = weights[0].device
+        if device.type == "cuda":
+            free = float(torch.cuda.mem_get_info(device)[0])
+        else:
+            free = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        entries, size = sum(weight.numel() for weight in weights), weights[0].element_size()
+        return kept_in_words(self.config.data_parallel, entries / self.applied.inside, size * entries, free)
+
+    def steps_so_far(self) -> int:
+        """Return the optimizer steps so far."""
+        raise NotImplementedError
+
+    # -- leaving ---
+
+    def detach(self) -> None:
+        """Let the framework exchange gradients again after the next step, which sends all residuals.
+
+        Call it on every rank, between two steps. What was attached is removed after that step.
+        """
+        self._leaves = True
+        for reducer in self.reducers:
+            reducer.flush()
+
+    def close_if_done(self) -> None:
+        """Close a detached attachment whose last step was made."""
+        if self._leaves and all(reducer.flushed for reducer in self.reducers):
+            self.close()
+
+    def close(self) -> None:
+        """Remove everything, and print the summary; may be called again. Unsent entries are lost, see
+        :meth:`detach`.
+
+        Raises:
+            DCTError: A parameter was written while it held displaced weights; the write is undone.
+        """
+        self.ends.close()
+
+
+class PlainTraining(HostAttachment):
+    """The attachment of a training that is left as it is: it has the same methods, and changes nothing.
+
+    Args:
+        config: The configuration.
+        reason: Why nothing is attached; rank 0 logs it.
+    """
+
+    framework = "no framework"
+
+    def __init__(self, config: DCTConfig, reason: str) -> None:
+        self.config = self.written = config
+        self.applied = AppliedSettings(config.data_parallel, 1)
+        self.ends = contextlib.ExitStack()
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.metrics = Metrics(type(config.metrics)(), rank=rank, world_size=size)
+        if rank == 0:
+            logger.warning("dct: nothing to do: %s", reason)
+
+    @property
+    def reducers(self) -> Iterable[GradientReducer]:
+        return ()
+
+    def steps_so_far(self) -> int:
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        pass
+
+    def load(self, folder: str | os.PathLike[str]) -> bool:
+        return False
+
+
+def switched_off(config: DCTConfig) -> str:
+    """Return why a framework that exchanges gradients alone has nothing to do; empty if it has."""
+    if not config.enabled:
+        return "dct.enabled is false"
+    return "" if config.data_parallel.enabled else "dct.data_parallel.enabled is false"

@@ -1,0 +1,118 @@
+"""The three pages to a decision: their commands run as printed, and the last one prints a decision."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT
+from support.forked import forked_interpreters
+
+_LOOP = """
+for step in range(20):
+    loss = model(torch.randn(8, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+_START = """
+import torch
+import torch.distributed as dist
+from torch import nn
+"""
+_MODEL = """
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+"""
+_GROUP = 'dist.init_process_group("gloo")\n'
+_OPTIMIZER = "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\n"
+_END = "dist.destroy_process_group()\n"
+_DEEPSPEED = """
+import argparse
+import deepspeed
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--deepspeed_config")
+model, optimizer, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=parser.parse_args().deepspeed_config
+)
+for step in range(20):
+    loss = model(torch.randn(8, 64, dtype=torch.bfloat16)).float().square().mean()
+    model.backward(loss)
+    model.step()
+"""
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
+
+
+def script(page: str) -> str:
+    """Return a training script around the block that a page prints."""
+    if page == "deepspeed":
+        return _START + _MODEL + _DEEPSPEED
+    python = blocks(page, "python")
+    if page == "ddp":
+        wrap = "from torch.nn.parallel import DistributedDataParallel\n"
+        return _START + wrap + _GROUP + _MODEL + _OPTIMIZER + python[0] + _LOOP + _END
+    if page == "fsdp":
+        own = "model.layers = list(model)[::2]\nnodes, ranks_per_node = 2, 1\n"
+        return _START + _GROUP + _MODEL + own + python[0].replace('"cuda"', '"cpu"') + _LOOP + _END
+    (block,) = (each for each in python if "accelerator" in each)
+    own = "from accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\nloader = []\n"
+    loop = _LOOP.replace("loss.backward()", "accelerator.backward(loss)")
+    return _START + own + _MODEL + _OPTIMIZER + block + loop
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["ddp", "deepspeed", "fsdp", "huggingface"])
+def test_the_commands_of_a_page_end_with_a_decision(page: str, tmp_path: Path) -> None:
+    commands = [line for block in blocks(page, "bash") for line in block.splitlines() if line.strip()]
+    install, *commands = [line.partition("  #")[0].strip() for line in commands]
+    assert install.startswith("pip install ")
+    assert len(commands) <= 3
+    assert commands[-1].startswith("dct advise -- ")
+    (tmp_path / "train.py").write_text(script(page))
+    if page == "deepspeed":
+        job = {"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}}
+        job["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+        job["zero_optimization"] = {"stage": 1}
+        section = json.loads("{" + blocks(page, "json")[0] + "}")
+        (tmp_path / "ds.json").write_text(json.dumps(job | section))
+    paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    environment = {**os.environ, "PATH": os.pathsep.join(paths), "ACCELERATE_USE_CPU": "true"}
+    said = ""
+    with forked_interpreters():
+        for command in commands:
+            done = subprocess.run(
+                command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+            )
+            assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-3000:])
+            said += done.stderr + done.stdout
+    assert "dct: active on " in said
+    last = done.stdout.strip().splitlines()[-1]
+    assert re.fullmatch(r'here: (take "dct": \{\}, which becomes .*|leave the plugin out, .*)', last), last
+
+
+def test_the_index_leads_to_the_pages_and_they_to_the_decision() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert "(guide-pays.md)" in index
+    for page in ("ddp", "deepspeed", "fsdp", "huggingface"):
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        assert f"({page}.md)" in index
+        assert "(guide-pays.md)" in text
+        assert "**Off again**" in text
+        first = next(block for block in blocks(page, "(?:python|json)"))
+        assert '"sparsity"' not in first
+
+
+def test_the_readme_prints_a_block_without_settings() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "dct_plugin.attach(model, optimizer)\n" in text
+    assert '"dct": {}\n' in text

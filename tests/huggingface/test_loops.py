@@ -1,0 +1,148 @@
+"""Loops under Lightning and Accelerate with step-ahead, after a start of two steps; as in
+``test_ddp_loops``.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run
+from support.watched import Watched, equal_on_ranks
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from dct_plugin.data_parallel import weights
+
+pytestmark = pytest.mark.slow
+
+SECTION = {
+    "data_parallel": {
+        "sparsity": 0.95,
+        "min_numel": 16,
+        "warmup_steps": 2,
+        "sparsity_warmup_steps": 0,
+        "feedback": "step_ahead",
+    }
+}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 16))
+
+
+def data(number: int) -> torch.utils.data.DataLoader[Any]:
+    torch.manual_seed(1)
+    rows = torch.utils.data.TensorDataset(torch.randn(number, 16))
+    return torch.utils.data.DataLoader(rows, batch_size=8)
+
+
+def _lightning(rank: int, world_size: int) -> dict[str, list[str]]:
+    pytest.importorskip("lightning")
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    from dct_plugin.lightning import DCTCallback
+
+    class Averaging(LightningModule):
+        """An average of the weights that follows them before gradients are cleared."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+            self.average: Any = None
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return (self.net(batch[0]) - batch[0]).square().mean()
+
+        def on_before_zero_grad(self, _: Any) -> None:
+            if self.average is None:
+                self.average = [AveragedModel(self.net)]  # no part of the module
+            self.average[0].update_parameters(self.net)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+    class Manual(LightningModule):
+        """Two parts that are trained in turn, each by an optimizer of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = net(), net()
+            self.automatic_optimization = False
+            self.displaced: list[int] = []
+
+        def training_step(self, batch: Any, _: int) -> None:
+            for part, optimizer in zip((self.one, self.two), self.optimizers(), strict=True):
+                other = self.two if part is self.one else self.one
+                self.toggle_optimizer(optimizer)
+                own, saved = part[0].weight.detach().clone(), part.state_dict()["0.weight"]
+                self.displaced.append(int((own != saved).sum()))
+                loss = (part(batch[0]) - other(batch[0])).square().mean() + part(batch[0]).square().mean()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.AdamW(part.parameters(), lr=3e-3) for part in (self.one, self.two)]
+
+    wrong = {}
+    for make in (Averaging, Manual):
+        torch.manual_seed(0)
+        model: Any = make()
+        callback = DCTCallback(SECTION)
+        trainer = Trainer(
+            accelerator="cpu", strategy="ddp_find_unused_parameters_true" if make is Manual else "ddp",
+            devices=world_size, max_steps=16, logger=False, enable_checkpointing=False, callbacks=[callback],
+            enable_progress_bar=False, enable_model_summary=False, plugins=[TorchElasticEnvironment()],
+        )  # fmt: skip
+        trainer.fit(model, data(512))
+        ends = list(model.parameters())
+        if make is Averaging:
+            ends += list(model.average[0].parameters())
+        faults = [] if equal_on_ranks(ends) else ["ranks differ"]
+        if make is Manual and not all(model.displaced[-6:]):
+            faults.append(f"displaced entries by phase: {model.displaced}")
+        if faults:
+            wrong[make.__name__] = faults
+    return wrong
+
+
+def test_lightning() -> None:
+    assert run(2, _lightning) == [{}, {}]
+
+
+def _accelerate(rank: int, world_size: int) -> list[str]:
+    from accelerate import Accelerator
+
+    from dct_plugin.accelerate import attach
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = net()
+    ddp, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=3e-3), data(8 * 26)
+    )
+    state: Any = attach(accelerator, ddp, optimizer, SECTION)
+    watched, faults = Watched(model, state._ahead, state.metrics), []
+    ddp.eval()  # as after from_pretrained without train()
+    for (x,) in loader:  # the last step has one micro-batch
+        with accelerator.accumulate(ddp):
+            accelerator.backward((ddp(x) - x).square().mean())
+            with weights(ddp):
+                other = copy.deepcopy(model)
+            with torch.no_grad():
+                if not torch.equal(ddp(x), other(x)):
+                    faults.append("evaluated at displaced weights")
+            optimizer.step()
+            optimizer.zero_grad()
+    faults += watched.faults()
+    state.close()
+    return faults if equal_on_ranks(list(model.parameters())) else [*faults, "ranks differ"]
+
+
+def test_accelerate() -> None:
+    assert run(2, _accelerate) == [[], []]
