@@ -364,7 +364,7 @@ class StepAhead:
             return "a forward pass ran within a transform of torch.func, where weights cannot be displaced"
         return (
             "no forward pass with gradients of the attached module was seen. Call the module itself, not its "
-            "parts or its forward method, and attach after module.compile()"
+            "parts or its forward method"
         )
 
     def end_step(self, *, skipped: bool, waiting: Collection[str] = ()) -> tuple[int, list[str]]:
