@@ -17,7 +17,7 @@ from ..codecs.values import ValueDtype
 from ..compression.stream import as_flat, wire_dtype
 from ..errors import PayloadError
 from ..kernels.embedding import FloatArray, IntArray, Outgoing
-from .vector_codec import BOUNDED, PACKED, VectorCodec
+from .vector_codec import BOUNDED, PACKED, PLAIN_KINDS, VectorCodec, plain_kind
 
 # Bit of a message's last byte: gradients come back at the entries that crossed only.
 _MASKED = 2
@@ -186,7 +186,7 @@ class VectorMessages:
                     bounded[source] = mask
                     continue
                 with self.codec.blame(what, source):
-                    self._read_values(message[:-1], part.zero_(), mask)
+                    self._read_values(message, kinds[source], part.zero_(), mask)
                     if kinds[source] & _MASKED:
                         kept = self.codec.backend(out.device).decode_mask(message[:-1], part.numel())
                         found[source] = kept.view(-1, self.dim)
@@ -227,18 +227,20 @@ class VectorMessages:
             return flat
         message, _ = self.codec.encode_values(flat, code, 0, zeros=block.mask is None)
         decoded = torch.zeros(flat.numel(), dtype=torch.float32, device=flat.device)
-        self.codec.backend(flat.device).decode_add(message[:-1], decoded)
+        kind = 0 if block.mask is not None else plain_kind(code, self.codec.backend(flat.device))
+        self.codec.add_values(message, kind, decoded)
         return decoded
 
-    def _read_values(self, payload: Tensor, out: Tensor, mask: Tensor | None) -> None:
+    def _read_values(self, message: Tensor, kind: int, out: Tensor, mask: Tensor | None) -> None:
         """Add values of one floating type, which are at the entries of ``mask``, to ``out``, fp32 zeros."""
         values = out if mask is None else out.new_zeros(int(mask.count_nonzero()))
-        self.codec.backend(out.device).decode_add(payload, values)
+        self.codec.add_values(message, kind, values)
         if mask is not None:
             out.masked_scatter_(mask.view(-1), values)
 
     def _check_kind(self, kind: int, source: int) -> None:
-        if not 0 <= kind <= BOUNDED | _MASKED | PACKED or kind & (BOUNDED | PACKED) == PACKED:
+        coded = 0 <= kind <= BOUNDED | _MASKED | PACKED and kind & (BOUNDED | PACKED) != PACKED
+        if not coded and kind not in PLAIN_KINDS:
             what = "no message" if kind < 0 else f"a message of unknown kind {kind}"
             raise PayloadError(f"{self.codec.name}: {what} from rank {source} of the group")
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.message import MessageWriter
+from ..codecs.payload import OVERFLOW_MAGNITUDE
 from ..codecs.values import ValueDtype
 from ..compression.stream import encode_all
 from ..config import EmbeddingChannelConfig
@@ -25,10 +26,22 @@ from ..kernels import Backend, packed
 from ..kernels import embedding as kernels
 from ..kernels.embedding import Encoded, IntArray, Outgoing
 
-#: Bits of a message's last byte: the payload holds error-bounded codes, in a fixed number of bits per table.
-BOUNDED, PACKED = 1, 4
+#: Bits of a message's last byte: the payload holds error-bounded codes, in a fixed number of bits per table;
+#: or the message is plain values, whose type's number stands behind these bits.
+BOUNDED, PACKED, PLAIN = 1, 4, 8
+_TYPES = {ValueDtype.FP32: torch.float32, ValueDtype.BF16: torch.bfloat16, ValueDtype.FP16: torch.float16}
+_TYPE_SHIFT = 4
 #: Picoseconds per bit at 1 Mbit/s: any code's work is worth its bits.
 _SLOWEST = 1_000_000
+
+
+def plain_kind(code: ValueDtype, backend: Backend) -> int:
+    """Return the last byte of a message of plain values; 0 where they are a payload."""
+    return PLAIN | code << _TYPE_SHIFT if code in _TYPES and not backend.lengths_on_host else 0
+
+
+#: The last bytes of messages of plain values.
+PLAIN_KINDS = frozenset(PLAIN | code << _TYPE_SHIFT for code in _TYPES)
 
 
 @dataclass
@@ -122,12 +135,39 @@ class VectorCodec:
     def encode_values(
         self, flat: Tensor, code: ValueDtype, kind: int, *, zeros: bool = True
     ) -> tuple[Tensor, int]:
-        """Return the message of every entry of ``flat`` (or of every one but zeros), and their number."""
+        """Return the message of every entry of ``flat`` (or of every one but zeros), and their number. Where
+        lengths stay on a device, every entry crosses without a header: the host knows their size.
+        """
+        if zeros and (plain := plain_kind(code, self.backend(flat.device))):
+            values = flat.to(_TYPES[code]).view(torch.uint8)
+            message = values.new_empty(len(values) + 1)
+            message[:-1] = values
+            message[-1:].fill_(kind | plain)
+            return message, flat.numel()
         writer = MessageWriter(flat.device)
         encoded = encode_all(self.backend(flat.device), flat, writer, code, zeros=zeros)
         writer.reserve(1).fill_(kind)
         writer.advance(1)
         return writer.message, encoded.totals().nnz
+
+    def add_values(self, message: Tensor, kind: int, out: Tensor) -> None:
+        """Add the values of a message to ``out``, fp32 zeros; one that is not finite makes all of them NaN.
+
+        Args:
+            kind: The message's last byte.
+
+        Raises:
+            PayloadError: The message is damaged, or not of as many entries.
+        """
+        if not kind & PLAIN:
+            self.backend(out.device).decode_add(message[:-1], out)
+            return
+        dtype = _TYPES[ValueDtype(kind >> _TYPE_SHIFT)]
+        if len(message) - 1 != out.numel() * dtype.itemsize:
+            raise PayloadError(f"{len(message) - 1} bytes are no {out.numel()} values of {dtype}")
+        values = message[:-1].view(dtype)
+        out += values
+        out.masked_fill_((values.abs() < OVERFLOW_MAGNITUDE).logical_not_().any(), torch.nan)
 
     # -- errors ---
 

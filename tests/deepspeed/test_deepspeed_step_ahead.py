@@ -218,7 +218,7 @@ def test_feedback_follows_the_optimizer(two: Results) -> None:
     assert logs["momentum"][1] == (
         "dct: step-ahead for SGD, after 40 dense steps and a ramp of 822; the length of the run is not known "
         "(data_parallel.total_steps): its first 300 steps send 4x fewer bytes than fp32, its first 600 8x; "
-        "learning rate 0.02, 2 ranks, fp32; measured with a DLRM of 0.14M parameters"
+        "learning rate 0.02, 2 ranks, fp32; measured with a small ResNet of 0.70M parameters"
     )
     assert "feedback local, config" in logs["Adagrad"][0]
     assert not logs["Adagrad"][1:]

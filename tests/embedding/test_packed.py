@@ -18,6 +18,7 @@ from dct_plugin.codecs import planes
 from dct_plugin.config import EmbeddingChannelConfig
 from dct_plugin.embedding.messages import VectorBlock, VectorMessages
 from dct_plugin.embedding.vector_codec import VectorCodec
+from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import embedding, packed
 from dct_plugin.kernels.backend import Backend
 from dct_plugin.kernels.embedding import Outgoing
@@ -105,6 +106,33 @@ def test_the_bytes_of_a_message() -> None:
     check = sum(byte * (2 * at + 1) for at, byte in enumerate(data[:-5])) % 2**32
     assert data[-5:] == check.to_bytes(4, "little") + b"\x05"
     assert hashlib.sha256(data).hexdigest()[:16] == "e6c0be4d8ae6f5c0"
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("value_dtype", [None, "bf16"])
+def test_plain_vectors_are_looked_at_once_per_direction(ranks: int, value_dtype: str | None) -> None:
+    """At the last bytes of all messages; the host knows the sizes of what every entry of crosses."""
+    config = EmbeddingChannelConfig.of({"value_dtype": value_dtype} if value_dtype else {})
+    rows, x = [[3, 2]] * ranks, [torch.randn(5, 16) for _ in range(ranks)]
+    x[1][2, 3] = float("inf")
+    backend = backends()[-1]
+    if backend.lengths_on_host:
+        pytest.skip("needs the kernels of a device")
+    messages = VectorMessages(VectorCodec(config, name="t", backend=lambda _: backend), 16)
+    blocks = [VectorBlock(each, count, None, None) for each, count in zip(x, rows, strict=True)]
+    none: list[Tensor | None] = [None] * ranks
+    with HostReads() as reads:
+        sent = messages.encode(blocks, 0)
+        got, _ = messages.decode(sent.data, 0, sent.own, rows)
+        answers = messages.encode_gradients(x, 0, rows, none, quantised=False)
+        back, _ = messages.decode(answers.data, 0, answers.own, rows, none)
+    assert reads.places == ["embedding/messages.py:tolist"] * 2
+    for each in (got, back):
+        assert each[5:10].isnan().all()  # of the rank whose vectors are not finite
+        assert torch.allclose(torch.cat([each[:5], each[10:]]), torch.cat([x[0], *x[2:]]), rtol=0.01)
+    short = [sent.data[0], sent.data[1][1:], *sent.data[2:]]
+    with pytest.raises(PayloadError, match="t: message from rank 1 of the group: "):
+        messages.decode(short, 0, sent.own, rows)
 
 
 @pytest.mark.parametrize("ranks", [2, 5])

@@ -55,6 +55,7 @@ def _gpu_hour(folder: Path, *options: str) -> dict[str, str]:
         return {name: file.read().decode(errors="replace") for name, file in files.items() if file}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("call", ["ranks", "tests", "figures"])
 def test_the_calls_for_a_gpu_run_without_one(call: str, tmp_path: Path) -> None:

@@ -380,8 +380,8 @@ class StepAhead:
         return covered
 
     def undo(self, names: Collection[str], *, lost: bool) -> None:
-        """Forget the gradients of streams in this step; if residuals were ``lost``, displace weights anew in
-        the next pass. One that runs ends as it began.
+        """Forget the gradients of streams in this step. If residuals were ``lost``, displace weights anew in
+        the next pass; one that runs ends as it began.
         """
         self.moments.forget(names)
         if lost and self._displaced.state is not State.DISPLACED:

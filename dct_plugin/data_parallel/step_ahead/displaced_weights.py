@@ -97,8 +97,6 @@ class DisplacedWeights:
         self._computed: dict[str, Computed] = {}
         self._weights: dict[str, Tensor] = {}
         """Weights of the parameters that hold displaced ones."""
-        self._aside: dict[str, tuple[Tensor, int]] = {}
-        """Displaced weights that come back after a block, and the parameter's version counter in it."""
         self._samples: list[Tensor] = []
         """Views of the bits of some entries of all displaced weights."""
         self._sampled = torch.empty(0)
@@ -133,8 +131,6 @@ class DisplacedWeights:
             return
         self.state = after
         written = self._restore() if before is State.DISPLACED and after is not before else []
-        if event is Event.STEP:
-            self._aside.clear()
         if checks and (written or thorough):
             self._refuse(written, thorough)
 
@@ -155,13 +151,7 @@ class DisplacedWeights:
     def hide(self) -> State:
         """Let the parameters hold their weights until :meth:`unhide`, which is to get the returned value."""
         found = self.state
-        if found is State.DISPLACED:
-            self._aside = {name: (each.data, each._version) for name, each in self._shown()}
-            for name, parameter in self._shown():
-                parameter.data = self._weights[name]
-            self._weights.clear()
-            _forget_casts()
-        self.state = State.HIDDEN
+        self.on(Event.HIDE)
         return found
 
     def unhide(self, found: State) -> None:
@@ -170,26 +160,14 @@ class DisplacedWeights:
         """
         if self.state is not State.HIDDEN:
             return  # the weights have changed since
-        self.state = found
-        if found is State.DISPLACED:
-            aside, self._aside = self._aside, {}
-            if any(
-                self._computed[name].parameter._version != version for name, (_, version) in aside.items()
-            ):
-                self.state = State.READY
-                return
-            for name, (displaced, _) in aside.items():
-                parameter = self._computed[name].parameter
-                self._weights[name], parameter.data = parameter.data, displaced
-            _forget_casts()
+        self.state = State.READY if found is State.DISPLACED and self._is_outdated() else found
+        if self.state is State.DISPLACED:
+            self._show()
 
     def weight(self, parameter: Tensor) -> Tensor:
         """Return a parameter's weight, also while the parameter holds a displaced one."""
-        shown = (self._weights[name] for name, each in self._shown() if each is parameter)
+        shown = (w for name, w in self._weights.items() if self._computed[name].parameter is parameter)
         return next(shown, parameter.data)
-
-    def _shown(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [(name, self._computed[name].parameter) for name in self._weights]
 
     def _is_outdated(self) -> bool:
         return any(each.parameter._version != each.version for each in self._computed.values())
