@@ -93,7 +93,8 @@ class ResidualChecks(AddOn):
 
     @property
     def _is_due(self) -> bool:
-        return self._verify.is_due(self._group.step + 1, self._config.dense_steps)
+        is_due = self._verify.is_due(self._group.step + 1, self._config.dense_steps)
+        return is_due and not self._group.in_trial
 
     def before_reduce(self, plan: ReductionPlan) -> None:
         for tensor in plan.tensors if self._looks else ():
