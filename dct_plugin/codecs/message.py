@@ -64,7 +64,7 @@ class Order(NamedTuple):
     sizes: np.ndarray
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def order_of(placed: tuple[tuple[Key, Key], ...]) -> Order:
     """Return the order of payloads by receivers and sizes of each :class:`Placed`."""
     rows = [

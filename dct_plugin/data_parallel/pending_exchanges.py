@@ -18,6 +18,7 @@ from ..errors import DesyncError, PayloadError
 from ..kernels.job import GRAD_DTYPES
 from ..metrics import Record
 from ..policy.memory import MOST_PENDING
+from ..transport import lost_ranks
 from ..transport.bounded_table import BoundedTable
 from ..transport.slots import AgreedCapacities, fail
 from .plan import ReductionPlan
@@ -149,8 +150,9 @@ class PendingExchanges:
         names = [each.name for exchange in pending for each in exchange.plan.tensors]
         which = " to ".join(dict.fromkeys([*names[:1], *names[-1:]]))
         what = f"exchange of messages of {len(names)} tensors, {which},"
-        self._group.exchange.await_device(what)  # here the host waits, not where it sends
-        words = iter(read_figures(stats, heads))
+        with self._group.exchange.guard(what):  # here the host waits, not where it sends
+            lost_ranks.await_device(self._group.device, self._group.exchange.peers.group)
+            words = iter(read_figures(stats, heads))
         with self._group.recorded(self._cls) as exchange_record:
             for exchange in pending:
                 for chunk in exchange.chunks:

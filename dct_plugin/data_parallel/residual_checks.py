@@ -160,12 +160,12 @@ class ResidualChecks(AddOn):
         held, at = torch.zeros_like(sample.owed), sample.at
         stream = group.streams.get(name)
         if stream is not None and stream.residual is not None:
-            held += stream.residual.show(group.scratch, "check")[at]
+            held += stream.residual.show(group.scratch, "pass")[at]
         for shard, key in self._topologies.all_reduce.owner_residuals(name, sample.numel):
             stream = group.streams.get(key)
             if stream is not None and stream.residual is not None:
                 inside = (at >= shard.start) & (at < shard.stop)
-                held[inside] += stream.residual.show(group.scratch, "check")[at[inside] - shard.start]
+                held[inside] += stream.residual.show(group.scratch, "pass")[at[inside] - shard.start]
         return held
 
     def _check(self, gradients: dict[str, Tensor]) -> None:

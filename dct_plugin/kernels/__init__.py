@@ -41,8 +41,8 @@ _problems: dict[tuple[str, str], str | None] = {}
 _lock = threading.RLock()
 _NEEDED = {
     "cpu": "A C compiler (gcc or clang) in PATH is all that is needed.",
-    "triton": "The package triton (which torch for CUDA brings), a C compiler in PATH and Python's headers "
-    "are needed; until then the host waits for the device several times per tensor.",
+    "triton": "The package triton (torch for CUDA brings it along), a C compiler and Python's headers are "
+    "needed; until then the host waits for the device several times per tensor.",
 }
 
 

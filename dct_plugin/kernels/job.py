@@ -165,7 +165,7 @@ class Spans:
             row[: len(payloads)] = np.array(payloads).reshape(-1, 3)
 
     @staticmethod
-    @lru_cache(maxsize=256)
+    @lru_cache(maxsize=4096)
     def whole(numels: tuple[int, ...]) -> Spans:
         """Return the spans of messages that hold all of each tensor."""
         return Spans([[(which, 0, numel) for which, numel in enumerate(numels)]])

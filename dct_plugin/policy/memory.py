@@ -61,7 +61,8 @@ _EXACT, _INT8 = _AHEAD | {"parameters": "exact"}, {"residual_dtype": "int8"}
 #: The rows of the table.
 JOBS = (
     Job("DDP, fp32 weights", _AHEAD, weight_bytes=4.0),
-    Job("the same, two nodes of 8 ranks", _AHEAD, ranks=2, inside=8, weight_bytes=4.0),
+    Job("the same, after a rejected batch", _AHEAD, weight_bytes=4.0, transactional=True),
+    Job("DDP, two nodes of 8 ranks", _AHEAD, ranks=2, inside=8, weight_bytes=4.0),
     Job("ZeRO-1 and 2, Megatron, bf16 weights", _EXACT, shards=8),
     Job("the same, residual_dtype int8", _EXACT | _INT8, shards=8),
     Job("the same, fp16 weights", _EXACT, shards=8, transactional=True),

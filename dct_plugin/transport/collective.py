@@ -65,8 +65,8 @@ class CollectiveTransport(Transport):
         if self._device.type == "cpu":  # gloo sums everything on all ranks
             super().reduce_scatter(mean, parts)
             return
-        _reduce_scatter(mean, parts.view(-1), group=self.group)
-        mean.mul_(1.0 / self.world_size)
+        # nccl divides before it adds: a sum of fp16 would overflow where its mean does not.
+        _reduce_scatter(mean, parts.view(-1), dist.ReduceOp.AVG, group=self.group)
         self.sent_bytes += mean.nbytes * (self.world_size - 1)
 
     @own_traffic()

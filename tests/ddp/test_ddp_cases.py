@@ -37,6 +37,7 @@ AHEAD = {
         "warmup_steps": 2,
         "sparsity_warmup_steps": 0,
         "feedback": "step_ahead",
+        "verify": {"every": 3, "action": "stop", "conservation": True},
     }
 }
 #: Models that wait for an optimizer to be attached with, and those that were attached.

@@ -32,6 +32,7 @@ SECTION = {
         "warmup_steps": 2,
         "sparsity_warmup_steps": 0,
         "feedback": "step_ahead",
+        "verify": {"every": 3, "action": "stop", "conservation": True},
     }
 }
 STEPS = 6

@@ -153,3 +153,9 @@ def test_the_doctor_shows_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     *_, finding = doctor._kernels()
     assert finding[:3] == ("warn", "cuda kernels", f"reference; triton: {problems['triton', 'cuda']}")
     assert "report" in finding.advice
+
+
+def test_kernels_are_not_for_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(OSError, match="torch is built for ROCm"):
+        TritonBackend()

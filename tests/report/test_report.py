@@ -21,6 +21,7 @@ from dct_plugin import cli
 from dct_plugin.config import MetricsConfig
 from dct_plugin.errors import DCTError
 from dct_plugin.metrics import Metrics, Record
+from dct_plugin.metrics.summary import DISPLACED
 from dct_plugin.recommender.comparison import Comparison, Measured, Sent
 from dct_plugin.recommender.figures import Run as Training
 from dct_plugin.recommender.links.interleave import Figures
@@ -399,6 +400,18 @@ def test_advice_has_its_reason(rows: list[dict[str, Any]], said: str) -> None:
 def test_the_share_of_weights_that_change_is_said() -> None:
     rows = [{}, {"class": "parameter_exact", "density": 0.0391, "density_target": 0.0391}]
     assert verdict(run_of(*rows))[0].endswith("; 3.9 % of the weights change in a step.")
+
+
+def test_the_share_of_displaced_tensors_is_said(tmp_path: Path) -> None:
+    metrics = Metrics(MetricsConfig(path=str(tmp_path / "m.jsonl"), every=2), rank=0, world_size=2)
+    for step in range(1, 9):
+        metrics.record(Record("gradient", 4000, 40, 1000, 10, 0.01))
+        metrics.record(Record(DISPLACED, numel=8, nnz=6, target_density=1 - 1e-9))
+        metrics.step(step)
+    metrics.close()
+    assert "75 % of the tensors displaced by step-ahead" in metrics.summary_line()
+    assert metrics.summary().density == pytest.approx(0.01)
+    assert "step-ahead displaced 75 % of the tensors" in report(tmp_path / "m.jsonl")
 
 
 def test_a_good_run_gets_no_advice_and_a_slow_rank_is_named() -> None:

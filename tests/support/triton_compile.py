@@ -93,6 +93,10 @@ FORMS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+#: As they are launched, where that is not Triton's number.
+_WARPS = {"write": 8, "compact": 8, "open_messages": 1, "kth_largest": 32}
+
+
 def compiled(name: str, constants: dict[str, Any]) -> Any:
     """Machine code of one form of a kernel, for sm_90."""
     modules = (message_kernels, planes, selection_kernels, step_ahead_kernels)
@@ -108,7 +112,8 @@ def compiled(name: str, constants: dict[str, Any]) -> Any:
         if signature[argument].startswith("*") and signature[argument] != "*u8"
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
+    options = OPTIONS | {"num_warps": _WARPS.get(name, 4)}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from support.processes import run
 
 from dct_plugin.errors import ConfigError, DesyncError
-from dct_plugin.transport import Exchange, tcp_connect
+from dct_plugin.transport import Exchange, collective, tcp_connect
+from dct_plugin.transport.collective import CollectiveTransport
 from dct_plugin.transport.lost_ranks import time_limit
 from dct_plugin.transport.transports import subgroup
 
@@ -159,3 +160,13 @@ def test_some_ranks_make_a_group_without_all_others() -> None:
         assert (ranks, seconds) == ([0, 1], 77.0)
         assert refused.startswith(f"rank {rank}: dct.data_parallel.nodes: torch cannot make groups of nodes")
         assert "TORCH_DISTRIBUTED_USE_TORCHCOMMS" in refused
+
+
+def test_means_inside_a_node_are_divided_before_they_are_added() -> None:
+    """As nccl does for AVG: a sum of fp16 would overflow."""
+    transport, asked = CollectiveTransport(0, range(2), None, torch.device("cuda")), []
+    with patch.object(
+        collective, "_reduce_scatter", lambda out, parts, op, group: asked.append((len(parts), op))
+    ):
+        transport.reduce_scatter(torch.zeros(3), torch.zeros(2, 3))
+    assert asked == [(6, dist.ReduceOp.AVG)]

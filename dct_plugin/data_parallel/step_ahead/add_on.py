@@ -341,9 +341,10 @@ class StepAhead:
     def observe(self, entries: Entries) -> None:
         """Add gradients of this rank (1-D, in their unit) to the second moments, before they are reduced."""
         self._passes.reduced = True
-        names = {name for name, _ in entries}
-        self.coverage.reduced |= names
-        self.coverage.missed.update(filter(self._is_displaceable, names - self.coverage.shown))
+        names, coverage = {name for name, _ in entries}, self.coverage
+        # A residual that the first reduction of this step has made is none that its passes could know.
+        coverage.missed.update(filter(self._is_displaceable, names - coverage.shown - coverage.reduced))
+        coverage.reduced |= names
         self.moments.observe(entries, self._kernels, self._scratch)
 
     def _is_displaceable(self, name: str) -> bool:
@@ -363,7 +364,7 @@ class StepAhead:
             return "a forward pass ran within a transform of torch.func, where weights cannot be displaced"
         return (
             "no forward pass with gradients of the attached module was seen. Call the module itself, not its "
-            "parts or its forward method, and attach after module.compile()"
+            "parts or its forward method"
         )
 
     def end_step(self, *, skipped: bool, waiting: Collection[str] = ()) -> tuple[int, list[str]]:
@@ -415,7 +416,7 @@ class StepAheadAddOn(AddOn):
         self._group, self._config, self._topologies = context.group, context.config, context.topologies
         self._ahead: StepAhead | None = None
         self._loaded: dict[str, Any] | None = None
-        self._warned = self._told_missed = False
+        self._warned, self._steps_missed = False, 0
         # With few ranks steps are in the unit of a rank's own gradients: all results were measured so. At two
         # ranks, steps in the unit of the mean gradient lost 0.006 nats.
         self._has_many_ranks = context.group.world_size > FEW_COMPRESSORS
@@ -525,8 +526,9 @@ class StepAheadAddOn(AddOn):
         if group.metrics is not None:
             tensors = displaced + len(missed)
             group.metrics.record(Record(DISPLACED, numel=tensors, nnz=displaced, target_density=1 - 1e-9))
-        if missed and not self._told_missed and not group.group_rank:
-            self._told_missed = True
+        self._steps_missed += bool(missed)
+        # A residual may begin between two passes of one step.
+        if missed and self._steps_missed == 2 and not group.group_rank:
             logger.warning(
                 f"dct: step-ahead: step {group.step}: {len(missed)} of {displaced + len(missed)} tensors "
                 f"were trained at weights that were not displaced ({listed(missed)}): "

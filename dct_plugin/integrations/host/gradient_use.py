@@ -91,6 +91,15 @@ class OptimizerGradients:
         left = [local_part(gradient) for gradient in gradients if gradient is not None]
         return not left or (zeros and not any(bool(gradient.any()) for gradient in left))
 
+    def is_decided(self, updated: bool) -> bool:
+        """Return whether the scaler, which was ``updated`` or not, has made or left out the step."""
+        left_out = self.use is Use.REDUCED and self.asked and updated
+        return left_out or self.use in (Use.USED, Use.SKIPPED)
+
+    def is_left_out(self) -> bool:
+        """Return whether the scaler has left out a step that is decided."""
+        return self.use is Use.REDUCED or (self.overflow is not None and bool(self.overflow().any()))
+
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, and the values of a sparse one."""

@@ -171,7 +171,7 @@ class OptimizerAttachment(HostAttachment, ABC):
             metrics=self.metrics,
             device=device,
             kernels=self.config.kernels,
-            transactional=self._optimizer_steps.transactional,
+            transactional=self._optimizer_steps.transactions.armed,
             optimizer=ParameterGroups(self._optimizers),
         )
         self._reducers[tuple(dist.get_process_group_ranks(group or dist.group.WORLD))] = reducer

@@ -22,13 +22,14 @@ from dct_plugin.data_parallel.module_hooks import remove
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import own_traffic
 from dct_plugin.kernels.reference import overflow_flags
-from dct_plugin.metrics import Metrics, format_bytes
+from dct_plugin.metrics import Metrics
 from dct_plugin.transport import lost_ranks
 
 from . import gradient_scalers
-from .gradient_use import Event, OptimizerGradients, Use, local_part
+from .gradient_use import Event, OptimizerGradients, Use
 from .patching import Function, Patches
 from .replica_checksums import ReplicaChecksums
+from .transactions import Transactions, collective_device
 
 
 class FrozenParameters:
@@ -58,17 +59,6 @@ class FrozenParameters:
         found = sorted(name for name, parameter in unfrozen.items() if not self._is_reduced(parameter))
         if found:
             logger.warning(f"dct: unfrozen during the training: {listed(found)}; {self._consequence}")
-
-
-def collective_device() -> torch.device:
-    """Return a device whose tensors the ranks can reduce, the same kind with and without gradients: the CPU
-    if it can be, else this rank's accelerator.
-    """
-    kinds = [backend.partition(":")[0] for backend in str(dist.get_backend_config()).split(",")]
-    kind = "cpu" if "cpu" in kinds else kinds[0]
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 class PoisonedSteps:
@@ -232,7 +222,7 @@ class OptimizerSteps:
     Each optimizer has its own transaction, the gradients of its parameters (:mod:`.gradient_use`). A step is
     counted when the first optimizer that was waiting makes it. Gradients that are None or zero when the next
     backward pass begins are *rejected*: they are no step, and leave no trace in the residuals. The first
-    rejection finds no second residual (:meth:`_undo`).
+    rejection finds no second residual (:class:`.transactions.Transactions`).
 
     Without optimizers the first step decides: an optimizer of torch that uses the gradients is followed from
     then on. If the gradients are cleared without one, every backward pass is a step.
@@ -265,7 +255,8 @@ class OptimizerSteps:
         self._owners: dict[int, OptimizerGradients] = {}
         """The optimizer's gradients to which a parameter belongs, by identity."""
         self._reducers, self._poisoned, self._sharded = reducers, poisoned, sharded
-        self.transactional = scaler is not None or poisoned.skips
+        armed = scaler is not None or poisoned.skips
+        self.transactions = Transactions(steps, reducers, armed=armed, sharded=sharded)
         self.has_stepped = False
         """True if a step was made since the start, or since a state was loaded."""
         self._updated = False
@@ -273,7 +264,6 @@ class OptimizerSteps:
         self._passes_are_steps = False
         self._stepping: weakref.ref[Any] | None = None
         """The optimizer whose step runs, or has ended with an error."""
-        self._has_rejected = False
         self._handles: list[Any] = []
         self._finalizer = weakref.finalize(self, remove, self._handles)
         gradient_scalers.follow(self)
@@ -330,7 +320,7 @@ class OptimizerSteps:
             }
         for name, parameter in named:
             owner = self._owners.get(id(parameter), self._unknown)
-            owner.add(name, parameter, covered=self.transactional)
+            owner.add(name, parameter, covered=self.transactions.armed)
         self.steps.begin()
 
     def end_pass(self) -> None:
@@ -343,7 +333,7 @@ class OptimizerSteps:
     @property
     def is_due(self) -> bool:
         """True if the gradient scaler has made or skipped a step that has not ended."""
-        return self.scaler is not None and any(map(self._is_decided, self._gradients))
+        return self.scaler is not None and any(each.is_decided(self._updated) for each in self._gradients)
 
     def end_due(self, *, alone: bool = False) -> None:
         """End the step that the gradient scaler has made or skipped, before the next gradients come.
@@ -355,8 +345,8 @@ class OptimizerSteps:
             self.steps.check()
         if not self.is_due:
             return
-        for each in filter(self._is_decided, self._gradients):
-            if each.use is Use.REDUCED or (each.overflow is not None and bool(each.overflow().any())):
+        for each in self._gradients:
+            if each.is_decided(self._updated) and each.is_left_out():
                 each.note(Event.LEAVE_OUT)
         self._end(alone=alone)
 
@@ -365,13 +355,15 @@ class OptimizerSteps:
         sharded gradients it is a collective.
         """
         self.end_due()
-        cleared = self._cleared([each for each in self._gradients if each.use is Use.REDUCED], zeros=True)
+        cleared = self.transactions.cleared(
+            [each for each in self._gradients if each.use is Use.REDUCED], zeros=True
+        )
         if cleared and self._is_undecided:
             self._passes_are_steps = True
             self._unknown.note(Event.STEP)
             self._end()
         elif cleared:
-            self._undo(cleared)
+            self.transactions.reject(cleared, self.optimizers)
             for each in cleared:
                 each.note(Event.CLOSE)
             if self.steps.open and not self.awaits_optimizer:
@@ -408,7 +400,7 @@ class OptimizerSteps:
             )
         self.scaler = scaler
         self._patches.intercept(scaler, "update", self._update_scaler)
-        self._arm()
+        self.transactions.arm()
         for reducer in self._reducers:
             reducer.loss_scale *= scaler.get_scale()
         if dist.get_rank() == 0:
@@ -430,7 +422,8 @@ class OptimizerSteps:
             return
         self._stepping = weakref.ref(optimizer)
         own = [each for each in self._of(optimizer) if each.use is Use.REDUCED]
-        self._undo(self._cleared(own, zeros=self._poisoned.skips and self.scaler is None))
+        zeros = self._poisoned.skips and self.scaler is None
+        self.transactions.reject(self.transactions.cleared(own, zeros=zeros), self.optimizers)
         left = [each for each in own if each.use is Use.REDUCED]
         looks = bool(left) and self.scaler is None and self.steps.open
         if looks and self._poisoned.keep_from([optimizer, *self.optimizers], self.steps.step):
@@ -484,18 +477,13 @@ class OptimizerSteps:
         parameters = {id(p) for group in outer.param_groups for p in group["params"]}
         return any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
 
-    def _is_decided(self, gradients: OptimizerGradients) -> bool:
-        """Return whether the scaler has made or left out an optimizer's step."""
-        left_out = gradients.use is Use.REDUCED and gradients.asked and self._updated
-        return left_out or gradients.use in (Use.USED, Use.SKIPPED)
-
     def _end(self, *, alone: bool = False) -> None:
         """End the steps that were made or skipped; the first one since gradients were reduced counts."""
         ended = [each for each in self._gradients if each.use in (Use.USED, Use.SKIPPED)]
         if not ended:
             return
         skipped = [each for each in ended if each.use is Use.SKIPPED]
-        self._take_back(skipped)
+        self.transactions.take_back(skipped)
         names = {name for each in ended for name in each.reduced}
         for each in ended:
             each.note(Event.CLOSE)
@@ -510,65 +498,7 @@ class OptimizerSteps:
             scale = None if self._sharded else self.loss_scale()
             self.steps.end(skipped=len(skipped) == len(ended), loss_scale=scale, alone=alone)
 
-    def _cleared(self, waiting: Sequence[OptimizerGradients], *, zeros: bool) -> list[OptimizerGradients]:
-        """Return those whose gradients no optimizer can use any more; ``zeros`` count as cleared ones."""
-        flags = [each.is_cleared(zeros=zeros) for each in waiting]
-        if flags and zeros and self._sharded:
-            flags = _on_all_ranks(flags, self.steps.step)
-        return [each for each, flag in zip(waiting, flags, strict=True) if flag]
-
-    def _undo(self, cleared: Sequence[OptimizerGradients]) -> None:
-        """Take back gradients that were cleared without a step, and keep a second residual from now on."""
-        if not cleared:
-            return
-        for each in cleared:
-            each.note(Event.CLEAR)
-        self._take_back(cleared)
-        if not self._has_rejected:
-            self._report_rejected()
-        self._has_rejected = True
-        self._arm()
-
-    def _take_back(self, gradients: Sequence[OptimizerGradients]) -> None:
-        for each in gradients:
-            for reducer in self._reducers:
-                reducer.undo(each.reduced.keys(), lost=not each.covered)
-
-    def _arm(self) -> None:
-        self.transactional = True
-        for reducer in self._reducers:
-            reducer.arm()
-
-    def _report_rejected(self) -> None:
-        """Say once what becomes of gradients that are cleared without a step."""
-        if dist.get_rank() if self._sharded else next(iter(self._reducers)).group_rank:
-            return
-        what = f"dct: step {self.steps.step}: its gradients were cleared without optimizer.step()"
-        if self.transactional:
-            logger.warning(f"{what}: residuals are as before it")
-            return
-        lost = "the step was dense, and nothing is lost"
-        if any(reducer.streams for reducer in self._reducers):
-            lost = "what earlier steps had left unsent of these tensors is set to zero, once"
-        groups = [group["params"] for each in self.optimizers for group in each.param_groups]
-        known = [parameter for group in groups for parameter in group] or self._unknown.reduced.values()
-        sizes = {str(number): local_part(each).numel() for number, each in enumerate(known)}
-        memory = format_bytes(max(reducer.residual_bytes(sizes) for reducer in self._reducers))
-        logger.warning(
-            f"{what}: {lost}. From now on a second residual, {memory} on a rank, keeps residuals as they "
-            "were before such a batch"
-        )
-
 
 def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
     if (function := method()) is not None:
         function(*arguments)
-
-
-@own_traffic(recorded=False)
-def _on_all_ranks(flags: Sequence[bool], step: int) -> list[bool]:
-    """Return which flags are set on all ranks of the job; a collective."""
-    common = torch.tensor(flags, dtype=torch.int32, device=collective_device())
-    with lost_ranks.reported("agreement on gradients that were cleared", step=step):
-        dist.all_reduce(common, dist.ReduceOp.MIN)
-    return [bool(flag) for flag in to_host(common).tolist()]

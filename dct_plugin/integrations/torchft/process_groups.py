@@ -8,11 +8,12 @@ the backward pass.
 from __future__ import annotations
 
 import contextlib
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -359,6 +360,12 @@ def _in_place(tensor: Tensor, reduce: partial[None]) -> None:
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
+@cache
+def _stream_of(device: torch.device, thread: int) -> Any:
+    """Return the stream of a group's thread: each stream keeps the memory of what ran on it."""
+    return torch.cuda.Stream(device)
+
+
 @contextlib.contextmanager
 def _after(ready: Any) -> Iterator[None]:
     """Run the block on a CUDA stream of its own, after the event ``ready``, and wait for it at the end."""
@@ -366,7 +373,7 @@ def _after(ready: Any) -> Iterator[None]:
         yield
         return
     # A new thread has device 0, whatever the device of the tensors is.
-    with torch.cuda.device(ready.device), torch.cuda.stream(torch.cuda.Stream(ready.device)):
+    with torch.cuda.device(ready.device), torch.cuda.stream(_stream_of(ready.device, threading.get_ident())):
         stream = torch.cuda.current_stream()
         stream.wait_event(ready)
         yield

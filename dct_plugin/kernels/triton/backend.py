@@ -63,7 +63,7 @@ class TritonBackend(Backend):
     CPU tensors are taken under Triton's interpreter alone (``TRITON_INTERPRET=1``: tests).
 
     Raises:
-        OSError: triton cannot be imported (by the import of this module).
+        OSError: triton cannot be imported (by the import of this module), or torch is built for ROCm.
     """
 
     name = "triton"
@@ -74,6 +74,8 @@ class TritonBackend(Backend):
     value_dtypes = VALUE_DTYPES
 
     def __init__(self) -> None:
+        if torch.version.hip is not None:
+            raise OSError("torch is built for ROCm, for which the kernels were not made")
         self._errors: dict[tuple[torch.device, int], Tensor] = {}
         self._waiting = _Waiting()
         self._reference = ReferenceBackend(WRITTEN)
@@ -293,7 +295,7 @@ class _Batched:
             self._backend._waiting.batches = None
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def _slots_of(placed: tuple[tuple[Key, Key], ...], count: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Return what the table of so many slots has in every step.
 

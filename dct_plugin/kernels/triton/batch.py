@@ -348,7 +348,7 @@ class Batch:
             scratch = self._empty(words + room + blocks, torch.int32)
             options = {"HAS_LEFT": variant.left, "IN_PLACE": variant.in_place, **aligned}
             launch(device.select, tiles, table, scratch, state, self._taus, count, **options)
-            launch(device.compact, blocks, table, scratch, state, *places, count)
+            launch(device.compact, blocks, table, scratch, state, *places, count, num_warps=8)
             if variant.entries in (_SELECTED, IndexEncoding.GAPS8):
                 launch(device.skips, entry_chunks, table, scratch, state, places[0], count)
         constants = {"ENTRIES": variant.entries, "VALUE": variant.value}
@@ -357,7 +357,7 @@ class Batch:
             types = {"GRAD": 0, "HAS_RESIDUAL": False}
         written = table, scratch, state, *places, count
         options = {"ACCUMULATED": accumulated, "HAS_LEFT": variant.left, **types, **constants}
-        launch(device.write, chunks, *written, **options)
+        launch(device.write, chunks, *written, **options, num_warps=8)  # gathers: more warps hide their loads
         put_back = variant.left and not variant.in_place
         constants |= {"PUT_BACK": put_back, "CLEAR": variant.clear, **aligned}
         blocks = blocks if put_back or variant.clear else 0
@@ -389,7 +389,7 @@ def _rows(variant: _Variant, writes: Sequence[_Write]) -> tuple[np.ndarray, list
     return layout + table_of([*(columns for *_, columns in writes), _NOTHING_ADDED], ROW)[which], units
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def _layout(of: tuple[Parts, ...], size: int, *, dense: bool) -> tuple[np.ndarray, list[int], np.ndarray]:
     """Return the numbers in the rows of payloads that are the same in every step.
 

@@ -66,7 +66,8 @@ class UnopenedMessages(NamedTuple):
         absent = device.ADDED if spare else device.POISONED
         units = layout.blocks + longest // CHUNK + count
         arguments = buffer, table, rows, heads, targets.size, count, stride, room
-        launch(device.open_messages, several, *arguments, SLOTS=slots, ABSENT=absent.value)
+        constants = {"SLOTS": slots, "ABSENT": absent.value}
+        launch(device.open_messages, several, *arguments, **constants, num_warps=1)  # a walk without barriers
         counts = torch.zeros(several, 2, counts_and_sums(units, count), dtype=torch.int64, device=where)
         positions = torch.empty(several, room, dtype=torch.int32, device=where)
         sizes, checks = (count, stride, units, counts.shape[-1]), -(-longest // (4 * CHUNK)) + count
@@ -172,7 +173,7 @@ def _targets(spans: Spans, outs: Sequence[Tensor], apart: Sequence[int]) -> np.n
     return _placed(spans, tuple(each))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def _placed(spans: Spans, outs: tuple[tuple[int, int, int, int], ...]) -> np.ndarray:
     """Return targets for tensors of these addresses, types, places, and bytes of an entry."""
     layout = _layout(spans)
@@ -201,7 +202,7 @@ class _Layout(NamedTuple):
     """Most programs that add a message up."""
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def _layout(spans: Spans) -> _Layout:
     which, start, stop = np.moveaxis(spans.numbers, -1, 0)
     numel = stop - start

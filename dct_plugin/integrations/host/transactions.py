@@ -1,0 +1,122 @@
+"""Gradients that no optimizer used: residuals return to what they were before."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from dct_plugin.codecs.copies import to_host
+from dct_plugin.console import logger
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.host_traffic import own_traffic
+from dct_plugin.metrics import format_bytes
+from dct_plugin.transport import lost_ranks
+
+from .gradient_use import Event, OptimizerGradients, local_part
+
+
+class HasStep(Protocol):
+    """An object that counts optimizer steps."""
+
+    step: int
+
+
+def collective_device() -> torch.device:
+    """Return a device whose tensors the ranks can reduce, the same kind with and without gradients: the CPU
+    if it can be, else this rank's accelerator.
+    """
+    kinds = [backend.partition(":")[0] for backend in str(dist.get_backend_config()).split(",")]
+    kind = "cpu" if "cpu" in kinds else kinds[0]
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+class Transactions:
+    """Takes back gradients that no optimizer used.
+
+    The first time there may be no second residual. What was sent is then old residual and gradient in one,
+    and cannot be told apart: residuals of these tensors are set to zero, a line says so, and from then on
+    there is a second residual.
+
+    Args:
+        steps: The optimizer steps.
+        reducers: The reducers of the gradients; more may be added.
+        armed: Whether there is a second residual from the start.
+        sharded: Whether ranks hold different gradients.
+
+    Attributes:
+        armed: True if there is a second residual.
+    """
+
+    def __init__(
+        self, steps: HasStep, reducers: Collection[GradientReducer], *, armed: bool, sharded: bool
+    ) -> None:
+        self._steps, self._reducers, self._sharded = steps, reducers, sharded
+        self.armed = armed
+        self._has_rejected = False
+
+    def arm(self) -> None:
+        """Keep a second residual from the next gradients on."""
+        self.armed = True
+        for reducer in self._reducers:
+            reducer.arm()
+
+    def cleared(self, waiting: Sequence[OptimizerGradients], *, zeros: bool) -> list[OptimizerGradients]:
+        """Return those whose gradients no optimizer can use any more; ``zeros`` count as cleared ones. For
+        sharded gradients it is a collective.
+        """
+        flags = [each.is_cleared(zeros=zeros) for each in waiting]
+        if flags and zeros and self._sharded:
+            flags = _on_all_ranks(flags, self._steps.step)
+        return [each for each, flag in zip(waiting, flags, strict=True) if flag]
+
+    def reject(self, cleared: Sequence[OptimizerGradients], optimizers: Iterable[Any]) -> None:
+        """Take back gradients that were cleared without a step; ``optimizers`` are all that are known."""
+        if not cleared:
+            return
+        for each in cleared:
+            each.note(Event.CLEAR)
+        self.take_back(cleared)
+        if not self._has_rejected:
+            self._report(cleared, optimizers)
+        self._has_rejected = True
+        self.arm()
+
+    def take_back(self, gradients: Sequence[OptimizerGradients]) -> None:
+        """Let residuals be as before these gradients."""
+        for each in gradients:
+            for reducer in self._reducers:
+                reducer.undo(each.reduced.keys(), lost=not each.covered)
+
+    def _report(self, cleared: Sequence[OptimizerGradients], optimizers: Iterable[Any]) -> None:
+        """Say once what becomes of gradients that are cleared without a step."""
+        if dist.get_rank() if self._sharded else next(iter(self._reducers)).group_rank:
+            return
+        what = f"dct: step {self._steps.step}: its gradients were cleared without optimizer.step()"
+        if self.armed:
+            logger.warning(f"{what}: residuals are as before it")
+            return
+        lost = "the step was dense, and nothing is lost"
+        if any(reducer.streams for reducer in self._reducers):
+            lost = "what earlier steps had left unsent of these tensors is set to zero, once"
+        told = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        known = told or [parameter for each in cleared for parameter in each.reduced.values()]
+        sizes = {str(number): local_part(each).numel() for number, each in enumerate(known)}
+        memory = format_bytes(max(reducer.residual_bytes(sizes) for reducer in self._reducers))
+        logger.warning(
+            f"{what}: {lost}. From now on a second residual, {memory} on a rank, keeps residuals as they "
+            "were before such a batch"
+        )
+
+
+@own_traffic(recorded=False)
+def _on_all_ranks(flags: Sequence[bool], step: int) -> list[bool]:
+    """Return which flags are set on all ranks of the job; a collective."""
+    common = torch.tensor(flags, dtype=torch.int32, device=collective_device())
+    with lost_ranks.reported("agreement on gradients that were cleared", step=step):
+        dist.all_reduce(common, dist.ReduceOp.MIN)
+    return [bool(flag) for flag in to_host(common).tolist()]
