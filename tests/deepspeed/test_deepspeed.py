@@ -445,6 +445,8 @@ def test_metrics_reach_file_monitor_and_summary(two: Results, folder: Path) -> N
     assert lines.pop(0)["event"] == "start"
     settings = lines.pop(0)
     assert (settings["event"], settings["data_parallel"]["sparsity"]) == ("settings", 0.99)
+    delays = [lines.pop(lines.index(line)) for line in list(lines) if line.get("event") == "delay"]
+    assert [line["step"] for line in delays] == [1]
     assert {line["step"] for line in lines} == {2, 4, 6}
     assert {"gradient", "gradient_small"} <= {line["class"] for line in lines}
     tables = {path.name: path for path in (folder / "csv_monitor").rglob("*.csv")}
