@@ -145,6 +145,8 @@ class StreamGroup:
         """
         self.sends_all = False
         """True if every entry of the coming gradients is sent, so that step-ahead has nothing to foresee."""
+        self.in_trial = False
+        """True while steps show the time of a setting before it is decided on."""
 
     def send_all(self, *, wanted: bool, dense: bool) -> None:
         """Note whether all entries of the coming gradients are sent, and whether densely. Then the residuals,

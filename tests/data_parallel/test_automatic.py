@@ -327,6 +327,7 @@ def _decided_once(rank: int, world_size: int, fastest: str) -> dict[str, Any]:
         return {
             "setting": automatic.current,
             "resumed": (add_on_of(resumed, AutomaticSparsity).current, resumed.stays_dense),
+            "in_trial": reducer.in_trial or resumed.in_trial,
             "dense": reducer.stays_dense,
             "streams": len(reducer.streams) + len(resumed.loaded),
             "decisions": [event["setting"] for event in events],
@@ -350,6 +351,7 @@ def test_a_job_that_writes_no_density_takes_once_what_is_not_slower_than_dense(
         assert rank["decisions"] == [str(setting)]
         assert rank["resumed"] == (setting, setting.is_dense)
         assert rank["dense"] == setting.is_dense
+        assert not rank["in_trial"]
         assert bool(rank["streams"]) == (not setting.is_dense)
         assert rank["densities"] == ranks[0]["densities"]
     assert torch.equal(ranks[0]["got"], ranks[1]["got"])

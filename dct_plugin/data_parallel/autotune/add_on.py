@@ -109,7 +109,7 @@ class AutomaticSparsity(AddOn):
         if self.current.sparsity == 0.0:
             return Sparsity(1.0)
         density = 1.0 - self.current.sparsity
-        if self._once and not self._has_decided:  # a trial shows the time of a step after the ramp
+        if self._group.in_trial:  # shows the time of a step after the ramp
             return Sparsity(density)
         return Sparsity(max(density, self._group.schedule.density(self._group.step)))
 
@@ -142,11 +142,11 @@ class AutomaticSparsity(AddOn):
     def _start(self, known: Setting | None) -> None:
         self._chosen = self._settings[0] if known is None else known
         """The last decision; in a ramp that does not pay yet, dense steps precede it."""
+        self._has_decided = known is not None
         self._switch_to(self._chosen)
         if known is None:
             self._group.send_all(wanted=False, dense=False)
         self._seconds.clear()
-        self._has_decided = known is not None
         self._decisions = self._decide(is_known=known is not None)
         self._steps_left = next(self._decisions, -1)
 
@@ -183,7 +183,7 @@ class AutomaticSparsity(AddOn):
             seconds = {self.current: now}
             chosen = yield from self._choose(model, seconds)
             yield from self._change_to(chosen)
-            self._has_decided, self._chosen = True, chosen
+            self._has_decided, self._chosen, self._group.in_trial = True, chosen, False
             self._report(chosen, seconds, model, why)
             if self._once:
                 yield from self._follow_ramp(chosen, seconds.get(Setting(), model.predict(Setting()).total))
@@ -275,6 +275,7 @@ class AutomaticSparsity(AddOn):
         self._holds_residuals |= not setting.is_dense
         if self._once:
             group.send_all(wanted=setting.sparsity == 0.0, dense=setting.is_dense)
+            group.in_trial = not (setting.is_dense or self._has_decided)
         if setting.value_dtype not in (None, group.settings.value_dtype):
             group.set_value_dtype(setting.value_dtype)
 
