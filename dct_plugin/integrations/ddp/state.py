@@ -153,7 +153,7 @@ class DCTState(OptimizerAttachment):
         self.ends.callback(attachments.note(model.module, self))
         self.parameters.add(model.module.named_parameters())
         self._decide()
-        is_first = dist.get_rank(self.process_group) == 0
+        is_first = not dist.is_initialized() or dist.get_rank(self.process_group) == 0
         reduced = {n: p for n, p in model.module.named_parameters() if n not in model.parameters_to_ignore}
         own = set(map(id, reduced.values()))
         coverage = startup.coverage(model.module, model.module.parameters(), lambda p: id(p) in own)
@@ -328,13 +328,14 @@ class DCTState(OptimizerAttachment):
         if self._resolved:
             return
         self._resolved = True
+        ranks = dist.get_world_size(self.process_group) if dist.is_initialized() else 1
         training = Training(
-            ranks=dist.get_world_size(self.process_group),
+            ranks=ranks,
             steps=self._total_steps,
             step_ahead_unavailable=step_ahead_unavailable,
             optimizer_unknown_hint="dct_plugin.attach(model, optimizer) takes what suits it",
         )
-        self.resolve(self._optimizers, training, self._nodes())
+        self.resolve(self._optimizers, training, self._nodes() if ranks > 1 else None)
 
     def _nodes(self) -> Nodes | None:
         settings = self.written.data_parallel

@@ -127,9 +127,10 @@ def nodes_of(
             where they do not work.
         DesyncError: A rank did not report its machine.
     """
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if config.nodes == 1 or config.local_steps or len(ranks) == 1 or not config.enabled:
+    # The size first: torchft's group of a wrapped model is unknown to torch.
+    if config.nodes == 1 or config.local_steps or not config.enabled or dist.get_world_size(group) == 1:
         return None
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     limit = time_limit(group) if limit is None else limit
     machines = ranks_of_machines(ranks, limit=limit, hint=hint)
     automatic = config.nodes == "auto"
