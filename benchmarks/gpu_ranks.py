@@ -41,8 +41,8 @@ from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 from dct_plugin.transport import lost_ranks, slots
 
 #: Seconds that a case may take, and the time limit of the groups in which a rank fails.
-PATIENCE, LIMIT = (120, 20) if DRY else (50, 60)
-STEPS, ENTRIES = (2, 1_500) if DRY else (24, 2_000_000)
+PATIENCE, LIMIT = (600, 20) if DRY else (50, 60)
+STEPS, ENTRIES = (2, 1_200) if DRY else (24, 2_000_000)
 _SIZES = {"first": ENTRIES, "second": ENTRIES // 3 + 1, "bias": 64}
 
 

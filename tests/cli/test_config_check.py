@@ -313,6 +313,7 @@ ENGINES: list[dict[str, Any]] = [
     {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
     {"torch_autocast": {"enabled": True, "dtype": "float16"}},
     {"compile": {"deepcompile": True}},
+    {"managed_gradient_accumulation": False},
 ]
 PROGRAM = """
 import dataclasses, json, sys

@@ -90,3 +90,42 @@ def test_all_buckets_of_a_backward_pass_are_waited_for_at_once() -> None:
     for (other, _), (mine, waited) in outcomes:
         assert all(torch.equal(one, two) for one, two in zip(mine, other, strict=True))
         assert waited[MICRO_BATCHES:] == [1] * (STEPS - 1) * MICRO_BATCHES
+
+
+def _coalesce(rank: int, world_size: int, stage: int) -> list[list[torch.Tensor]]:
+    """Weights after steps of two backward passes that are reduced together, without and with the plugin."""
+    import deepspeed
+
+    from dct_plugin.integrations.autoload import autoload
+
+    autoload()
+    os.environ["LOCAL_RANK"] = str(rank)
+    everything = {"sparsity": 0.0, "value_dtype": "bf16", "min_numel": 0, "feedback": "local"}
+    found = []
+    for sections in ({}, {"dct": {"data_parallel": everything}}):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(40, 61), torch.nn.GELU(), torch.nn.Linear(61, 40))
+        config = {
+            "train_micro_batch_size_per_gpu": 16,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 2450},
+            "zero_allow_untested_optimizer": True,
+            **sections,
+        }
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        for step in range(2):
+            with engine.coalesce_grad_reduction():
+                for part in range(2):
+                    generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
+                    x = torch.randn(16, 40, generator=generator).bfloat16()
+                    engine.backward((engine(x) - x).float().square().mean())
+            engine.step()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_backward_passes_that_are_reduced_together(stage: int) -> None:
+    for plain, compressed in run(2, _coalesce, stage):
+        assert all(torch.equal(one, other) for one, other in zip(plain, compressed, strict=True))

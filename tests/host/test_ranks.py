@@ -16,7 +16,7 @@ from support.state_files import save_state
 from dct_plugin import checkpoint
 from dct_plugin.config import DCTConfig, MetricsConfig
 from dct_plugin.integrations.host import startup
-from dct_plugin.integrations.host.checkpoint import ReducerFiles, load_together, save_together
+from dct_plugin.integrations.host.checkpoint import ReducerFiles, device_of, load_together, save_together
 from dct_plugin.integrations.host.reporting import start_reporting
 from dct_plugin.integrations.host.steps import StepHooks
 from dct_plugin.metrics import Metrics
@@ -263,3 +263,9 @@ def test_ranks_state_the_kernels_of_cuda_tensors(monkeypatch: pytest.MonkeyPatch
     assert startup.facts_of(DCTConfig(), {})["kernels of CUDA tensors"] == "reference"
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     assert "kernels of CUDA tensors" not in startup.facts_of(DCTConfig(), {})
+
+
+def test_groups_of_any_nccl_take_tensors_of_their_device() -> None:
+    of_gpus = ("cuda:nccl", "cuda:nccl2", "cuda:nccl-legacy")
+    assert {device_of(backends) for backends in of_gpus} == {"cuda"}
+    assert {device_of(backends) for backends in ("cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl")} == {"cpu"}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.forked import forked_interpreters
 
@@ -61,3 +62,20 @@ def test_collectives_are_put_back() -> None:
             assert dist._broadcast_coalesced is not before[1]
         assert vars(dist.ProcessGroup)["allreduce"] is not before[0]["allreduce"]
     assert (dict(vars(dist.ProcessGroup)), dist._broadcast_coalesced) == before
+
+
+def test_new_names_of_collectives_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 gathers by ``gather_single(output, input, options)``."""
+
+    class Group:
+        def size(self) -> int:
+            return 4
+
+        def gather_single(self, output: torch.Tensor, part: torch.Tensor) -> None:
+            """Nothing is sent."""
+
+    metrics = Metrics(MetricsConfig(), rank=0, world_size=4)
+    monkeypatch.setattr(dist, "ProcessGroup", Group)
+    with HostTraffic(metrics):
+        Group().gather_single(torch.empty(4, 10), torch.empty(10))
+    assert metrics.summary().classes["host_gather"].sent_bytes >= 30

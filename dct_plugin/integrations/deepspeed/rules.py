@@ -114,6 +114,8 @@ _UNSUPPORTED = {
     "gradients that dct thresholds",
     "offload": "offloading ({})",
     "zenflow": "ZenFlow (zero_optimization.zenflow)",
+    "unmanaged_accumulation": "managed_gradient_accumulation = false: a step ends where step() is called, "
+    "and gradients are reduced before that is known",
     "sequence_ranks": "sequence parallelism (sequence_parallel_size = {})",
     "model_parallel": "{}",
     "autocast_fp16": "torch_autocast with dtype float16 (it scales the loss out of our sight); use the fp16 "

@@ -162,6 +162,7 @@ class Job:
         model_parallel: Tensor or model parallelism, in words; empty without.
         sequence_ranks: Ranks of sequence parallelism; 0 without.
         quantized_gradients, zenflow, deepcompile, autoep: Features of DeepSpeed that are on.
+        unmanaged_accumulation: Whether the script decides in each ``step()`` where a step ends.
         autocast_fp16: Whether ``torch_autocast`` scales the loss.
         ranks_per_copy: ZeRO-3: ranks that have a copy of the weights between them (hpZ); 1 without.
         version: Version of DeepSpeed; empty where none is installed.
@@ -188,6 +189,7 @@ class Job:
     sequence_ranks: int = 0
     quantized_gradients: bool = False
     zenflow: bool = False
+    unmanaged_accumulation: bool = False
     deepcompile: bool = False
     autoep: bool = False
     autocast_fp16: bool = False
@@ -237,6 +239,7 @@ class Job:
             sequence_ranks=sequence if isinstance(sequence, int) and sequence > 1 else 0,
             quantized_gradients=zero.get("zero_quantized_gradients") is True,
             zenflow=bool(zero.get("zenflow")),
+            unmanaged_accumulation=content.get("managed_gradient_accumulation") is False,
             deepcompile=_object(content, "compile").get("deepcompile") is True,
             autoep=_on(content, "expert_parallel"),
             autocast_fp16=_on(content, "torch_autocast")

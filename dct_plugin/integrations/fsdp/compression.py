@@ -217,7 +217,14 @@ class ReplicaCompression(OptimizerAttachment):
     def _read_first(self) -> None:
         """Have FSDP read the parameters before their shards are replaced, as it does in its first pass."""
         root: Any = next(m for m in self._model.modules() if hasattr(m, "_get_fsdp_state"))
-        self._before_forward(self._model, root._get_fsdp_state()._lazy_init)
+        state = root._get_fsdp_state()
+        self._before_forward(self._model, state._lazy_init)
+
+        def forget_event() -> None:
+            """Have gathers wait for the displaced shards, which are written behind the user's event."""
+            state._state_ctx.post_optim_event = None
+
+        self._before_forward(self._model, forget_event)
 
     def _local_steps(self) -> None:
         """Train each replica's own shards; evaluation and saved models see the common ones."""
