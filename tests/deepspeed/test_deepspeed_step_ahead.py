@@ -225,7 +225,7 @@ def test_feedback_follows_the_optimizer(two: Results) -> None:
     assert "the step of Rprop is not known: local error feedback at sparsity 0.99, after" in logs["Rprop"][1]
     assert (
         "a ramp of 180; the length of the run is not known (data_parallel.total_steps): its first 300 steps "
-        "send 3x fewer bytes than fp32, its first 600 5x"
+        "send 4x fewer bytes than fp32, its first 600 7x"
     ) in logs["Rprop"][1]
     assert "under ZeRO stage 3 no rank has the whole weights" in logs["zero3"][1]
     assert "after 4 dense steps and a ramp of 24 (of 40 steps) (known to lose 0.23 nats" in logs["zero3"][1]

@@ -60,7 +60,9 @@ def _course(job: Job) -> Course:
         (data,) = (each for each in session.hooks if isinstance(each, DataParallelHook))
         for each in data.reductions:
             used.setdefault(each.name, []).append(str(add_on_of(each.reducer, AutomaticSparsity).current))
-        session.metrics.event = lambda name, **figures: decisions.append(figures["setting"])  # type: ignore[method-assign]
+        session.metrics.event = lambda name, **figures: decisions.extend(  # type: ignore[method-assign]
+            [figures["setting"]] if "setting" in figures else []
+        )
 
     return Course(train(job, on_step=note), used, decisions)
 
