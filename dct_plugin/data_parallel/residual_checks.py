@@ -38,7 +38,7 @@ class _Sample:
     Attributes:
         entered: This rank's gradients of the step that is open, fp64.
         lost: The same minus this rank's share in the sums, which residuals have to gain.
-        owed, size: Sum of ``lost``, and of the magnitudes of gradients, in the accepted steps since the last
+        expected, size: Sum of ``lost``, and of the magnitudes of gradients, in the accepted steps since the last
             check.
         before: What residuals held then.
     """
@@ -47,13 +47,13 @@ class _Sample:
         self.at = torch.arange(0, tensor.numel, max(1, tensor.numel // SAMPLES), device=tensor.tensor.device)
         zeros = torch.zeros(len(self.at), dtype=torch.float64, device=tensor.tensor.device)
         self.entered, self.lost = zeros.clone(), zeros.clone()
-        self.owed, self.size, self.before = zeros.clone(), zeros.clone(), zeros
+        self.expected, self.size, self.before = zeros.clone(), zeros.clone(), zeros
         self.numel, self.dtype, self.is_open = tensor.numel, tensor.tensor.dtype, False
 
     def close(self, *, accepted: bool) -> None:
         """Close a step."""
         if accepted:
-            self.owed += self.lost
+            self.expected += self.lost
             self.size += self.entered.abs()
         self.entered.zero_()
         self.lost.zero_()
@@ -144,7 +144,7 @@ class ResidualChecks(AddOn):
 
     def rescale(self, factor: float) -> None:
         for sample in self._samples.values():
-            for figures in (sample.entered, sample.lost, sample.owed, sample.size, sample.before):
+            for figures in (sample.entered, sample.lost, sample.expected, sample.size, sample.before):
                 figures.mul_(factor)
 
     def load_state_dict(self, state: Any, *, step: int) -> None:
@@ -152,14 +152,14 @@ class ResidualChecks(AddOn):
 
     def _start_anew(self, name: str) -> None:
         sample = self._samples[name]
-        sample.owed.zero_()
+        sample.expected.zero_()
         sample.size.zero_()
         sample.before = self._held(name) - sample.lost  # that of an open step may yet be taken back
 
     def _held(self, name: str) -> Tensor:
         """Return what residuals of this rank hold, as part of its own gradient and as owner of the sum."""
         sample, group = self._samples[name], self._group
-        held, at = torch.zeros_like(sample.owed), sample.at
+        held, at = torch.zeros_like(sample.expected), sample.at
         stream = group.streams.get(name)
         if stream is not None and stream.residual is not None:
             held += stream.residual.show(group.scratch, "pass")[at]
@@ -174,10 +174,10 @@ class ResidualChecks(AddOn):
         """Compare sums over the ranks; a collective."""
         names = list(gradients)
         held = {name: self._held(name) for name in names}
-        owed = [(s := self._samples[n]).owed + s.lost - (held[n] - s.before) for n in names]
+        expected = [(s := self._samples[n]).expected + s.lost - (held[n] - s.before) for n in names]
         sizes = [self._samples[n].size + self._samples[n].before.abs() for n in names]
         parts = [len(self._samples[name].at) for name in names]
-        flat = torch.cat([*owed, *sizes, *held.values(), *gradients.values()])
+        flat = torch.cat([*expected, *sizes, *held.values(), *gradients.values()])
         with self._group.recorded("plugin"):
             self._group.agree("check of residuals")
             self._group.exchange.all_reduce(flat)

@@ -28,7 +28,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class State(Enum):
-    """What the parameters hold."""
+    """The contents of the parameters."""
 
     REAL = auto()
     """The weights. The next forward pass computes displaced ones."""
@@ -41,7 +41,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What happens to the attached module."""
+    """Events of the attached module."""
 
     FORWARD = auto()
     """A forward pass with gradients begins."""

@@ -36,7 +36,7 @@ from .settings import resolve_settings
 
 
 class HostAttachment:
-    """What the plugin has added to the training of one framework.
+    """The plugin's additions to the training of one framework.
 
     Args:
         section: The section as a script passes it, or the configuration.
