@@ -38,9 +38,9 @@ class _Sample:
     Attributes:
         entered: This rank's gradients of the step that is open, fp64.
         lost: The same minus this rank's share in the sums, which residuals have to gain.
-        expected, size: Sum of ``lost``, and of the magnitudes of gradients, in the accepted steps since the last
-            check.
-        before: What residuals held then.
+        expected, size: Sum of ``lost``, and of the magnitudes of gradients, in the accepted steps since the
+            last check.
+        before: Entries of the residuals at that check.
     """
 
     def __init__(self, tensor: PlannedTensor) -> None:
