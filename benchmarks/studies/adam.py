@@ -65,7 +65,7 @@ def _updates(sparsity: float, **more: Any) -> dict[str, Any]:
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "dense": None,
     # What follows from the optimizer and the number of ranks.
-    "default": {},
+    "default": {"quality": None},  # the settings, whatever the link
     "local-0.9": {"sparsity": 0.9, **LOCAL, **START},
     "local-0.99": {"sparsity": 0.99, **LOCAL, **START},
     "ahead-0.9": {"sparsity": 0.9, **AHEAD, **START},

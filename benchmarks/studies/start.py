@@ -36,7 +36,7 @@ from dct_plugin.recommender.links.team import free_port
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "statistics": None,
-    "default": {},
+    "default": {"quality": None},  # the settings, whatever the link
     "60 + 180": {"warmup_steps": 60, "sparsity_warmup_steps": 180},
     "60 + 400": {"warmup_steps": 60, "sparsity_warmup_steps": 400},
 }
