@@ -213,6 +213,12 @@ class StreamGroup:
         for stream in self.streams.values():
             stream.set_value_dtype(value_dtype)
 
+    def drop_residuals(self) -> None:
+        """Set all residuals to zero, between two steps."""
+        for stream in self.streams.values():
+            if stream.residual is not None:
+                stream.residual.clear()
+
     def return_to_residual(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         """Add to the residuals what an exchange left in these tensors, where no rank used it."""
         for name, tensor in entries:

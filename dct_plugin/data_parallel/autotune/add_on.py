@@ -11,8 +11,8 @@
 
 With ``quality: "if_faster"``, which a section without density gets, the ranks decide once, when the dense
 start is over: they stay dense, send all entries in int8, or take the settings as they are. Trials then run
-before the ramp, at the final sparsity. Steps of the ramp are dense while its density is too high to pay. A
-training that stays dense keeps no residuals.
+before the ramp, at the final sparsity; what they hold back is dropped. Steps of the ramp are dense while its
+density is too high to pay. A training that stays dense keeps no residuals.
 
 Source of the idea: Espresso (Wang et al., EuroSys 2023), which decides from a measured timeline.
 """
@@ -220,6 +220,10 @@ class AutomaticSparsity(AddOn):
         until the dense start and the ramp are over.
         """
         schedule, step = self._group.schedule, self._group.step
+        if self._once and self._holds_residuals and not self._has_decided:
+            # A step with all that a trial held back would raise Adam's second moments for a thousand steps.
+            self._group.drop_residuals()
+            self._holds_residuals = False
         if setting.is_dense and self._holds_residuals:
             self._switch_to(self._flush)
             yield 1
