@@ -288,6 +288,7 @@ _FASTEST = {
     "thresholds": {DENSE: 2.0, INT8: 1.5, STRONG: 1.0},
     "equal": {DENSE: 1.02, INT8: 1.01, STRONG: 1.0},
     "late": {DENSE: 1.4, INT8: 1.5, STRONG: 1.0},
+    "not tried": {DENSE: 1.0, INT8: 0.5, STRONG: 0.5},
 }
 
 
@@ -304,9 +305,11 @@ def _decided_once(rank: int, world_size: int, fastest: str) -> dict[str, Any]:
         ramp = 1.0 if fastest == "late" and self._has_decided and reducer.step < 35 else 0.0
         return largest(reducer, [(ramp + _FASTEST[fastest][self.current]) / (1 + rank)])[0]
 
+    share = 0.0 if fastest == "not tried" else 0.5  # of the seconds of a dense step, in its reductions
     with (
         patch.multiple(AutomaticSparsity, rules=rules, _median=median),
         patch(f"{add_on.__name__}.probe_link", lambda _: Link(1e-4, 1e-6)),
+        patch(f"{add_on.__name__}.reduction_seconds", lambda group: share * group.step),
     ):
         metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
         events: list[dict[str, Any]] = []
@@ -342,7 +345,14 @@ def _decided_once(rank: int, world_size: int, fastest: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fastest", "setting"),
-    [("dense", DENSE), ("int8", INT8), ("thresholds", STRONG), ("late", STRONG), ("equal", DENSE)],
+    [
+        ("dense", DENSE),
+        ("int8", INT8),
+        ("thresholds", STRONG),
+        ("late", STRONG),
+        ("equal", DENSE),
+        ("not tried", DENSE),
+    ],
 )
 def test_a_job_that_writes_no_density_takes_once_what_is_not_slower_than_dense(
     fastest: str, setting: Setting
@@ -358,7 +368,8 @@ def test_a_job_that_writes_no_density_takes_once_what_is_not_slower_than_dense(
         assert rank["densities"] == ranks[0]["densities"]
     assert torch.equal(ranks[0]["got"], ranks[1]["got"])
     densities = ranks[0]["densities"]
-    assert min(densities[4:30]) == pytest.approx(0.01)  # a trial, at the final sparsity
+    # A trial, at the final sparsity, of what is predicted to be faster than dense.
+    assert min(densities[4:30]) == pytest.approx(1.0 if fastest == "not tried" else 0.01)
     if setting == STRONG:  # the ramp goes on, or steps are dense until it pays
         assert densities[-1] == pytest.approx(0.01)
         assert (1.0 in densities[20:]) == (fastest == "late")

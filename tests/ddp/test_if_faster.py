@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
+from dct_plugin.data_parallel.autotune import add_on
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
 from dct_plugin.data_parallel.autotune.decision_rules import DecisionRules
 from dct_plugin.data_parallel.autotune.measurements import largest
@@ -43,6 +44,7 @@ def _trained(rank: int, world_size: int, dense_ms: float) -> dict[str, Any]:
 
     with (
         patch.multiple(AutomaticSparsity, rules=rules, _median=median),
+        patch(f"{add_on.__name__}.reduction_seconds", lambda group: 0.5 * group.step),
         patch.object(attachment.psutil, "virtual_memory", lambda: type("Free", (), {"available": 1e6})),
     ):
         torch.manual_seed(0)

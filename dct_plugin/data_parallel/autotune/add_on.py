@@ -195,6 +195,9 @@ class AutomaticSparsity(AddOn):
         """Time some settings and return the best one; ``seconds`` gets the time of a step with each."""
         rules, settings = self.rules, self._settings
         predictions = [model.predict(each) for each in settings]
+        if self._once:  # a trial costs quality: a setting that is predicted to be slower than dense has none
+            dense = predictions[0].total
+            predictions = [each for each in predictions if each.setting.is_dense or each.total < dense]
         seconds |= yield from self._time_in_turns(settings_to_try(predictions, rules))
         chosen = gentlest_of_fastest(seconds, rules)
         if not chosen.is_dense:
