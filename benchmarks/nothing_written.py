@@ -4,7 +4,7 @@ Two ranks train a perceptron with AdamW, once under plain DDP, once with ``attac
 rank has a network namespace of its own, whose link is limited (Linux, root or user namespaces). The plugin's
 line says what the ranks chose on each link.
 
-    python benchmarks/nothing_written.py       # in the root of the repository; ten minutes
+    python -m benchmarks.nothing_written       # in the root of the repository; ten minutes
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measured(arguments: argparse.Namespace, folder: Path, rate: str) -> str:
     with (
         Links(2, NETWORKS) as links,
         Team(
-            "nothing_written:Jobs", 2, links, options=options, folder=folder, name=rate, patience=3600
+            "benchmarks.nothing_written:Jobs", 2, links, options=options, folder=folder, name=rate, patience=3600
         ) as team,
     ):
         links.limit(None if rate == "unlimited" else rate)
