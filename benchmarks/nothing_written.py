@@ -74,7 +74,13 @@ def measured(arguments: argparse.Namespace, folder: Path, rate: str) -> str:
     with (
         Links(2, NETWORKS) as links,
         Team(
-            "benchmarks.nothing_written:Jobs", 2, links, options=options, folder=folder, name=rate, patience=3600
+            "benchmarks.nothing_written:Jobs",
+            2,
+            links,
+            options=options,
+            folder=folder,
+            name=rate,
+            patience=3600,
         ) as team,
     ):
         links.limit(None if rate == "unlimited" else rate)
