@@ -100,7 +100,7 @@ ROWS = (
 
 
 class Effect(Enum):
-    """What a key changes in a training of four steps."""
+    """The effect of a key in a training of four steps."""
 
     WEIGHTS = "the weights"
     BYTES = "the bytes"

@@ -146,7 +146,7 @@ class VerifyConfig(Section):
     `resync` if the job must not stop.
     """
     conservation: bool = False
-    """Whether to check at each comparison that nothing is lost: at sampled entries, the gradients of all
+    """Check at each comparison that nothing is lost: at sampled entries, the gradients of all
     ranks equal what the optimizer got and what residuals hold.
 
     true to look for a script whose steps dct does not see. It costs some microseconds per tensor and step.

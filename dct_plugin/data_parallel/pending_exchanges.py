@@ -41,7 +41,7 @@ class PendingExchanges:
     ) -> None:
         self._group, self._cls, self._finished = group, cls, finished
         self._capacities: BoundedTable[_Known] = BoundedTable()
-        """By the fingerprint of a chunk."""
+        """The value of each chunk, by its fingerprint."""
         self._pending: list[PlanExchange] = []
         self._kept = 0.0
         """Entries kept by the exchanges since the last check, the same on all ranks."""

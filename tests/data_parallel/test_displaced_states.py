@@ -1,4 +1,4 @@
-"""What parameters hold, as a table: the state after each event in each state."""
+"""The contents of parameters as a table: the state after each event in each state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts do with torch's DistributedDataParallel.
+"""Loops of scripts with torch's DistributedDataParallel.
 
 With the hook at sparsity 0 each gives the same bits as without. With step-ahead, after a start of two steps,
 its reduced parameters are displaced in their passes, gradients are those of the weights of the pass, and what
@@ -468,7 +468,7 @@ def hooked(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def _all_cases(rank: int, world_size: int) -> dict[str, str]:
-    """What went wrong, by case."""
+    """The faults, by case."""
     wrong = {}
     for name, function in CASES.items():
         expected = function(DistributedDataParallel, rank)
@@ -498,7 +498,7 @@ NEVER_DISPLACED = {"frozen_layers", "sparse_embeddings", "complex_parameters"}
 
 
 def _all_ahead(rank: int, world_size: int) -> dict[str, list[str]]:
-    """What went wrong, by case."""
+    """The faults, by case."""
     wrong = {}
     for name, function in CASES.items():
         if name in NOT_AHEAD:

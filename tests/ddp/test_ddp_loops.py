@@ -555,7 +555,7 @@ def weights_of_an_earlier_step(job: Job) -> list[Tensor]:
 
 
 def _all_loops(rank: int, world_size: int) -> dict[str, list[str]]:
-    """What went wrong, by loop."""
+    """The faults, by loop."""
     wrong = {}
     for name, function in LOOPS.items():
         job = Job(rank)

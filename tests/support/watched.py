@@ -1,4 +1,4 @@
-"""What must hold in every loop of a script under step-ahead, whatever the script does."""
+"""Assertions that hold in every loop of a script under step-ahead."""
 
 from __future__ import annotations
 

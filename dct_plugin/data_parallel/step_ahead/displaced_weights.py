@@ -102,7 +102,7 @@ class DisplacedWeights:
         self._sampled = torch.empty(0)
         """Their values after they were computed."""
         self._views: dict[str, tuple[Tensor, Tensor]] = {}
-        """By name, displaced weights and the view of their samples."""
+        """Displaced weights and the view of their samples, by name."""
         self._unchecked = False
 
     @property

@@ -33,15 +33,15 @@ class TrainingPasses:
         self._weights = weights
         self.reduced = self.transformed = False
         self._entered: list[tuple[State, bool]] = []
-        """For each forward pass that runs: the state before it, and whether it is one with gradients."""
+        """The state before each forward pass that runs, and True if that pass has gradients."""
         self._backward = 0
         """Depth of backward passes that run."""
         self._passes = 0
         """Forward passes with gradients less backward passes in this step."""
         self._kept = False
-        """Whether a backward pass of this step has kept its graph."""
+        """True if a backward pass of this step has kept its graph."""
         self._idle = True
-        """Whether no pass was seen since the last step."""
+        """True if no pass was seen since the last step."""
         self._saving: list[State] = []
 
     def register(self, module: torch.nn.Module) -> list[Any]:

@@ -298,8 +298,6 @@ class DCTState(OptimizerAttachment):
         return future
 
     def _agree(self, device: torch.device) -> Overlap:
-        self._topic = "ddp"
-
         def prepare() -> str:
             self._decide("register_comm_hook does not tell the model, DCTState.register does")
             if self.config.data_parallel.feedback.looks_ahead and self._ahead is None:
