@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.processes import logged, run
-from support.watched import Watched, equal_on_ranks
+from support.watched import SECTION, Watched, equal_on_ranks
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacfwd, vmap
 from torch.nn.parallel import DistributedDataParallel
@@ -27,16 +27,6 @@ from dct_plugin.data_parallel import weights
 
 pytestmark = pytest.mark.slow
 
-SECTION = {
-    "data_parallel": {
-        "sparsity": 0.95,
-        "min_numel": 16,
-        "warmup_steps": 2,
-        "sparsity_warmup_steps": 0,
-        "feedback": "step_ahead",
-        "verify": {"every": 3, "action": "stop", "conservation": True},
-    }
-}
 STEPS = 7
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run
-from support.watched import equal_on_ranks
+from support.watched import SECTION, equal_on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -25,16 +25,6 @@ pytestmark = [
     ),
 ]
 
-SECTION = {
-    "data_parallel": {
-        "sparsity": 0.95,
-        "min_numel": 16,
-        "warmup_steps": 2,
-        "sparsity_warmup_steps": 0,
-        "feedback": "step_ahead",
-        "verify": {"every": 3, "action": "stop", "conservation": True},
-    }
-}
 STEPS = 6
 LOOPS: dict[str, Callable[[Job], None]] = {}
 
