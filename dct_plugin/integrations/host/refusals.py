@@ -43,10 +43,10 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
         Refusal(key, _BARE)
         for key in (
             "feedback", "nodes", "nonfinite_action", "parameters", "local_steps", "verify", "adaptive",
-            "quality",
+            "quality", "exchange_of",
         )
     ),
-    "Megatron": (Refusal("local_steps", _MEGATRON),),
+    "Megatron": (Refusal("local_steps", _MEGATRON), Refusal("exchange_of", _MEGATRON)),
     "DeepSpeed": (),
 }  # fmt: skip
 
@@ -60,7 +60,7 @@ def asks_for(key: str, settings: DataParallelConfig) -> bool:
         return value not in ("auto", 1)
     if key == "verify":
         return settings.asks_to_verify
-    return value not in (None, "pass")
+    return value not in (None, "pass", "gradients")
 
 
 def refused(framework: str, settings: DataParallelConfig) -> Iterator[Refusal]:

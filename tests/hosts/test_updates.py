@@ -1,0 +1,209 @@
+"""Exchange of updates: real processes whose optimizers step on their own gradients and exchange progress."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import run
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dct_plugin
+from dct_plugin.codecs.values import ValueDtype, encode_values
+from dct_plugin.errors import ConfigError
+
+pytestmark = pytest.mark.slow
+
+LR, DECAY, TURNS = 1e-2, 0.1, 3
+SECTION: dict[str, Any] = {
+    "exchange_of": "updates",
+    "sparsity": 1 - 1 / TURNS,
+    "min_numel": 64,
+    "verify": {"every": 1, "action": "stop"},
+}
+SIGNS = {**SECTION, "sparsity": 0, "value_dtype": "sign"}
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 33), nn.Tanh(), nn.Linear(33, 3))
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    points = torch.randn(16, 24, generator=torch.Generator().manual_seed(1000 * step + rank))
+    loss: Tensor = (model(points) - points[:, :3].sin()).square().mean()
+    return loss
+
+
+def attached(section: dict[str, Any], **options: Any) -> tuple[nn.Module, Any, Any]:
+    model = DistributedDataParallel(model_of())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
+    return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": section}, **options)
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range, scaler: Any = None) -> None:
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    for step in steps:
+        loss = loss_of(model, step, rank)
+        scaler.scale(loss * torch.inf if scaler.is_enabled() and step == 6 and rank == 0 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def own(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+
+
+def common(model: nn.Module) -> Tensor:
+    module = model.module
+    state = module.state_dict()
+    return torch.cat([state[name].view(-1) for name, _ in module.named_parameters()])
+
+
+def everyones(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def add_on(state: Any) -> Any:
+    (reducer,) = state.reducers
+    return reducer.add_ons.local_steps
+
+
+def _by_hand(rank: int, world_size: int, value: str, turns: int) -> None:
+    """All ranks in plain torch, in this process, beside the real ones, with the factors that these have."""
+    model, optimizer, state = attached({**SECTION, "sparsity": 1 - 1 / turns, "value_dtype": value})
+    models = [model_of() for _ in range(world_size)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=LR, weight_decay=0.0) for each in models]
+    weights = own(models[0])
+    unsent = [torch.zeros_like(weights) for _ in models]
+    sizes = [parameter.numel() for parameter in models[0].parameters()]
+    share = -(-len(weights) // (256 * turns)) * 256
+    for step in range(9):
+        train(model, optimizer, rank, range(step, step + 1))
+        factors = add_on(state)._updates._factors
+        spread = torch.cat([torch.full((n,), f) for n, f in zip(sizes, factors, strict=True)])
+        first = step % turns * share
+        part, total = slice(first, first + share), 0
+        for number, each in enumerate(models):
+            before = own(each)
+            each.zero_grad()
+            loss_of(each, step, number).backward()
+            optimizers[number].step()
+            unsent[number] += spread * (own(each) - before)
+            if len(unsent[number][part]) < SECTION["min_numel"]:
+                sent = unsent[number][part].clone()
+            else:
+                _, sent = encode_values(unsent[number][part], ValueDtype.parse(value))
+            unsent[number][part] -= sent
+            total = total + sent / world_size
+        weights *= 1 - LR * DECAY
+        weights[part] += total
+        for number, each in enumerate(models):
+            nn.utils.vector_to_parameters(weights + unsent[number], each.parameters())
+        torch.testing.assert_close(common(model), weights, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(own(model), own(models[rank]), rtol=1e-5, atol=2e-6)
+        assert all(torch.equal(each, common(model)) for each in everyones(common(model)))
+    assert torch.equal(*everyones(own(model))) == (value == "fp32")
+
+
+@pytest.mark.parametrize(("value", "turns"), [("int4", 3), ("sign", 1), ("fp32", 1)])
+def test_two_ranks_do_what_plain_torch_does(value: str, turns: int) -> None:
+    run(2, _by_hand, value, turns)
+
+
+def _factors(rank: int, world_size: int) -> None:
+    model, optimizer, state = attached({**SECTION, "sparsity": 0, "value_dtype": "fp32"})
+    squares = {"own": 0.0, "mean": 0.0}
+    for step in range(3):
+        loss_of(model, step, rank).backward()
+        gradients = everyones([parameter.grad.clone() for parameter in model.parameters()])
+        for name, of in (
+            ("own", lambda g: g.square().sum(1).mean()),
+            ("mean", lambda g: g.mean(0).square().sum()),
+        ):
+            values = [of(torch.stack([g.view(-1) for g in each])) for each in zip(*gradients, strict=True)]
+            squares[name] = squares[name] * 0.999 + 0.001 * torch.stack(values)
+        optimizer.step()
+        optimizer.zero_grad()
+    exact = (squares["own"] / squares["mean"]).sqrt().clamp(1, world_size)
+    found = torch.tensor(add_on(state)._updates._factors)
+    torch.testing.assert_close(found, exact, rtol=0.15, atol=0)
+    assert exact[0] > 1.05  # else this shows nothing
+    torch.testing.assert_close(found[1:], exact[1:], rtol=1e-4, atol=0)  # their sketches are the tensors
+
+
+def test_factors_are_those_of_exact_norms() -> None:
+    run(2, _factors)
+
+
+def _resumes(rank: int, world_size: int, section: dict[str, Any], folder: str) -> None:
+    model, optimizer, state = attached(section)
+    train(model, optimizer, rank, range(7))
+    mine = own(model)
+    state.save(f"{folder}/dct")
+    torch.save(optimizer.state_dict(), f"{folder}/optimizer{rank}")
+    of_model = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train(model, optimizer, rank, range(7, 14))
+    model_again, optimizer_again, state_again = attached(section)
+    model_again.load_state_dict(of_model)
+    optimizer_again.load_state_dict(torch.load(f"{folder}/optimizer{rank}", weights_only=False))
+    assert state_again.load(f"{folder}/dct")
+    assert torch.equal(own(model_again), mine)
+    train(model_again, optimizer_again, rank, range(7, 14))
+    assert torch.equal(own(model_again), own(model))
+    assert torch.equal(common(model_again), common(model))
+    # The end of a run: the mean of the ranks' own weights, and of what owners of sums had not sent.
+    (reducer,) = state_again.reducers
+    owns = any("[" in name for name in reducer.streams)
+    assert any(everyones(owns)) == (world_size > 2)
+    weights = own(model_again)
+    for name, stream in reducer.streams.items():
+        if "[" in name:
+            start = int(name.split()[1].split(":")[0]) + int(name.split("[")[1].split(":")[0])
+            weights[start : start + stream.residual.numel] += stream.residual.current
+    mean = torch.stack(everyones(weights)).mean(0)
+    state_again.detach()
+    assert all(torch.equal(each, own(model_again)) for each in everyones(own(model_again)))
+    torch.testing.assert_close(own(model_again), mean, rtol=0, atol=float((weights - mean).abs().max()) / 50)
+    train(model_again, optimizer_again, rank, range(14, 17))
+    assert all(torch.equal(each, own(model_again)) for each in everyones(own(model_again)))
+
+
+@pytest.mark.parametrize(("section", "ranks"), [(SECTION, 2), (SIGNS, 3)], ids=["int4", "sign"])
+def test_resumes_bitwise_and_detaches(section: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    run(ranks, _resumes, section, str(tmp_path))
+
+
+def _skips(rank: int, world_size: int) -> tuple[float, int]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model, optimizer, _ = attached(SECTION, scaler=scaler)
+    train(model, optimizer, rank, range(6), scaler)
+    train(model, optimizer, rank, range(6, 12), scaler)  # step 6 overflows on the first rank
+    model.eval()  # the step of the scaler has ended before the common weights are shown
+    with torch.no_grad():
+        losses = everyones(loss_of(model.module, 0, 0))
+    assert torch.equal(*losses)
+    assert torch.isfinite(own(model)).all()
+    steps = next(iter(optimizer.state.values()))["step"]
+    return scaler.get_scale(), int(steps)
+
+
+def test_a_step_that_a_scaler_skips_on_one_rank_is_skipped_on_all() -> None:
+    assert run(2, _skips) == [(512.0, 11)] * 2
+
+
+def _refuses(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(model_of())
+    with pytest.raises(ConfigError, match=r"exchange_of = 'updates' was not measured with Adafactor"):
+        dct_plugin.attach(model, torch.optim.Adafactor(model.parameters()), {"data_parallel": SECTION})
+
+
+def test_optimizers_that_were_not_measured_are_refused_by_name() -> None:
+    run(2, _refuses)
