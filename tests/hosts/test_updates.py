@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from support.processes import run
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
@@ -207,3 +209,128 @@ def _refuses(rank: int, world_size: int) -> None:
 
 def test_optimizers_that_were_not_measured_are_refused_by_name() -> None:
     run(2, _refuses)
+
+
+def _engine(rank: int, world_size: int, folder: str) -> None:
+    import deepspeed
+
+    optimizer = {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY, "torch_adam": True}}
+    config = {"train_micro_batch_size_per_gpu": 16, "optimizer": optimizer, "dct": {"data_parallel": SECTION}}
+
+    def made(**more: Any) -> Any:
+        model = model_of()
+        parameters = model.parameters()
+        return deepspeed.initialize(model=model, model_parameters=parameters, config={**config, **more})[0]
+
+    def steps(engine: Any, which: range) -> None:
+        for step in which:
+            engine.backward(loss_of(engine, step, rank))
+            engine.step()
+
+    engine = made()
+    steps(engine, range(7))
+    # The same as under torch DDP.
+    model, adamw, _ = attached(SECTION)
+    train(model, adamw, rank, range(7))
+    torch.testing.assert_close(own(engine.module), own(model), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(*everyones(own(engine.module)))
+    engine.save_checkpoint(folder, tag="saved")
+    steps(engine, range(7, 14))
+    again = made()
+    again.load_checkpoint(folder, tag="saved")
+    steps(again, range(7, 14))
+    assert torch.equal(own(again.module), own(engine.module))
+    assert torch.equal(*everyones(common(again)))
+    dct_plugin.detach(again)
+    steps(again, range(14, 17))
+    assert torch.equal(*everyones(own(again.module)))
+    for more in ({"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}):
+        with pytest.raises(ConfigError, match=r"exchange_of: .* ZeRO stage 0 with fp32 weights"):
+            made(**more)
+
+
+def test_deepspeed_zero_0_does_what_ddp_does_and_resumes_bitwise(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    run(2, _engine, str(tmp_path))
+
+
+def _replicas(rank: int, world_size: int, folder: str) -> None:
+    def made() -> tuple[nn.Module, Any, Any]:
+        model = model_of()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
+        return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": SECTION})
+
+    def shards(model: nn.Module) -> Tensor:
+        return torch.cat([p.to_local().detach().reshape(-1) for p in model.parameters()])
+
+    def whole(model: nn.Module) -> list[Tensor]:
+        return [each.full_tensor() for each in model.state_dict().values()]
+
+    model, optimizer, state = made()
+    train(model, optimizer, rank, range(7))
+    mine = shards(model)
+    assert not torch.equal(*[everyones(mine)[number] for number in (rank % 2, rank % 2 + 2)])
+    of_model = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state.save(f"{folder}/dct")
+    torch.save(optimizer.state_dict(), f"{folder}/optimizer{rank}")
+    train(model, optimizer, rank, range(7, 14))
+    model_again, optimizer_again, state_again = made()
+    model_again.load_state_dict(of_model)
+    optimizer_again.load_state_dict(torch.load(f"{folder}/optimizer{rank}", weights_only=False))
+    assert state_again.load(f"{folder}/dct")
+    assert torch.equal(shards(model_again), mine)
+    train(model_again, optimizer_again, rank, range(7, 14))
+    assert torch.equal(shards(model_again), shards(model))
+    saved = torch.cat([each.view(-1) for each in whole(model_again)])
+    assert all(torch.equal(each, saved) for each in everyones(saved))
+    state_again.detach()
+    train(model_again, optimizer_again, rank, range(14, 17))
+    found = everyones(shards(model_again))
+    assert torch.equal(found[rank % 2], found[rank % 2 + 2])
+
+
+def test_replicas_of_fsdp_exchange_updates_and_resume_bitwise(tmp_path: Path) -> None:
+    run(4, _replicas, str(tmp_path))
+
+
+def _two_optimizers(rank: int, world_size: int, value: str) -> None:
+    """Muon and AdamW, whose steps cross together; with the data of one rank they do what it does alone."""
+
+    def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() == 1]
+        muon = torch.optim.Muon(matrices, lr=LR, weight_decay=DECAY)
+        return [muon, torch.optim.AdamW(others, lr=LR, weight_decay=DECAY)]
+
+    def step_all(model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int, data: int) -> None:
+        loss_of(model, step, data).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+
+    section: dict[str, Any] = {"exchange_of": "updates", "min_numel": 64}
+    model = DistributedDataParallel(model_of())
+    optimizers = optimizers_of(model)
+    state = dct_plugin.attach(model, optimizers, {"data_parallel": {**section, "value_dtype": value}})
+    alone = model_of()
+    alone_optimizers = optimizers_of(alone)
+    for step in range(6):
+        step_all(model, optimizers, step, 0 if value == "fp32" else rank)
+        step_all(alone, alone_optimizers, step, 0)
+        assert all(torch.equal(each, common(model)) for each in everyones(common(model)))
+        if value == "fp32":
+            torch.testing.assert_close(common(model), own(alone), rtol=1e-5, atol=1e-6)
+    factors = add_on(state)._updates._factors
+    assert (max(factors) == 1.0) == (value == "fp32")
+    assert max(factors) <= world_size
+
+
+@pytest.mark.parametrize("value", ["fp32", "sign"])
+def test_steps_of_muon_and_adamw_cross_together(value: str) -> None:
+    run(2, _two_optimizers, value)

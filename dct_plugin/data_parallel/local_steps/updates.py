@@ -82,7 +82,7 @@ class StepFactors:
         device = context.group.device
         self._flat = torch.zeros(sum(widths) + len(widths), device=device)
         *parts, self._squares = self._flat.split([*widths, len(widths)])
-        self._parts, self._numbers = dict(zip(sizes, parts, strict=True)), {n: i for i, n in enumerate(sizes)}
+        self._parts = dict(zip(sizes, parts, strict=True))
         self._of_steps = {name for name, (optimizer, group) in groups.items() if is_muon(optimizer, group)}
         memories = [self._memory(name, *groups.get(name, (None, {}))) for name in sizes]
         self._memory_of = torch.tensor(memories, device=device)
@@ -111,20 +111,23 @@ class StepFactors:
         for name, flat in entries:
             if name in self._parts and (name in self._of_steps) == steps:
                 self._parts[name].copy_(self._sketches.of(flat.detach().view(-1), step))
-                self._squares[self._numbers[name]] = flat.to(torch.float32).square().sum()
 
     def exchange(self, step: int) -> None:
         """Take over what was seen since the last call; a collective."""
         group, ranks = self._group, self._group.world_size
+        self._squares.copy_(self._norms())  # of sketches, too: then errors of both norms cancel
         with group.recorded("gradient_local"):
             group.exchange.all_reduce(self._flat)
-        sums = torch.stack([each.square().sum() for each in self._parts.values()])
+        sums = self._norms()
         found = {"own": self._squares / ranks, "mean": sums / ranks**2}
         kept = self._memory_of ** (1 if step < FIRST else min(step, SKETCH_EVERY))
         usable = torch.isfinite(self._squares) & torch.isfinite(sums)
         for name, saved in self.saved.items():
             saved.copy_(torch.where(usable, kept * saved + (1 - kept) * found[name], saved))
         self._flat.zero_()
+
+    def _norms(self) -> Tensor:
+        return torch.stack([each.square().sum() for each in self._parts.values()])
 
     def values(self) -> list[float]:
         """Return the factors, 1 to the number of ranks."""
