@@ -62,7 +62,7 @@ Feedback = Annotated[
 ]
 
 
-GradientType = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2"]
+GradientType = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2", "log4"]
 
 
 class ParametersConfig(Section):
@@ -254,8 +254,9 @@ class DataParallelConfig(Section):
     """
     value_dtype: GradientType | Literal["sign"] = "bf16"
     """Type of the sent values on the wire. The rounding error stays in the residual. int8 has one scale per
-    256 values; int4 and int2 have a sign and 8 or 2 levels between two scales; sign
-    has the mean magnitude of 256 values, for `exchange_of` updates.
+    256 values; int4 and int2 have a sign and 8 or 2 levels between two scales; log4 has a sign and powers of
+    2^-0.75 in 4 bits, with one scale per 32 values, for all entries (sparsity 0); sign has
+    the mean magnitude of 256 values, for `exchange_of` updates.
 
     `int8` or `int4` for fewer bytes: an entry and its position take 16 or 12 bits at 0.99 instead of 24.
     `fp32` to see whether rounding matters.
