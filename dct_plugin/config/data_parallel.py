@@ -232,7 +232,8 @@ class DataParallelConfig(Section):
     `false` to compress only activations or embeddings.
     """
     sparsity: float = Field(default=0.99, ge=0, lt=1)
-    """Share of the gradient entries that are not sent in one step; 0 sends all. If none of `sparsity`,
+    """Share of the gradient entries (with `exchange_of` updates, of the weights' progress) that are not sent
+    in one step; 0 sends all. If none of `sparsity`,
     `value_dtype`, `quality` and `adaptive` is written, a training gets what lost nothing when it was
     measured, if that is faster than dense: with Adam 0.99 between up to 4 ranks (or nodes), 0.96 in `int4`
     between up to 8, and all entries in `int8` between more, in fine-tuning, and with optimizers that are not
@@ -395,6 +396,8 @@ class DataParallelConfig(Section):
                 f"sparsity = {self.sparsity}": not updates
                 and "sparsity" in self.model_fields_set
                 and self.sparsity > 0,
+                f"residual_dtype = {self.residual_dtype}": updates
+                and self.residual_dtype in ("bf16", "int8"),
                 feedback: self.feedback.label() not in (("auto", "local") if updates else ("auto", "none")),
             }
             name = "exchange_of = 'updates'" if updates else "local_steps"

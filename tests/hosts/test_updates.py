@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
 from dct_plugin.codecs.values import ValueDtype, encode_values
+from dct_plugin.config import DataParallelConfig
 from dct_plugin.errors import ConfigError
+from dct_plugin.integrations.host.refusals import refuse
 
 pytestmark = pytest.mark.slow
 
@@ -205,6 +207,26 @@ def _refuses(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(model_of())
     with pytest.raises(ConfigError, match=r"exchange_of = 'updates' was not measured with Adafactor"):
         dct_plugin.attach(model, torch.optim.Adafactor(model.parameters()), {"data_parallel": SECTION})
+
+
+def test_what_does_not_go_with_updates_is_named() -> None:
+    for other, value in {
+        "parameters": {},
+        "quality": "safe",
+        "adaptive": "accordion",
+        "nodes": 2,
+        "feedback": "step_ahead",
+        "residual_dtype": "int8",
+    }.items():
+        with pytest.raises(ConfigError, match=f"exchange_of = 'updates' does not go with {other}"):
+            DataParallelConfig.of({"exchange_of": "updates", other: value})
+    with pytest.raises(ConfigError, match="value_dtype = 'sign' loses quality with gradients"):
+        DataParallelConfig.of({"value_dtype": "sign"})
+    with pytest.raises(ConfigError, match="exchange_of"):
+        DataParallelConfig.of({"exchange_of": "weights"})
+    for framework in ("torchft", "Megatron"):
+        with pytest.raises(ConfigError, match=rf"dct\.data_parallel\.exchange_of = 'updates': {framework}"):
+            refuse(framework, DataParallelConfig.of({"exchange_of": "updates"}))
 
 
 def test_optimizers_that_were_not_measured_are_refused_by_name() -> None:
