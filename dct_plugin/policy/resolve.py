@@ -9,7 +9,15 @@ from typing import Any
 from ..config import AutoFeedback, DataParallelConfig, LocalFeedback, NoFeedback
 from ..config.data_parallel import StepAheadFeedback
 from ..errors import ConfigError
-from .evidence import EXACT_UPDATES, FINE_TUNING_LR, Training, known_losses, measured_with, size_of
+from .evidence import (
+    EXACT_UPDATES,
+    FINE_TUNING_LR,
+    MEASURED_UPDATES,
+    Training,
+    known_losses,
+    measured_with,
+    size_of,
+)
 from .optimizers import OptimizerFamily
 from .rules import DENSITY_OPTIONS, changed, safe_sparsity, says_density, thresholds_of, with_thresholds
 from .settings import bits_of
@@ -166,7 +174,7 @@ def _suited(written: DataParallelConfig, training: Training, count: int) -> Appl
     steps = written.total_steps or training.steps
     if is_free and (reason := _unmeasured(training, count, steps)):
         made = changed(written, feedback=LocalFeedback(), **ALL_ENTRIES)
-        return AppliedSettings(made, count, f"{reason}: {_ALL_ENTRIES}")
+        return AppliedSettings(made, count, f"{reason}: {_ALL_ENTRIES}{_offer(training)}")
     family = training.family
     is_ahead = family.loses_by_delay and not training.step_ahead_unavailable
     settings = changed(written, feedback=StepAheadFeedback() if is_ahead else LocalFeedback())
@@ -296,6 +304,17 @@ def _exchange_of_updates(written: DataParallelConfig, training: Training, count:
         f"exchange of updates for {training.name}: each rank's optimizer uses its own gradients, so .grad "
         f"and the optimizer's states differ; detach() at the end exchanges what was not sent ({_UPDATES})",
     )
+
+
+def _offer(training: Training) -> str:
+    """Return what an exchange of updates was measured to save and to lose, in words; empty where it cannot be
+    had, or the optimizer should not have it.
+    """
+    measured = MEASURED_UPDATES.get(training.family)
+    can = not training.stage and training.exact_unavailable is None
+    if measured is None or not can or training.family.loses_by_delay > training.is_fine_tuning:
+        return ""
+    return f'; "exchange_of": "updates" sends {measured.what} (docs/{measured.source})'
 
 
 def _of_run(count: int, share: float, steps: int | None) -> int:
