@@ -107,8 +107,7 @@ def train(args: argparse.Namespace, run: Run, task: Gpt) -> dict[str, Any]:
         state.detach()
     dist.barrier()
     sent = sent_bytes() - before
-    with torch.no_grad():
-        figure = task.score(model)
+    figure = task.score(model) if dist.get_rank() == 0 else 0.0
     dist.barrier()
     return {**run._asdict(), "loss": figure, "sent": sent / dist.get_world_size()}
 

@@ -51,6 +51,8 @@ class LocalSteps(AddOn):
         self._option = "exchange_of" if context.config.exchange_of == "updates" else "local_steps"
         self._updates: UnsentUpdates | None = None
         """What was not sent, in an exchange of updates; else None."""
+        self._names: dict[int, str] = {}
+        """The names of the parameters, by identity."""
         self._groups: dict[str, tuple[Any, Any]] = {}
         """The optimizer and the parameter group that train the weights of a name."""
         self._decays: dict[str, float] = {}
@@ -124,11 +126,11 @@ class LocalSteps(AddOn):
                 )
         self._held, self._optimizers = dict(weights), optimizers
         self._buffers.follow(module)
-        names = {id(parameter): name for name, parameter in (parameters or weights).items()}
+        self._names = {id(parameter): name for name, parameter in (parameters or weights).items()}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                mine = [(names[id(p)], p) for p in group["params"] if id(p) in names]
-                self._groups |= {name: (optimizer, group) for name, _ in mine}
+                mine = (self._names[id(p)] for p in group["params"] if id(p) in self._names)
+                self._groups |= dict.fromkeys(mine, (optimizer, group))
             if self._option == "exchange_of" and isinstance(optimizer, torch.optim.Optimizer):
                 self._handles.append(optimizer.register_step_post_hook(self._note_decay))
         self._register(module, parameters or weights, saved or (lambda name, w: w.view(weights[name].shape)))
@@ -166,9 +168,9 @@ class LocalSteps(AddOn):
     def _note_decay(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if bool(getattr(optimizer, "found_inf", None)):  # a fused optimizer, which skips the step
             return
-        for name, (own, group) in self._groups.items():
-            if own is optimizer and (decay := decay_of(own, group)):
-                self._decays[name] = decay
+        for group in optimizer.param_groups:
+            decayed = (p for p in group["params"] if p.grad is not None and id(p) in self._names)
+            self._decays |= dict.fromkeys((self._names[id(p)] for p in decayed), decay_of(optimizer, group))
 
     def detach(self) -> None:
         """Undo :meth:`attach`."""
@@ -293,6 +295,7 @@ class LocalSteps(AddOn):
             if self._updates is not None:  # nothing is unsent
                 torch._foreach_copy_([self._flat(name) for name in self._held], list(self._weights.values()))
                 self._averages_states = True
+                self._group.streams.clear()
             else:
                 own = [tensor for tensors in self._of_rank().values() for tensor in tensors.values()]
                 average(self._group, [*own, *self._buffers.all().values()])
