@@ -231,9 +231,7 @@ class AutomaticSparsity(AddOn):
         if not (setting.is_dense or self._once) and schedule.starting(step):
             yield schedule.warmup_steps + schedule.ramp_steps - step
 
-    def _follow_ramp(
-        self, chosen: Setting, seconds: dict[Setting, float], model: CostModel
-    ) -> Iterator[int]:
+    def _follow_ramp(self, chosen: Setting, seconds: dict[Setting, float], model: CostModel) -> Iterator[int]:
         """Keep steps dense while the density of the ramp is too high to pay; for good, if the final one is.
 
         Args:
