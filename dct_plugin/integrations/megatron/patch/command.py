@@ -179,7 +179,7 @@ def patch_launch(
         typer.echo(_diff(script, before, after), nl=False)
         said.insert(0, "nothing is written; --in-place writes it")
     if not undo and config is None and before != after:
-        said.append("no --config: the job needs DCT_CONFIG, or --dct- options among the script's arguments")
+        said.append("no --config: the job needs DCT_CONFIG, or --dct among the script's arguments")
     for line in said:
         typer.echo(f"{script}: {line}", err=True)
     if check and before != after:

@@ -20,7 +20,9 @@ from .shell import ASSIGNMENT, Command, LaunchError, Script, Word, word_set
 MODULE = "dct_plugin.megatron"
 _SPACE = r"(?:\s|\\\r?\n)+"
 #: An insertion, also one that was written by hand.
-INSERTION = re.compile(rf"-m{_SPACE}{re.escape(MODULE)}{_SPACE}(?:--dct-[\w-]+(?:=|{_SPACE})\S+{_SPACE})*")
+INSERTION = re.compile(
+    rf"-m{_SPACE}{re.escape(MODULE)}{_SPACE}(?:--dct(?:-[\w-]+)?(?:=|{_SPACE})\S+{_SPACE})*"
+)
 
 # File names that train; others (tools, text generation, checkpoint conversion) are left alone.
 _TRAINING = re.compile(r"(?:pretrain|train|finetune|sft).*\.py|.*_(?:pretrain|train|finetune)\.py")
@@ -77,7 +79,7 @@ _FUNCTION = re.compile(
 )
 # Options without a value, and those of Python with one; other options of other launchers may take a value.
 _FLAG = re.compile(r"--$|--?[\w-]+=")
-_PYTHON_VALUE = re.compile(r"-[WX]$|--check-hash-based-pycs$|--dct-")
+_PYTHON_VALUE = re.compile(r"-[WX]$|--check-hash-based-pycs$|--dct\b")
 
 
 class Launch(NamedTuple):
@@ -453,7 +455,7 @@ def _takes_value(option: str) -> bool | None:
     found = {options[option]} if option in options else set()
     if not found and option.startswith("--"):
         found = {takes for name, takes in options.items() if name.startswith(option)}
-    return found.pop() if len(found) == 1 else True if option.startswith("--dct-") else None
+    return found.pop() if len(found) == 1 else True if option.startswith("--dct") else None
 
 
 def _launcher_of(name: str) -> str:
