@@ -111,7 +111,7 @@ def test_modules(flag: str) -> None:
         ([PIPELINE], "no script to run"),
         ([PIPELINE, "-m"], "needs the name of a module"),
         ([PIPELINE, "--lr", "1", "x.py"], "'--lr' before the script"),
-        (["x.py"], "no configuration: give --dct, --dct-config"),
+        (["x.py"], "no configuration: give --dct or --dct-config"),
         (["x.py", "--dct-config"], "--dct-config needs a value"),
         (["x.py", "--dct", "--lr"], "--dct needs a value, got '--lr'"),
         (["x.py", "--dct-data-parallel-sparsity", "0.9"], "unknown argument --dct-data-parallel-sparsity"),

@@ -113,9 +113,7 @@ def _read_config(own: Mapping[str, str], environment: Mapping[str, str]) -> tupl
         config = DCTConfig.from_file(source, rank=rank) if source else DCTConfig()
     if _SECTION not in own:
         if not source:
-            raise ConfigError(
-                f"no configuration: give {_SECTION}, {_FILE}, or set {CONFIG_VARIABLE}\n{USAGE}"
-            )
+            raise ConfigError(f"no configuration: give {_SECTION} or {_FILE}\n{USAGE}")
         return config, source
     try:
         section = dict(json.loads(own[_SECTION]))
