@@ -58,7 +58,7 @@ class Backend(ABC):
     codes_entropy: ClassVar[bool] = False
     encodings: Collection[IndexEncoding] = tuple(CODECS)
     value_dtypes: ClassVar[Collection[ValueDtype]] = tuple(ValueDtype)
-    planes: ClassVar[Any] = planes
+    planes: Any = planes
 
     def batched(self) -> AbstractContextManager[None]:
         """Return a context in which a backend that ``batches`` may write the payloads of many tensors with a

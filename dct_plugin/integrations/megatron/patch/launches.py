@@ -102,6 +102,12 @@ class Launches(NamedTuple):
     notes: list[str]
     errors: list[str]
 
+    def in_words(self) -> list[str]:
+        """Return the lines that were found, and what is left as it is."""
+        lines = ", ".join(str(launch.line) for launch in self.training)
+        left = (f"left as it is: {error}" for error in self.errors)
+        return [f"training launches: line {lines}", *self.notes, *left]
+
 
 class _State(NamedTuple):
     """A reading of the words so far.
