@@ -253,7 +253,7 @@ def decision(figures: Figures, name: str, model: CostModel, line: Sequence[str])
     if best.is_dense:
         others = (model.predict(each).total for each in figures.rows if not each.is_dense)
         return f"{name}: leave the plugin out, dense steps are as fast ({dense / min(others):.2f}x)."
-    section = "--dct-data-parallel-enabled true" if "dct_plugin.megatron" in line else '"dct": {}'
+    section = "--dct '{}'" if "dct_plugin.megatron" in line else '"dct": {}'
     return f"{name}: take {section}, which becomes {best}: {dense / model.predict(best).total:.2f}x as fast."
 
 

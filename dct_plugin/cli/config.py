@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -59,33 +59,27 @@ def show(
 @app.command()
 def check(
     files: Annotated[list[str], typer.Argument(help="Files to check; - is the standard input.")],
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of the job [default: as the batch sizes say].")
-    ] = None,
+    ranks: Annotated[int, typer.Option(min=0, help="Ranks of the job; 0: not known.")] = 0,
 ) -> None:
-    """Check DeepSpeed JSONs or bare sections; exit with 1 if a job would not start.
+    """Check the section of DeepSpeed JSONs, or bare sections; exit with 1 if it would stop a job.
 
-    The installed DeepSpeed checks its keys. All errors of a file are listed, then warnings: settings that are
-    known to lose quality, keys that nothing reads.
+    All errors of a file are listed, then warnings: settings that are known to lose quality. DeepSpeed checks
+    its own keys when the job starts.
     """
     from ..config.dct import read_hjson
     from ..console import print_error
     from ..errors import ConfigError
-    from ..integrations.deepspeed import file_check, parser
+    from ..integrations.deepspeed import file_check
 
-    contents: dict[str, tuple[dict[str, Any], bool]] = {}
     failed = False
     for file in files:
         try:
-            contents[file] = read_hjson(file)
+            content, strict = read_hjson(file)
         except ConfigError as error:
             print_error(error)
             failed = True
-    asked = [file for file, (content, _) in contents.items() if file_check.for_deepspeed(content)]
-    told = parser.ask([contents[file][0] for file in asked], ranks=ranks)
-    answers = dict(zip(asked, told, strict=False))
-    for file, (content, strict) in contents.items():
-        report = file_check.check(content, answers.get(file), ranks or 0)
+            continue
+        report = file_check.check(content, ranks)
         if not strict:
             report.notes.append("not strict JSON, which Hugging Face's Trainer and Accelerate want")
         failed |= not _print(report, file)

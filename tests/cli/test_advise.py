@@ -58,7 +58,7 @@ def test_the_decision_is_one_sentence() -> None:
         "here: leave the plugin out, dense steps are as fast (0."
     )
     megatron = decision(figures, "1 Gbit/s", slow, ["-m", "dct_plugin.megatron"])
-    assert megatron.startswith("1 Gbit/s: take --dct-data-parallel-enabled true, which becomes")
+    assert megatron.startswith("1 Gbit/s: take --dct '{}', which becomes")
 
 
 def test_step_ahead_takes_time_where_a_training_has_it(tmp_path: Path) -> None:

@@ -13,13 +13,9 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.policy import resolve
 from dct_plugin.policy.optimizers import OptimizerFamily, unknown_step
 
-from ..host.versions import installed, parse
-from .parser import Answer
-from .rules import refusals, training_facts, unread_keys, without_slot
-from .section import KEYS, READ_BY_PLUGIN, SECTION, Job, backend_name, misplaced_section
-
-#: Keys that a warning names; of more it says how many there are.
-_NAMED = 8
+from ..host.versions import parse
+from .rules import refusals, training_facts, without_slot
+from .section import SECTION, Job, backend_name, misplaced_section
 
 
 @dataclass
@@ -39,45 +35,27 @@ class FileReport:
     notes: list[str] = field(default_factory=list)
 
 
-def for_deepspeed(content: Mapping[str, Any]) -> bool:
-    """Return whether DeepSpeed has to be asked about a file: it is no bare ``dct`` section."""
-    return not content.keys() <= {*KEYS, *READ_BY_PLUGIN}
-
-
-def check(content: Mapping[str, Any], answer: Answer | None = None, ranks: int = 0) -> FileReport:
-    """Return what is to be said about a DeepSpeed JSON, or about a bare ``dct`` section.
+def check(content: Mapping[str, Any], ranks: int = 0) -> FileReport:
+    """Return what is to be said about a DeepSpeed JSON, or about a bare ``dct`` section. DeepSpeed checks its
+    own keys when the job starts.
 
     Args:
         content: The file.
-        answer: What DeepSpeed makes of the file; None where none is installed.
         ranks: Ranks of the job; 0 if they are not known.
     """
     report = FileReport()
-    is_deepspeed = bool((DEEPSPEED_KEYS | (answer.keys if answer else frozenset())) & content.keys())
+    is_deepspeed = bool(DEEPSPEED_KEYS & content.keys())
     found, section = _find_section(content, report, is_deepspeed)
     if found:
         try:
             report.config = DCTConfig.parse(section)
         except ConfigError as error:
             report.faults += error.faults or [str(error)]
-    if is_deepspeed and answer is None:
-        report.notes.append(f'no DeepSpeed can be imported here: only the "{SECTION}" section was judged')
-    elif is_deepspeed and answer is not None:
-        _judge_rest(content, answer, report)
     if is_deepspeed and found and (report.config is None or report.config.enabled):
-        _judge({**content, **(answer.sections if answer else {})}, report, ranks)
+        _judge(content, report, ranks)
     if report.config is not None:
         report.warnings += _dense(report.config)
     return report
-
-
-def _judge_rest(content: Mapping[str, Any], answer: Answer, report: FileReport) -> None:
-    """Add what DeepSpeed says about the file, apart from the section."""
-    report.faults += [f"DeepSpeed {installed('deepspeed')}: {fault}" for fault in answer.faults]
-    if keys := unread_keys(content, answer.keys):
-        more = f" and {len(keys) - _NAMED} more keys" if len(keys) > _NAMED else ""
-        reads = "nothing reads it" if len(keys) == 1 else "nothing reads them"
-        report.warnings.append(f"{', '.join(keys[:_NAMED])}{more}: {reads}")
 
 
 def _judge(content: Mapping[str, Any], report: FileReport, ranks: int) -> None:

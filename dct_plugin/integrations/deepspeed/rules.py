@@ -7,9 +7,8 @@ neither torch nor DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
 from dct_plugin.config import AutoFeedback, DataParallelConfig, DCTConfig, LocalFeedback
 from dct_plugin.config.data_parallel import refuse
@@ -17,7 +16,7 @@ from dct_plugin.config.options import show
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy import Training
 
-from .section import READ_BY_PLUGIN, SECTION, Job, unread
+from .section import SECTION, Job
 
 _SUPPORTED = (
     "Supported is DeepSpeed's ordinary engine with ZeRO stage 0 to 3 in fp32, bf16 or fp16, data parallel "
@@ -97,14 +96,6 @@ def without_slot(version: str) -> str:
         '"optimizer": {"type": "AdamW", ...} and "dct": {"data_parallel": {"sparsity": 0.99, '
         '"warmup_steps": N}}, where N was freeze_step'
     )
-
-
-def unread_keys(content: Mapping[str, Any], read: Collection[str]) -> list[str]:
-    """Return the keys of a JSON that neither DeepSpeed, whose keys are ``read``, nor the plugin reads, with
-    suggestions.
-    """
-    inside = {key: f"{key!r} (did you mean {SECTION}.{key}?)" for key in DCTConfig.model_fields}
-    return [inside.get(key.strip("'"), key) for key in unread(content, {*read, *READ_BY_PLUGIN})]
 
 
 #: Features of DeepSpeed that are refused, worst first, by what a job says of them.

@@ -90,28 +90,9 @@ def load_table(path: str | Path, columns: Columns, *, max_rows: int | None = Non
     name, compared = _label(columns.label, path)
     opened = _Opened(path, columns, name)
     label_name, dense_names, names = _roles(opened.kinds, name, columns, path)
-    parts: list[Any] = []
-    rows = 0
-    for batch in opened.batches([label_name, *dense_names, *names], {label_name, *dense_names}):
-        parts.append(batch)
-        rows += batch.num_rows
-        if max_rows is not None and rows >= max_rows:
-            break
-    table = opened.arrow.Table.from_batches(parts) if parts else None
-    if table is None or not table.num_rows:
-        raise DataFormatError(f"{path}: expected rows, got none")
-    table = table.slice(0, max_rows)
+    table = opened.table([label_name, *dense_names, *names], {label_name, *dense_names}, max_rows)
     train = first_rows(path, table.num_rows)
-    label = _numbers(table, label_name, path)
-    if compared is not None:
-        label = np.where(np.isnan(label), np.nan, label >= compared)
-    elif not np.isin(label, (0.0, 1.0)).all():
-        raise DataFormatError(
-            f"{path}: column {label_name!r}: expected labels 0 and 1; compare it for others: "
-            f"'{label_name}>=NUMBER'"
-        )
-    if np.isnan(label).any():
-        raise DataFormatError(f"{path}: column {label_name!r}: expected a label in every row")
+    label = _labels(table, label_name, compared, path)
     dense = [_scaled(_numbers(table, column, path), train) for column in dense_names]
     if not dense:
         dense, dense_names = [np.ones(len(label))], [CONSTANT]
@@ -149,6 +130,20 @@ def load_table(path: str | Path, columns: Columns, *, max_rows: int | None = Non
         num_train=train,
         roles=(*opened.layout, *roles),
     )
+
+
+def _labels(table: Any, column: str, compared: float | None, path: Path) -> Array:
+    """Return the labels, 0 and 1."""
+    label = _numbers(table, column, path)
+    if compared is not None:
+        label = np.where(np.isnan(label), np.nan, label >= compared)
+    elif not np.isin(label, (0.0, 1.0)).all():
+        raise DataFormatError(
+            f"{path}: column {column!r}: expected labels 0 and 1; compare it for others: '{column}>=NUMBER'"
+        )
+    if np.isnan(label).any():
+        raise DataFormatError(f"{path}: column {column!r}: expected a label in every row")
+    return label
 
 
 def _label(text: str, path: Path) -> tuple[str, float | None]:
@@ -292,6 +287,19 @@ class _Opened:
         first = next(self.batches(names, set()), None)
         self.kinds = {name: "category" if first is None else _kind(first.column(name)) for name in names}
         self.layout = [] if self._text is None else [str(self._text)]
+
+    def table(self, names: list[str], numbers: set[str], max_rows: int | None) -> Any:
+        """Return the first rows of :meth:`batches` as one table."""
+        parts: list[Any] = []
+        rows = 0
+        for batch in self.batches(names, numbers):
+            parts.append(batch)
+            rows += batch.num_rows
+            if max_rows is not None and rows >= max_rows:
+                break
+        if not rows:
+            raise DataFormatError(f"{self._path}: expected rows, got none")
+        return self.arrow.Table.from_batches(parts).slice(0, max_rows)
 
     def batches(self, names: list[str], numbers: set[str]) -> Iterator[Any]:
         """Yield batches of the columns ``names``; those of a text file are numbers, or else texts."""
