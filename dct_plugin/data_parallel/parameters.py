@@ -104,6 +104,13 @@ class ParameterUpdates(StreamGroup):
         if self.metrics is not None and size:
             self.metrics.record(Record("parameter_full", size, size, numel))
 
+    def gather_whole(self, weights: Tensor) -> None:
+        """Gather whole weights, 1-D, of which rank ``r`` has the ``r``-th part; a collective."""
+        with self.recorded("parameter_full"):
+            self.agree("gather of weights")
+            self.exchange.gather_into(weights.view(torch.uint8))
+        self.record_full(weights.numel(), weights.element_size())
+
     def update(
         self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]], master_of: Callable[[str], Tensor]
     ) -> None:

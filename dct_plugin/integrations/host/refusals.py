@@ -18,6 +18,7 @@ from dct_plugin.errors import ConfigError
 _WHOLE_OPTIMIZER = "every rank has the whole optimizer, no weights are gathered after a step"
 _MESH = "under FSDP2 the replicas of the mesh are the nodes, inside which FSDP gathers the weights"
 _BARE = "this needs parameters and optimizer, and torchft hands over bare tensors"
+_WHOLE = "all ranks shard one copy of the model, and gradients cross whole, without a residual"
 _MEGATRON = "Megatron's iterations exchange gradients in every step"
 
 
@@ -39,6 +40,9 @@ class Refusal(NamedTuple):
 REFUSALS: dict[str, tuple[Refusal, ...]] = {
     "torch DDP": (Refusal("parameters", _WHOLE_OPTIMIZER),),
     "FSDP2": (Refusal("parameters", _MESH), Refusal("nodes", _MESH)),
+    "FSDP2 on one mesh": tuple(
+        Refusal(key, _WHOLE) for key in ("sparsity", "feedback", "adaptive", "quality", "local_steps")
+    ),
     "torchft": tuple(
         Refusal(key, _BARE)
         for key in (
@@ -54,6 +58,8 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
 def asks_for(key: str, settings: DataParallelConfig) -> bool:
     """Return whether settings ask for an option, and do not just have a value of it that changes nothing."""
     value: Any = getattr(settings, key)
+    if key == "sparsity":
+        return key in settings.model_fields_set and value > 0
     if key == "feedback":
         return settings.feedback.looks_ahead
     if key == "nodes":

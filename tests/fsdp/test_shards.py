@@ -1,0 +1,234 @@
+"""FSDP2 on one mesh: real processes on gloo, two nodes of two ranks or every rank a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.processes import run
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import dct_plugin
+from dct_plugin.fsdp import ShardCompression
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not hasattr(FSDPModule, "set_custom_all_gather"), reason="this torch has no seam for the collectives"
+    ),
+]
+
+#: Dense gradients and copies of the weights' bits: plain FSDP2.
+EXACT = {"value_dtype": "fp32", "parameters": "exact", "min_numel": 16}
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+class Net(nn.Module):
+    """Blocks of odd sizes, so that shards differ in size and the last one is empty; two weights are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(24, 33)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(33, 33), nn.Tanh()) for _ in range(2)])
+        self.last = nn.Linear(33, 3)
+        self.twin = nn.Linear(24, 33, bias=False)
+        self.twin.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh() + self.twin(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.last(hidden)
+
+
+def sharded(
+    *,
+    reshard: bool | int | None = None,
+    frozen: bool = False,
+    checkpointed: bool = False,
+    prefetch: bool = False,
+    by_columns: bool = False,
+    factor: float | None = None,
+    sums: bool = True,
+    **policy: Any,
+) -> nn.Module:
+    model, mesh = Net(), init_device_mesh("cpu", (dist.get_world_size(),))
+    if frozen:
+        for parameter in model.blocks[0].parameters():
+            parameter.requires_grad_(False)
+    if checkpointed:
+        model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**{**BF16, **policy})}
+    if by_columns:
+        options["shard_placement_fn"] = lambda p: Shard(1) if p.shape == (33, 24) else None
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    fully_shard(model, reshard_after_forward=reshard, **options)
+    if prefetch:
+        model.set_modules_to_forward_prefetch(list(model.blocks))  # type: ignore[operator]
+        model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(sums)
+            if factor is not None:
+                module.set_gradient_divide_factor(factor)
+    return model
+
+
+def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range | int,
+    *,
+    micro: int = 1,
+    syncs: bool = True,
+    between: Callable[[int], None] = lambda step: None,
+) -> None:
+    for step in range(steps) if isinstance(steps, int) else steps:
+        for at in range(micro):
+            if not syncs:
+                model.set_requires_gradient_sync(at == micro - 1)  # type: ignore[operator]
+            generator = torch.Generator().manual_seed(1000 * step + 10 * dist.get_rank() + at)
+            points = torch.randn(16, 24, generator=generator)
+            F.mse_loss(model(points).float(), points[:, :3].sin()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        between(step)
+
+
+def shards(model: nn.Module) -> list[torch.Tensor]:
+    return [p.to_local().detach().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(shards(one), shards(other), strict=True))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "resharded": {"reshard": True},
+    "kept": {"reshard": False},
+    "averages": {"sums": False},
+    "micro-batches": {"micro": 3},
+    "micro-batches, one exchange": {"micro": 3, "syncs": False},
+    "frozen": {"frozen": True},
+    "activation checkpoints": {"checkpointed": True},
+    "prefetch": {"prefetch": True, "reshard": True},
+    "columns": {"by_columns": True},
+    "fp16": {"param_dtype": torch.float16},
+    "divide factor": {"factor": 4.0},
+}
+
+
+def _as_plain(rank: int, world_size: int) -> dict[str, tuple[bool, int]]:
+    found = {}
+    for name, case in CASES.items():
+        loop = {key: case[key] for key in ("micro", "syncs") if key in case}
+        options = {key: value for key, value in case.items() if key not in loop}
+        plain = sharded(**{**options, "sums": True})
+        train(plain, adamw(plain), 4, **loop)
+        ours = sharded(**options)
+        optimizer = adamw(ours)
+        attached = dct_plugin.attach(ours, optimizer, {"data_parallel": EXACT})
+        assert isinstance(attached, ShardCompression)
+        train(ours, optimizer, 4, **loop)
+        found[name] = same(plain, ours), attached.steps.step
+        attached.close()
+    return found
+
+
+def test_exact_copies_and_dense_gradients_are_plain_fsdp2_on_two_ranks() -> None:
+    for found in run(2, _as_plain):
+        assert found == dict.fromkeys(CASES, (True, 4))
+
+
+class _InTwoLevels:
+    """A reduce-scatter by the book: sums inside the nodes, then sums of the nodes in their order."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, **_: Any
+    ) -> None:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        everyones = [torch.empty_like(input_tensor) for _ in range(ranks)]
+        dist.all_gather(everyones, input_tensor)
+        parts = [each.view(ranks, -1)[rank] for each in everyones]
+        output_tensor.copy_((parts[0] + parts[1]) + (parts[2] + parts[3]))
+
+
+class _Seen:
+    """Checksums of the weights that blocks compute with, in each pass, and whether all ranks have the same."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.sums: list[float] = []
+        for block in model.blocks:  # type: ignore[union-attr]
+            block[0].register_forward_hook(self._note)  # type: ignore[union-attr, index]
+
+    def _note(self, module: Any, *_: Any) -> None:
+        whole = torch.cat([p.detach().float().view(-1) for p in module.parameters()]).double()
+        self.sums.append(float((whole * torch.arange(1, len(whole) + 1)).sum()))
+
+    def alike(self) -> bool:
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, self.sums)
+        return bool(self.sums) and all(each == self.sums for each in everyones)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "exact": {**EXACT, "nodes": 2},
+    "nothing written": {"nodes": 2, "min_numel": 16},
+    "log4": {"nodes": 2, "min_numel": 16, "value_dtype": "log4"},
+    "dense gathers": {"nodes": 2, "min_numel": 16, "parameters": None},
+    "exact, every rank a node": EXACT,
+}
+
+
+def _on_nodes(rank: int, world_size: int) -> dict[str, tuple[Any, ...]]:
+    reference = sharded()
+    for module in reference.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(_InTwoLevels())  # type: ignore[arg-type]
+    train(reference, adamw(reference), 6, micro=2, syncs=False)
+    whole = torch.cat([each.view(-1) for each in shards(reference)])
+    found = {}
+    for name, settings in SETTINGS.items():
+        model = sharded(reshard=True)
+        optimizer, seen = adamw(model), _Seen(model)
+        attached: Any = dct_plugin.attach(model, optimizer, {"data_parallel": settings})
+        train(model, optimizer, 6, micro=2, syncs=False)
+        own = torch.cat([each.view(-1) for each in shards(model)])
+        found[name] = (
+            seen.alike(),
+            torch.equal(own, whole),
+            float((own - whole).abs().mean()) < 0.005,  # of steps of 0.01
+            attached.config.data_parallel.parameters,
+            attached.config.data_parallel.value_dtype,
+        )
+        attached.close()
+    return found
+
+
+def test_two_nodes_of_two_ranks_compute_with_the_same_weights() -> None:
+    for found in run(4, _on_nodes):
+        assert found == {
+            "exact": (True, True, True, "exact", "fp32"),
+            "nothing written": (True, False, True, "exact", "int8"),
+            "log4": (True, False, True, "exact", "log4"),
+            "dense gathers": (True, False, True, None, "int8"),
+            "exact, every rank a node": (True, found["exact, every rank a node"][1], True, "exact", "fp32"),
+        }
