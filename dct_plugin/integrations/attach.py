@@ -70,10 +70,9 @@ def attach(
         state = DCTState(config, optimizer=optimizer, scaler=scaler, total_steps=total_steps)
         return state.register(model)
     if isinstance(model, FSDPModule):  # a class beside that of the model
-        compress = compress_replicas if any(map(has_replicas, parameter_groups(model))) else compress_shards
-        return compress(
-            cast(torch.nn.Module, model), config, optimizer=optimizer, scaler=scaler, total_steps=total_steps
-        )
+        module = cast(torch.nn.Module, model)
+        compress = compress_replicas if any(map(has_replicas, parameter_groups(module))) else compress_shards
+        return compress(module, config, optimizer=optimizer, scaler=scaler, total_steps=total_steps)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return PlainTraining(config, "the training has one process")
     raise ConfigError(f"dct_plugin.attach: {_what_instead(model)}")

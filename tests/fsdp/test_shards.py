@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from support.processes import run
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import dct_plugin
-from dct_plugin.fsdp import ShardCompression
+from dct_plugin import ConfigError, VersionError
+from dct_plugin.fsdp import ShardCompression, compress_shards
 
 pytestmark = [
     pytest.mark.slow,
@@ -172,7 +176,7 @@ class _InTwoLevels:
 
 
 class _Seen:
-    """Checksums of the weights that blocks compute with, in each pass, and whether all ranks have the same."""
+    """Checksums of the weights that blocks compute with, in each pass."""
 
     def __init__(self, model: nn.Module) -> None:
         self.sums: list[float] = []
@@ -232,3 +236,201 @@ def test_two_nodes_of_two_ranks_compute_with_the_same_weights() -> None:
             "dense gathers": (True, False, True, None, "int8"),
             "exact, every rank a node": (True, found["exact, every rank a node"][1], True, "exact", "fp32"),
         }
+
+
+def _gathered(model: nn.Module) -> tuple[bool, bool]:
+    """Whether what a rank gathers is what the shards have, and the same on all ranks."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.reshard()
+    wanted = [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
+    for module in modules:
+        module.unshard()
+    held = [p.detach().clone() for p in model.parameters()]
+    for module in modules:
+        module.reshard()
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, [each.float().double().sum().item() for each in held])
+    exact = all(torch.equal(a.to(b.dtype), b) for a, b in zip(wanted, held, strict=True))
+    return exact, all(each == everyones[0] for each in everyones)
+
+
+def _weights_changed(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
+    model = sharded()
+    optimizer, start = adamw(model), {name: each.clone() for name, each in model.state_dict().items()}
+    attached: Any = dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": 2}})
+    found = {"before the first pass": _gathered(model)}
+    train(model, optimizer, 7)
+    found["after steps"] = _gathered(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+        model(torch.ones(2, 24))
+    found["written"] = _gathered(model)
+    model.load_state_dict(start)
+    found["loaded"] = _gathered(model)
+    model.blocks[1](torch.ones(2, 33))  # type: ignore[operator, index]
+    train(model, optimizer, 1)
+    found["trained again"] = _gathered(model)
+    attached.close()
+    found["closed"] = _gathered(model)
+    return found
+
+
+def test_copies_follow_the_weights_whatever_changes_them() -> None:
+    for found in run(4, _weights_changed):
+        assert found == dict.fromkeys(found, (True, True))
+
+
+def _crossings(rank: int, world_size: int) -> tuple[list[list[bool]], set[int], int]:
+    """Whether bytes left a node in forward and backward passes of a step's micro-batches; the sizes of the
+    groups in which FSDP's own collectives ran.
+    """
+    model, sizes = sharded(reshard=True), set()
+    for name in (
+        "all_gather_single",
+        "reduce_scatter_single",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+    ):
+        if (original := getattr(dist, name, None)) is not None:
+
+            def counted(*tensors: Any, original: Any = original, group: Any = None, **more: Any) -> Any:
+                sizes.add(dist.get_world_size(group))
+                return original(*tensors, group=group, **more)
+
+            setattr(dist, name, counted)
+    optimizer = adamw(model)
+    settings = {"nodes": 2, "min_numel": 16, "verify": None}
+    attached: Any = dct_plugin.attach(model, optimizer, {"data_parallel": settings})
+    train(model, optimizer, 6)
+    reducer, updates = attached.groups[0].reducer, attached.copies._updates
+    found = []
+
+    def crossed() -> int:
+        return int(reducer.exchange.sent_bytes + updates.exchange.sent_bytes)
+
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)  # type: ignore[operator]
+        before = crossed()
+        loss = model(torch.ones(4, 24)).float().square().mean()
+        between = crossed()
+        loss.backward()
+        found.append([between > before, crossed() > between])
+    optimizer.step()
+    return found, sizes, attached.steps.step
+
+
+def test_nothing_crosses_in_backward_passes_and_further_micro_batches() -> None:
+    for found, sizes, steps in run(4, _crossings):
+        assert found == [[True, False], [False, False], [False, True]]  # at last the gradients
+        assert sizes == set()
+        assert steps == 7
+
+
+def _resumed(rank: int, world_size: int, folder: str) -> tuple[bool, bool, int]:
+    def start() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = sharded()
+        optimizer = adamw(model)
+        return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": 2}})
+
+    def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    model, optimizer, attached = start()
+    train(model, optimizer, 3)
+    dcp.save({**states(model, optimizer), "dct": attached}, checkpoint_id=folder)
+    train(model, optimizer, range(3, 6))
+    again, its_optimizer, resumed = start()
+    state = states(again, its_optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(again, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    loaded = resumed.load(folder)
+    steps = resumed.steps.step
+    train(again, its_optimizer, range(3, 6))
+    return loaded, same(model, again), steps
+
+
+def test_resumed_on_the_same_mesh(tmp_path: Path) -> None:
+    assert run(4, _resumed, str(tmp_path / "saved")) == [(True, True, 3)] * 4
+
+
+def _odd_operations(rank: int, world_size: int) -> tuple[list[float], bool]:
+    model = sharded(factor=3.0, sums=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": 2}})
+    model(torch.ones(4, 24)).float().sum().backward()
+    bias: Any = model.last.bias.grad  # type: ignore[union-attr]
+    bias = bias.full_tensor()
+    optimizer.zero_grad()
+    model(torch.ones(4, 24)).float().mul(torch.nan if rank == 1 else 1.0).sum().backward()
+    gradients: list[Any] = [p.grad for p in model.blocks[0].parameters()]  # type: ignore[union-attr, index]
+    return bias.tolist(), any(bool(each.to_local().isfinite().any()) for each in gradients)
+
+
+def test_a_divide_factor_and_a_gradient_that_is_not_finite() -> None:
+    for bias, any_finite in run(4, _odd_operations):
+        assert bias == pytest.approx([4 * 4 / 3] * 3)  # four ranks, four rows, divided by 3
+        assert not any_finite
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "sparsity": ({}, {"sparsity": 0.9}, "dct.data_parallel.sparsity = 0.9: FSDP2 on one mesh"),
+    "feedback": ({}, {"feedback": "local"}, "feedback = 'local': FSDP2 on one mesh"),
+    "quality": ({}, {"quality": "safe"}, "dct.data_parallel.quality = 'safe'"),
+    "local steps": ({}, {"local_steps": 8}, "dct.data_parallel.local_steps"),
+    "thresholded updates": ({}, {"parameters": {}}, "dct.data_parallel.parameters"),
+    "fp32 gathers": (
+        {"param_dtype": None},
+        {"parameters": "exact"},
+        "parameters = 'exact': FSDP gathers fp32, and nearly all fp32 weights change",
+    ),
+}
+
+
+def _refused(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+    for name, (options, settings, _) in REFUSED.items():
+        model = sharded(**options)
+        try:
+            compress_shards(model, {"data_parallel": settings}, optimizer=adamw(model))
+        except ConfigError as error:
+            found[name] = str(error)
+    model = sharded()
+    model.blocks[0].set_custom_all_gather(_InTwoLevels())  # type: ignore[union-attr, index, operator]
+    try:
+        compress_shards(model, optimizer=adamw(model))
+    except ConfigError as error:
+        found["own collectives"] = str(error)
+    model = sharded()
+    attached: Any = dct_plugin.attach(model, adamw(model), {"data_parallel": EXACT})
+    for group in attached.groups:  # as a model does whose gathers torch traces
+        group.fsdp._all_gather_comm = type(group.fsdp._all_gather_comm._native)()
+    try:
+        model(torch.ones(2, 24))
+    except ConfigError as error:
+        found["another gather"] = str(error)
+    return found
+
+
+def test_what_cannot_work_is_refused_by_name() -> None:
+    texts = {name: text for name, (*_, text) in REFUSED.items()}
+    texts["own collectives"] = "has collectives of its own (_InTwoLevels"
+    texts["another gather"] = "the weights were gathered without set_custom_all_gather"
+    for rank, found in enumerate(run(2, _refused)):
+        for name, text in texts.items():
+            assert text in found[name], (name, found.get(name))
+            assert f"rank {rank}" in found[name]
+
+
+def test_an_older_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1,)))
+        monkeypatch.delattr(FSDPModule, "set_custom_all_gather")
+        with pytest.raises(VersionError, match=r"2\.9\.0"):
+            ShardCompression(model)
+    finally:
+        dist.destroy_process_group()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dct_plugin.config import DCTConfig
+from dct_plugin.config import DCTConfig, ParametersConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.passes import around_passes
@@ -97,8 +97,8 @@ def _factor(operation: Any, ranks: int) -> float:
         return 1.0
     if operation == dist.ReduceOp.AVG:
         return 1.0 / ranks
-    state = operation.__getstate__()  # such an operation is not equal to another one
-    if not isinstance(state, tuple) or state[0] != dist.ReduceOp.RedOpType.PREMUL_SUM:
+    state, kinds = operation.__getstate__(), dist.ReduceOp.RedOpType.__members__
+    if not isinstance(state, tuple) or state[0] != kinds["PREMUL_SUM"]:  # which is equal to no other one
         raise ConfigError(
             f"rank {dist.get_rank()}: compress_shards: FSDP asks for {operation} of the gradients; sum, "
             "average, and a divide factor are supported"
@@ -169,6 +169,11 @@ class ShardCompression(FSDPAttachment):
             raise ConfigError(
                 f"rank {dist.get_rank()}: dct.data_parallel.feedback = '{settings.feedback.label()}': "
                 f"{self.framework}: {_WHOLE}; leave it out"
+            )
+        if isinstance(settings.parameters, ParametersConfig):
+            raise ConfigError(
+                f"rank {dist.get_rank()}: dct.data_parallel.parameters: {self.framework}: copies of the "
+                "weights are exact; write 'exact', or null for FSDP's own gathers"
             )
         self._mesh: dist.ProcessGroup = groups[0][0].mesh_info.shard_process_group
         self._nodes = nodes_of(settings, self._mesh)

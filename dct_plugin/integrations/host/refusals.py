@@ -84,5 +84,5 @@ def refuse(framework: str, settings: DataParallelConfig) -> None:
         value = getattr(settings, row.key)
         shown = value.label() if row.key == "feedback" else value
         rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
-        given = f" = {shown!r}" if isinstance(shown, (str, int)) else ""
+        given = f" = {shown!r}" if isinstance(shown, (str, int, float)) else ""
         raise ConfigError(f"{rank}dct.data_parallel.{row.key}{given}: {framework}: {row.why}; {row.instead}")
