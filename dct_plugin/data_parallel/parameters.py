@@ -61,7 +61,7 @@ class ParameterUpdates(StreamGroup):
         gathers: bool = True,
         **options: Unpack[GroupOptions],
     ) -> None:
-        self.exact = config.parameters == "exact"
+        self.exact = config.parameters in ("exact", "int8")  # which are exact codes
         given = config.parameters
         self.config = given if isinstance(given, ParametersConfig) else ParametersConfig()
         sparsity, value_dtype = 0.0 if self.exact else self.config.sparsity, self.config.value_dtype

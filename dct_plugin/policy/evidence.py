@@ -44,6 +44,7 @@ class Training:
         precision: Type of the weights, in words; empty if it is not known.
         is_timed: Whether ranks can compare the time of steps: not where their number changes.
         shares_copy: Whether all ranks shard one copy of the model, without replicas (FSDP2 on one mesh).
+        int8_copies: Whether weights are gathered from copies in int8 where exact updates cannot be had.
     """
 
     optimizer: Sequence[str] = ()
@@ -59,6 +60,7 @@ class Training:
     precision: str = ""
     is_timed: bool = True
     shares_copy: bool = False
+    int8_copies: bool = False
     family: OptimizerFamily = field(init=False)
 
     def facts(self, compressors: int) -> str:

@@ -134,6 +134,10 @@ class FSDPAttachment(OptimizerAttachment):
     def _connect_all(self, groups: Groups) -> None:
         """Let FSDP call the exchange; sets :attr:`groups`."""
 
+    def _saved_parts(self) -> Sequence[Any]:
+        """Return what is saved beside the reducers, for a run that goes on with the same mesh."""
+        return ()
+
     def _change_passes(self) -> None:
         """Follow the passes of the model beside what every attachment follows."""
 
@@ -249,11 +253,11 @@ class FSDPAttachment(OptimizerAttachment):
         collective, which ``torch.distributed.checkpoint.save`` calls.
         """
         self._optimizer_steps.end_or_reject()
-        return saved_residuals.state_of(self.groups, self.steps.step)
+        return saved_residuals.state_of(self.groups, self.steps.step, self._saved_parts())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`; ``torch.distributed.checkpoint.load`` calls it."""
-        saved_residuals.restore(self.groups, state)
+        saved_residuals.restore(self.groups, state, self._saved_parts())
         self._restored()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -276,7 +280,7 @@ class FSDPAttachment(OptimizerAttachment):
         Returns:
             False, with residuals of zero, if the checkpoint has none; the log says so.
         """
-        found = saved_residuals.load(folder, key, self.groups)
+        found = saved_residuals.load(folder, key, self.groups, self._saved_parts())
         self._restored()
         return found
 

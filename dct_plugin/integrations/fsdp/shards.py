@@ -24,12 +24,14 @@ from dct_plugin.data_parallel.passes import around_passes
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics.summary import format_bytes
 from dct_plugin.policy import Training
+from dct_plugin.transport.nodes import ranks_of_machines
+from dct_plugin.transport.tcp_connect import time_limit
 
 from ..host.attachment import PlainTraining
 from ..host.replica_checksums import ReplicaChecksums, not_trained
 from ..host.startup import nodes_of
 from .attachment import FSDPAttachment, Groups
-from .node_copies import NodeCopies
+from .node_copies import ExactCopies, Int8Copies, NodeCopies
 from .parameter_groups import ShardedParameter, parameter_groups, sharded_groups, unsharded_parameters
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -137,14 +139,14 @@ class _AllGather(_Collective):
     def __init__(self, group: ShardGroup, copies: NodeCopies) -> None:
         super().__init__(group)
         self._copies, self._native = copies, group.fsdp._all_gather_comm
-        self._place = copies.add(group.parameters)
+        self._parameters = copies.add(group.parameters)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         if group.size() != self._group.reducer.group_size:  # reshard_after_forward is a number
             return self._native(output_tensor, input_tensor, group, async_op)
-        self._copies.gather(self._group.name, self._place, output_tensor)
+        self._copies.gather(self._group.name, self._parameters, output_tensor)
         return None
 
 
@@ -173,7 +175,7 @@ class ShardCompression(FSDPAttachment):
         if isinstance(settings.parameters, ParametersConfig):
             raise ConfigError(
                 f"rank {dist.get_rank()}: dct.data_parallel.parameters: {self.framework}: copies of the "
-                "weights are exact; write 'exact', or null for FSDP's own gathers"
+                "weights have no thresholds; write 'exact' or 'int8', or null for FSDP's own gathers"
             )
         self._mesh: dist.ProcessGroup = groups[0][0].mesh_info.shard_process_group
         self._nodes = nodes_of(settings, self._mesh)
@@ -183,18 +185,31 @@ class ShardCompression(FSDPAttachment):
         if self._dtype not in _HALVES:
             unavailable = "nearly all fp32 weights change in a step (MixedPrecisionPolicy(param_dtype=bf16))"
         elif self._nodes is None:
-            unavailable = "every rank is a node, and would keep a copy of all weights ('exact' does so)"
+            unavailable = "every rank is a node, and an exact copy of all weights takes 2 bytes each"
         ranks = self._mesh.size()
+        # On one machine each rank would hold all weights once more, without being asked.
+        apart = settings.nodes == 1 or (self._nodes is None and len(self._machines()) == ranks)
         self.resolve(
             self._optimizers,
-            replace(training, ranks=ranks, shares_copy=True, exact_unavailable=unavailable),
+            replace(
+                training,
+                ranks=ranks,
+                shares_copy=True,
+                exact_unavailable=unavailable,
+                int8_copies=apart and self._dtype in _HALVES,
+            ),
             self._nodes,
         )
         if self.config.data_parallel.parameters == "exact" and self._dtype not in _HALVES:
             raise ConfigError(
                 f"rank {dist.get_rank()}: dct.data_parallel.parameters = 'exact': FSDP gathers fp32, and "
-                f"{unavailable}; gather bf16, or leave it out"
+                f"{unavailable}; gather bf16, write 'int8', or leave it out"
             )
+
+    def _machines(self) -> Any:
+        return ranks_of_machines(
+            dist.get_process_group_ranks(self._mesh), limit=self._time_limit or time_limit(self._mesh)
+        )
 
     def _connect_all(self, groups: Groups) -> None:
         names = [each.name for _, parameters in groups for each in parameters]
@@ -212,7 +227,8 @@ class ShardCompression(FSDPAttachment):
             module: Any = next(m for m in each.fsdp.modules if hasattr(m, "set_custom_all_gather"))
             self.ends.callback(module.set_custom_reduce_scatter, each.fsdp._reduce_scatter_comm)
             module.set_custom_reduce_scatter(_ReduceScatter(each))
-            if self.copies is not None and _gathered_type(each.fsdp) is self._dtype:
+            is_copied = isinstance(self.copies, Int8Copies) or _gathered_type(each.fsdp) is self._dtype
+            if self.copies is not None and is_copied:
                 self.ends.callback(module.set_custom_all_gather, each.fsdp._all_gather_comm)
                 module.set_custom_all_gather(_AllGather(each, self.copies))
 
@@ -226,11 +242,18 @@ class ShardCompression(FSDPAttachment):
             device=reducer.device,
             kernels=config.kernels,
         )
-        copies = NodeCopies(reducer, updates, self._dtype)
+        copies: NodeCopies
+        if settings.parameters == "int8":
+            copies = Int8Copies(reducer, updates)
+        else:
+            copies = ExactCopies(reducer, updates, self._dtype)
         self.ends.callback(register_optimizer_step_post_hook(copies.note_step).remove)
         rail = updates.exchange.peers.group  # a collective, as the first use of the reducer's is
         self.steps.replicas.append(ReplicaChecksums(settings, copies.weights, rail, agree=updates.agree))
         return copies
+
+    def _saved_parts(self) -> Sequence[Any]:
+        return [] if self.copies is None else [self.copies]
 
     def _change_passes(self) -> None:
         """Look whether the first pass has read the copies."""

@@ -19,6 +19,7 @@ _WHOLE_OPTIMIZER = "every rank has the whole optimizer, no weights are gathered 
 _MESH = "under FSDP2 the replicas of the mesh are the nodes, inside which FSDP gathers the weights"
 _BARE = "this needs parameters and optimizer, and torchft hands over bare tensors"
 _WHOLE = "all ranks shard one copy of the model, and gradients cross whole, without a residual"
+_NO_INT8 = "copies of the weights in int8 are for FSDP2 on one mesh"
 _MEGATRON = "Megatron's iterations exchange gradients in every step"
 
 
@@ -34,6 +35,8 @@ class Refusal(NamedTuple):
     key: str
     why: str
     instead: str = "leave it out"
+    value: Any = None
+    """The value that is refused; None: any that asks for something."""
 
 
 #: By framework.
@@ -50,8 +53,8 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
             "quality",
         )
     ),
-    "Megatron": (Refusal("local_steps", _MEGATRON),),
-    "DeepSpeed": (),
+    "Megatron": (Refusal("local_steps", _MEGATRON), Refusal("parameters", _NO_INT8, value="int8")),
+    "DeepSpeed": (Refusal("parameters", _NO_INT8, value="int8"),),
 }  # fmt: skip
 
 
@@ -71,7 +74,9 @@ def asks_for(key: str, settings: DataParallelConfig) -> bool:
 
 def refused(framework: str, settings: DataParallelConfig) -> Iterator[Refusal]:
     """Yield the options of a section that a framework cannot serve."""
-    yield from (row for row in REFUSALS.get(framework, ()) if asks_for(row.key, settings))
+    for row in REFUSALS.get(framework, ()):
+        if asks_for(row.key, settings) and row.value in (None, getattr(settings, row.key)):
+            yield row
 
 
 def refuse(framework: str, settings: DataParallelConfig) -> None:
