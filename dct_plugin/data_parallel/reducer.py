@@ -277,11 +277,6 @@ class GradientReducer(StreamGroup):
         for each in self.add_ons:
             each.undo(names, lost=lost)
 
-    def drop_residuals(self) -> None:
-        super().drop_residuals()
-        for each in self.add_ons:
-            each.undo(self.streams, lost=True)
-
     def commit(self, names: Collection[str]) -> None:
         """Close the step of these tensors, whose optimizer stepped after the step was counted."""
         self.finish()

@@ -36,7 +36,7 @@ def _trained(rank: int, world_size: int, dense_ms: float) -> dict[str, Any]:
     """Train with nothing written; the times of steps are told."""
     handler = _Lines()
     logging.getLogger("dct_plugin").addHandler(handler)
-    rules = DecisionRules(dense_steps=2, settling_steps=1, trial_steps=2, rounds=1, trial_ratio=1e9)
+    rules = DecisionRules(dense_steps=2, settling_steps=1, trial_steps=2, rounds=1, window_steps=4)
 
     def median(self: AutomaticSparsity) -> float:
         times = {Setting(): dense_ms, Setting(0.0, "int8"): 2.0}
@@ -82,9 +82,10 @@ def test_a_job_that_writes_nothing_stays_dense_where_that_is_as_fast(dense_ms: f
     for rank in (first, second):
         assert rank["dense"] == stays
         assert bool(rank["streams"]) == (not stays)
-        assert rank["uncompressed"]  # DDP's own all-reduce, at least in a trial
+        assert rank["uncompressed"]  # DDP's own all-reduce, at least in a trial of int8
         assert rank["saved"]["is_decided"]
-    (decision,) = (line for line in first["lines"] if line.startswith("dct: step "))
+    # Thresholds are predicted to be faster, and are compared with dense steps when the ramp is over.
+    *_, decision = (line for line in first["lines"] if line.startswith("dct: step "))
     words = "this link needs no compression: 1.00x with sparsity 0.99, bf16 values; dense"
     assert (words in decision) == stays
     # Residual and displaced weights of 12,960 weights, beside a megabyte that is free.
