@@ -106,10 +106,12 @@ class ParameterUpdates(StreamGroup):
 
     def gather_whole(self, weights: Tensor) -> None:
         """Gather whole weights, 1-D, of which rank ``r`` has the ``r``-th part; a collective."""
-        with self.recorded("parameter_full"):
-            self.agree("gather of weights")
+        self.agree("gather of weights")
+        with self.recorded("parameter_full") as exchange_record:
             self.exchange.gather_into(weights.view(torch.uint8))
-        self.record_full(weights.numel(), weights.element_size())
+            exchange_record.dense_bytes = (self.world_size - 1) * weights.nbytes / self.world_size
+            exchange_record.numel = weights.numel()
+        self.forget()
 
     def update(
         self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]], master_of: Callable[[str], Tensor]

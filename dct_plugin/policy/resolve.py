@@ -163,7 +163,9 @@ def _suited(written: DataParallelConfig, training: Training, count: int) -> Appl
     is_free = not says_density(written) and written.parameters in (None, "exact")
     steps = written.total_steps or training.steps
     if is_free and (reason := _unmeasured(training, count, steps)):
-        made = changed(written, feedback=LocalFeedback(), **ALL_ENTRIES)
+        # A residual would take a byte per parameter, and bring nothing (docs/quality.md#one-mesh).
+        feedback = NoFeedback() if training.stage == 3 else LocalFeedback()
+        made = changed(written, feedback=feedback, **ALL_ENTRIES)
         return AppliedSettings(made, count, f"{reason}: {_ALL_ENTRIES}")
     family = training.family
     is_ahead = family.loses_by_delay and not training.step_ahead_unavailable
