@@ -38,7 +38,7 @@ RANKS = (2, 4)
 MINUTES = 10.0
 BATCH_SIZES, STAGES = (256, 2048), (0, 1, 2)
 #: Workloads that have methods for nodes of several ranks.
-SPREAD = ("ddp", "deepspeed", "fsdp")
+SPREAD = ("ddp", "deepspeed", "fsdp", "fsdp-mesh")
 QUICK_MINUTES, QUICK_RATES, QUICK_RANKS = 1.5, ("1gbit",), (2,)
 QUICK_BATCH_SIZES, QUICK_STAGES = (2048,), (0,)
 

@@ -132,6 +132,14 @@ WORKLOADS: dict[str, Entry] = {
         _sized,
         "fp32",
     ),
+    "fsdp-mesh": Entry(
+        "torch FSDP2 on one mesh",
+        "benchmarks.links.fsdp:OneMesh",
+        (),
+        lambda plan: [f"{rate:g}, {count} micro-batches" for count in (1, 4, 8) for rate in (2e-3, 1e-5)],
+        _sized,
+        "bf16",
+    ),
     "dlrm": Entry(
         "hybrid DLRM",
         "dct_plugin.recommender.on_links:Trainings",

@@ -1,4 +1,5 @@
-"""Value section of a payload: fp32, bf16, fp16, int8 with one scale per 256 values, or 4 and 2 bits with two.
+"""Value section of a payload: fp32, bf16, fp16, int8 with one scale per 256 values, 4 and 2 bits with two, or
+4 bits on a logarithmic scale with one per 32.
 
 Rounding is to nearest, ties to even; what a type cannot hold is clamped to its largest finite value. Plain
 torch, any device; the compiled kernels write the same bytes.
@@ -17,7 +18,7 @@ from .labelled import Labelled
 from .quantised import pack, unpack
 
 VALUE_GROUP = 256
-"""Values that share scales, of 8, 4 and 2 bits alike."""
+"""Values that share scales, of int8, int4 and int2 alike."""
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -30,6 +31,7 @@ class ValueDtype(Labelled):
     INT8 = 3
     INT4 = 4
     INT2 = 5
+    LOG4 = 6
 
     @property
     def bits(self) -> int:
@@ -50,16 +52,15 @@ class _ValueCodec(ABC):
     Attributes:
         bits: per value.
         limit: magnitudes are clamped to it before rounding.
-        scales: bytes of scales per group of 256 values.
+        scales: bytes of scales per group of values.
+        group: values that share scales.
     """
 
-    def __init__(self, bits: int, limit: float, scales: int = 0) -> None:
-        self.bits = bits
-        self.limit = limit
-        self.scales = scales
+    def __init__(self, bits: int, limit: float, scales: int = 0, group: int = VALUE_GROUP) -> None:
+        self.bits, self.limit, self.scales, self.group = bits, limit, scales, group
 
     def nbytes(self, nnz: int) -> int:
-        return self.scales * -(-nnz // VALUE_GROUP) + -(-nnz * self.bits // 8)
+        return self.scales * -(-nnz // self.group) + -(-nnz * self.bits // 8)
 
     @abstractmethod
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,12 +146,8 @@ class _Levels(_ValueCodec):
         level = torch.where(step > 0, level, torch.zeros_like(level)).clamp(0, self._levels - 1)
         negative = _in_groups(x, 0.0) < 0
         code = torch.where(negative, level + self._levels, level).nan_to_num(nan=0.0)
-        code = code.reshape(-1)[:n].to(torch.uint8)
         decoded = torch.where(negative, -(start + level * step), start + level * step).reshape(-1)[:n]
-        per_byte = 8 // self.bits
-        padded = torch.zeros(-(-n // per_byte) * per_byte, dtype=torch.uint8, device=x.device)
-        padded[:n] = code
-        return torch.cat([ends.view(torch.uint8).reshape(-1), pack(padded, self.bits)]), decoded
+        return torch.cat([ends.view(torch.uint8).reshape(-1), _packed(code, n, self.bits)]), decoded
 
     def decode(self, data: Tensor, nnz: int) -> Tensor:
         groups = -(-nnz // VALUE_GROUP)
@@ -158,10 +155,7 @@ class _Levels(_ValueCodec):
         low, high = ends.float().unbind(dim=1)
         if not bool((torch.isfinite(ends).all(dim=1) & (low >= 0) & (high >= low)).all()):
             raise PayloadError("value section holds scales that no encoder writes")
-        code = unpack(data[4 * groups :], self.bits)
-        if bool(code[nnz:].any()):
-            raise PayloadError("value section has trailing bits")
-        code = code[:nnz]
+        code = _unpacked(data[4 * groups :], nnz, self.bits)
         start, step = (t.expand(-1, VALUE_GROUP).reshape(-1)[:nnz] for t in self._scale(ends, data))
         value = start + (code % self._levels).to(torch.float32) * step
         return torch.where(code >= self._levels, -value, value)
@@ -172,11 +166,70 @@ class _Levels(_ValueCodec):
         return low, (high - low) / torch.full((), self._levels - 1.0, device=like.device)
 
 
-def _in_groups(x: Tensor, padding: float) -> Tensor:
-    """Return ``x``, fp32 [n], as [groups, 256]."""
-    padded = x.new_full((-(-x.numel() // VALUE_GROUP) * VALUE_GROUP,), padding)
+class _LogLevels(_ValueCodec):
+    """Zero, or a sign and one of the powers 0 to 6 of ``2 ** -0.75``; a bf16 number for 32 values, their
+    largest magnitude, is the factor.
+
+    It is for all entries of a gradient, which span orders of magnitude that equal steps do not resolve.
+    Rounding is to the nearest level.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(4, 2.0**127, scales=2, group=32)
+        levels = torch.tensor([0.0, *(2.0 ** (-0.75 * k) for k in range(6, -1, -1))])
+        self._levels, self._middles = levels, ((levels[1:].double() + levels[:-1]) / 2).float()
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        table = _in_groups(x, 0.0, self.group)
+        magnitude = table.abs()
+        scale = magnitude.amax(dim=1, keepdim=True).to(torch.bfloat16)
+        factor, level = scale.to(torch.float32), torch.zeros_like(table, dtype=torch.int64)
+        for middle in self._middles.tolist():
+            level += magnitude > factor * middle
+        code = torch.where((table < 0) & (level > 0), level + 8, level)
+        decoded = self._decoded(code, factor).view(-1)[: x.numel()]
+        return torch.cat([scale.view(torch.uint8).view(-1), _packed(code, x.numel(), 4)]), decoded
+
+    def decode(self, data: Tensor, nnz: int) -> Tensor:
+        groups = -(-nnz // self.group)
+        scale = data[: 2 * groups].view(torch.bfloat16).view(groups, 1).to(torch.float32)
+        if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
+            raise PayloadError("value section holds scales that no encoder writes")
+        code = _unpacked(data[2 * groups :], nnz, 4)
+        if bool((code == 8).any()):
+            raise PayloadError("value section holds a negative zero, which no encoder writes")
+        factor = scale.expand(-1, self.group).reshape(-1)[:nnz]
+        return self._decoded(code.to(torch.int64), factor)
+
+    def _decoded(self, code: Tensor, factor: Tensor) -> Tensor:
+        value = self._levels.to(code.device)[code % 8] * factor
+        return torch.where(code >= 8, -value, value)
+
+
+def _in_groups(x: Tensor, padding: float, group: int = VALUE_GROUP) -> Tensor:
+    """Return ``x``, fp32 [n], as [groups, group]."""
+    padded = x.new_full((-(-x.numel() // group) * group,), padding)
     padded[: x.numel()] = x
-    return padded.view(-1, VALUE_GROUP)
+    return padded.view(-1, group)
+
+
+def _packed(code: Tensor, n: int, bits: int) -> Tensor:
+    """Return the bytes of the first ``n`` codes of a table."""
+    padded = torch.zeros(-(-n * bits // 8) * 8 // bits, dtype=torch.uint8, device=code.device)
+    padded[:n] = code.reshape(-1)[:n].to(torch.uint8)
+    return pack(padded, bits)
+
+
+def _unpacked(data: Tensor, nnz: int, bits: int) -> Tensor:
+    """Return ``nnz`` codes, uint8.
+
+    Raises:
+        PayloadError: Bits follow them.
+    """
+    code = unpack(data, bits)
+    if bool(code[nnz:].any()):
+        raise PayloadError("value section has trailing bits")
+    return code[:nnz]
 
 
 _FLOATS = {ValueDtype.FP32: torch.float32, ValueDtype.BF16: torch.bfloat16, ValueDtype.FP16: torch.float16}
@@ -187,6 +240,7 @@ VALUE_CODECS: Mapping[ValueDtype, _ValueCodec] = {
     ValueDtype.INT8: _ScaledInt8(),
     ValueDtype.INT4: _Levels(4, 0.0, 1.0),
     ValueDtype.INT2: _Levels(2, 0.125, 0.5),
+    ValueDtype.LOG4: _LogLevels(),
 }
 
 

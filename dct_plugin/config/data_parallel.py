@@ -62,7 +62,7 @@ Feedback = Annotated[
 ]
 
 
-GradientType = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2"]
+GradientType = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2", "log4"]
 
 
 class ParametersConfig(Section):
@@ -254,7 +254,8 @@ class DataParallelConfig(Section):
     """
     value_dtype: GradientType = "bf16"
     """Type of the sent values on the wire. The rounding error stays in the residual. int8 has one scale per
-    256 values; int4 and int2 have a sign and 8 or 2 levels between two scales.
+    256 values; int4 and int2 have a sign and 8 or 2 levels between two scales; log4 has a sign and powers of
+    2^-0.75 in 4 bits, with one scale per 32 values, for all entries (sparsity 0).
 
     `int8` or `int4` for fewer bytes: an entry and its position take 16 or 12 bits at 0.99 instead of 24.
     `fp32` to see whether rounding matters.
@@ -319,11 +320,12 @@ class DataParallelConfig(Section):
     For learning rates that fall in steps. The log names the changes; the class `gradient/critical` in the
     [metrics](metrics.md) holds their bytes.
     """
-    parameters: Annotated[Literal["exact"] | ParametersConfig | None, OR_FALSE] = Field(
-        default=None, json_schema_extra={"allowed": '"exact", an object with its settings, or null'}
+    parameters: Annotated[Literal["exact", "int8"] | ParametersConfig | None, OR_FALSE] = Field(
+        default=None, json_schema_extra={"allowed": '"exact", "int8", an object with its settings, or null'}
     )
-    """`"exact"` sends the bf16 or fp16 weights whose bits changed, and nothing is lost. An object has its
-    updates thresholded. null leaves the gather of updated weights to the host. If it is not written, it is
+    """`"exact"` sends the bf16 or fp16 weights whose bits changed, and nothing is lost. `"int8"` has FSDP2 on
+    one mesh gather from copies in int8, of which changed codes cross. An object has its updates thresholded.
+    null leaves the gather of updated weights to the host. If it is not written, it is
     `"exact"` where gradients are thresholded or in 8 bits or fewer, and the host gathers bf16 or fp16 weights
     ([hosts](methods.md#exact-updates)).
 

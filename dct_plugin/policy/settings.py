@@ -65,4 +65,4 @@ def every_default() -> list[Setting]:
 
 def bits_of(settings: DataParallelConfig) -> int:
     """Return the bits of a value on the wire."""
-    return {"int2": 2, "fp16": 16, "fp32": 32, **_VALUES}[settings.value_dtype]
+    return {"int2": 2, "log4": 4, "fp16": 16, "fp32": 32, **_VALUES}[settings.value_dtype]

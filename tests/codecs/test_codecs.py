@@ -211,6 +211,11 @@ def test_values_round_trip(dtype: ValueDtype, count: int) -> None:
         for lo in range(0, count, 256):
             group, got = values[lo : lo + 256], decoded[lo : lo + 256]
             assert float((group - got).abs().max()) <= float(group.abs().max()) * share[dtype] * 1.0001
+    elif dtype is ValueDtype.LOG4:
+        for lo in range(0, count, 32):
+            group, got = values[lo : lo + 32], decoded[lo : lo + 32]
+            bound = torch.maximum(group.abs() * 0.26, group.abs().max() * 2**-4.5 / 2)
+            assert bool(((group - got).abs() <= bound * 1.01).all())  # the scale is rounded to bf16
     else:
         torch_dtype = torch.bfloat16 if dtype is ValueDtype.BF16 else torch.float16
         assert torch.equal(decoded, values.to(torch_dtype).float())
@@ -250,6 +255,10 @@ def test_int8_scale_that_is_subnormal() -> None:
         (ValueDtype.INT4, struct.pack("<HHB", 0x3F80, 0x3F80, 0x10)),  # trailing bits
         (ValueDtype.INT2, struct.pack("<HHB", 0x7FC0, 0x7FC0, 0)),
         (ValueDtype.INT2, struct.pack("<HHB", 0x3F80, 0x3F80, 0x04)),
+        (ValueDtype.LOG4, struct.pack("<HB", 0xBF80, 1)),
+        (ValueDtype.LOG4, struct.pack("<HB", 0x7F80, 1)),
+        (ValueDtype.LOG4, struct.pack("<HB", 0x3F80, 0x10)),  # trailing bits
+        (ValueDtype.LOG4, struct.pack("<HB", 0x3F80, 8)),  # a negative zero
     ],
 )
 def test_values_no_encoder_writes(backend: Backend, dtype: ValueDtype, section: bytes) -> None:
@@ -425,7 +434,7 @@ def test_changed_payloads_with_right_checksums(data: st.DataObject) -> None:
         (0, b"\x7a\xdd", "magic"),
         (2, b"\x02", "version 2"),
         (3, b"\x06", "index encoding 6"),
-        (4, b"\x06", "value dtype 6"),
+        (4, b"\x07", "value dtype 7"),
         (5, b"\x02", "flags"),
         (6, b"\x1f", "parameter 31"),
         (7, b"\x01", "reserved"),
@@ -494,7 +503,7 @@ def test_bounds_hold_for_every_choice(backend: Backend) -> None:
 
 @pytest.mark.parametrize("name", ["fp64", "BF17", 9])
 def test_unknown_names_list_the_allowed_ones(name: str | int) -> None:
-    with pytest.raises(ValueError, match="fp32, bf16, fp16, int8, int4, int2"):
+    with pytest.raises(ValueError, match="fp32, bf16, fp16, int8, int4, int2, log4"):
         ValueDtype.parse(name)
     with pytest.raises(ValueError, match="dense, bitmap, gaps8, block16, rice"):
         IndexEncoding.parse(name)
@@ -524,6 +533,7 @@ def test_numbers_on_the_wire_are_stable() -> None:
         "int8": 3,
         "int4": 4,
         "int2": 5,
+        "log4": 6,
     }
 
 

@@ -16,7 +16,7 @@ from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
 
 NUMEL = 70_001
-# First 16 hex digits of the payload's SHA-256, for value types fp32, bf16, fp16, int8, int4, int2.
+# First 16 hex digits of the payload's SHA-256, for value types fp32, bf16, fp16, int8, int4, int2, log4.
 GOLDEN = {
     "dense": (
         "c38a4647bdf75b80",
@@ -25,6 +25,7 @@ GOLDEN = {
         "4b1cc907b0caafcb",
         "4947380d87eed961",
         "b37028989fd900a0",
+        "018cbc9d3bb51a79",
     ),
     "bitmap": (
         "6890d1784c206419",
@@ -33,6 +34,7 @@ GOLDEN = {
         "31cffb84f3f6281d",
         "9522c23208a93be0",
         "16c7425fb075785e",
+        "9f9d4548da911847",
     ),
     "gaps8": (
         "e8c8af848d8428fa",
@@ -41,6 +43,7 @@ GOLDEN = {
         "0b0efe96777664c4",
         "2e1e441a88558843",
         "76a406a2dcbd73ed",
+        "084dee8b2ca5131a",
     ),
     "block16": (
         "adc6007825ac8c32",
@@ -49,6 +52,7 @@ GOLDEN = {
         "867fb6f840d93b14",
         "ac7fb236146f6fe4",
         "74b06bb0c492e817",
+        "155931b7e763e281",
     ),
     "rice": (
         "d2f8c3d8abe44689",
@@ -57,6 +61,7 @@ GOLDEN = {
         "71c4b97a88b92edd",
         "e945bcd0e7f87584",
         "3efa4b7c80741c2f",
+        "cff03833c13a35d8",
     ),
 }
 

@@ -428,7 +428,7 @@ def test_values_at_positions_send_values_only(
     add_at(backend, message, received, forward)
     assert not bool(received[~mask].any())
     tolerance = {ValueDtype.FP32: 0.0, ValueDtype.BF16: 2**-8, ValueDtype.FP16: 2**-11, ValueDtype.INT8: 0.02}
-    tolerance |= {ValueDtype.INT4: 0.3, ValueDtype.INT2: 2.5}
+    tolerance |= {ValueDtype.INT4: 0.3, ValueDtype.INT2: 2.5, ValueDtype.LOG4: 0.3}
     assert torch.allclose(
         received[mask], source.float()[mask], rtol=tolerance[value_dtype], atol=tolerance[value_dtype]
     )
@@ -512,7 +512,7 @@ def test_sample_positions_cover_the_tensor_evenly() -> None:
         ({"out": torch.zeros(payload_bound(10, None, 0) - 1, dtype=torch.uint8)}, ValueError),
         ({"out": torch.zeros(1000)}, TypeError),
         ({"capacity": -1}, ValueError),
-        ({"value_dtype": 6}, ValueError),
+        ({"value_dtype": 7}, ValueError),
         ({"encoding": 6}, ValueError),
         ({"encoding": IndexEncoding.DENSE}, ValueError),
     ],

@@ -22,6 +22,7 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import count_group
 from dct_plugin.metrics import Event, Metrics, Sink
 from dct_plugin.transport.agreement import HINT
+from dct_plugin.transport.nodes import layout_of
 
 from ..host import attachments, startup, versions
 from ..host.attachment import HostAttachment, PlainTraining, switched_off
@@ -216,12 +217,14 @@ class EngineAttachment(HostAttachment):
         job = job_of(engine, path)
         if path is not None and not job.exchanges_momentum:
             group = engine.seq_data_parallel_group
+            nodes = nodes_of(written.data_parallel, group, unsupported=path.without_nodes)
+            ranks, size = dist.get_world_size(group), job.ranks_per_copy
+            copies = [list(range(first, first + size)) for first in range(0, ranks, max(1, size))]
             training = replace(
-                training_facts(job, written),
-                ranks=dist.get_world_size(group),
+                training_facts(job, written, node_copies=size > 1 and layout_of(nodes) == copies),
+                ranks=ranks,
                 steps=steps_of(engine.lr_scheduler),
             )
-            nodes = nodes_of(written.data_parallel, group, unsupported=path.without_nodes)
             self.resolve(engine.optimizer, training, nodes)
         require(job, self.config, rank=engine.global_rank)
 

@@ -59,21 +59,26 @@ def step_ahead_unavailable(job: Job, config: DCTConfig) -> str:
     return ""
 
 
-def exact_unavailable(job: Job) -> str | None:
+def exact_unavailable(job: Job, *, node_copies: bool) -> str | None:
     """Return why changed weights alone cannot cross in a job by default; empty if they can, None where no
     weights are gathered after a step.
     """
-    if job.stage == 3:
+    if job.stage == 3 and not node_copies:
         return "under ZeRO stage 3 modules gather them when they need them"
-    if not job.gathers_weights:
+    if not (node_copies or job.gathers_weights):
         return None
     if job.precision == "fp32":
         return _ALL_CHANGE
     return "stages of the pipeline have some in common" if job.tied_weights else ""
 
 
-def training_facts(job: Job, config: DCTConfig) -> Training:
-    """Return the facts of a job that its settings depend on."""
+def training_facts(job: Job, config: DCTConfig, *, node_copies: bool = False) -> Training:
+    """Return the facts of a job that its settings depend on.
+
+    Args:
+        job, config: The job and its section.
+        node_copies: Whether hpZ is known to keep a copy of the weights in each node.
+    """
     return Training(
         [job.optimizer] if job.optimizer else [],
         momentum=job.momentum,
@@ -82,7 +87,7 @@ def training_facts(job: Job, config: DCTConfig) -> Training:
         clips=job.clips,
         steps=job.steps,
         step_ahead_unavailable=step_ahead_unavailable(job, config),
-        exact_unavailable=exact_unavailable(job),
+        exact_unavailable=exact_unavailable(job, node_copies=node_copies),
         precision=job.precision,
     )
 

@@ -28,7 +28,8 @@
 #define API __attribute__((visibility("default")))
 #define BLOCK 4096      /* entries handled at once: gradient, residual and scratch stay in the first-level cache */
 #define SLACK 16        /* compressed vectors are stored in full; this many entries past the end may be written */
-#define GROUP 256       /* values of 8, 4 and 2 bits that share scales */
+#define GROUP 256       /* values of int8, int4 and int2 that share scales */
+#define LOG_GROUP 32    /* the same of log4 */
 #define HEADER 40
 #define MAX_THREADS 64
 #define PREFETCH_AHEAD 512 /* entries */
@@ -38,7 +39,7 @@
 #define OVERFLOW_FP16 0x7C00 /* infinity: fp16 does not reach 2**126 */
 
 enum { GRAD_FP32, GRAD_BF16, GRAD_FP16 };
-enum { VALUE_FP32, VALUE_BF16, VALUE_FP16, VALUE_INT8, VALUE_INT4, VALUE_INT2, VALUE_COUNT };
+enum { VALUE_FP32, VALUE_BF16, VALUE_FP16, VALUE_INT8, VALUE_INT4, VALUE_INT2, VALUE_LOG4, VALUE_COUNT };
 enum { ENC_AUTO = -1, ENC_DENSE, ENC_BITMAP, ENC_GAPS8, ENC_BLOCK16, ENC_RICE };
 enum { ISA_GENERIC, ISA_AVX2, ISA_AVX512, ISA_NEON = 1 };
 
@@ -150,17 +151,22 @@ static uint64_t now_ns(void) {
 
 static size_t grad_size(int dtype) { return dtype == GRAD_FP32 ? 4 : 2; }
 
-/* The bits of a value, and whether values share scales: four bytes of them per group, which lie before all values. */
+/* The bits of a value, how many values share scales, and the bytes of these, which lie before all values. */
 static const struct {
-    uint8_t bits, is_grouped;
-} VALUE_TYPES[VALUE_COUNT] = {[VALUE_FP32] = {32, 0}, [VALUE_BF16] = {16, 0}, [VALUE_FP16] = {16, 0},
-                              [VALUE_INT8] = {8, 1},  [VALUE_INT4] = {4, 1},  [VALUE_INT2] = {2, 1}};
+    uint8_t bits;
+    uint16_t group;
+    uint8_t scales;
+} VALUE_TYPES[VALUE_COUNT] = {[VALUE_FP32] = {32, 0, 0},        [VALUE_BF16] = {16, 0, 0},    [VALUE_FP16] = {16, 0, 0},
+                              [VALUE_INT8] = {8, GROUP, 4},     [VALUE_INT4] = {4, GROUP, 4}, [VALUE_INT2] = {2, GROUP, 4},
+                              [VALUE_LOG4] = {4, LOG_GROUP, 2}};
 
 static uint64_t value_bits(int dtype) { return VALUE_TYPES[dtype].bits; }
 
-static int is_grouped(int dtype) { return VALUE_TYPES[dtype].is_grouped; }
+static int is_grouped(int dtype) { return VALUE_TYPES[dtype].group != 0; }
 
-static uint64_t scales_nbytes(uint64_t nnz, int dtype) { return is_grouped(dtype) ? 4 * ceil_div(nnz, GROUP) : 0; }
+static uint64_t scales_nbytes(uint64_t nnz, int dtype) {
+    return is_grouped(dtype) ? VALUE_TYPES[dtype].scales * ceil_div(nnz, VALUE_TYPES[dtype].group) : 0;
+}
 
 static uint64_t values_nbytes(uint64_t nnz, int dtype) {
     return scales_nbytes(nnz, dtype) + ceil_div(nnz * value_bits(dtype), 8);
@@ -585,6 +591,39 @@ static void encode_levels(const float *restrict x, size_t n, int bits, uint8_t *
     }
 }
 
+/* The levels of log4, codecs/values.py, as shares of the largest magnitude of a group; and what lies between them. */
+static const float LOG_LEVELS[8] = {0.0f,           0x1.6a09e6p-5f, 0x1.306fep-4f, 0x1p-3f,
+                                    0x1.ae89fap-3f, 0x1.6a09e6p-2f, 0x1.306fep-1f, 0x1p+0f};
+static const float LOG_MIDDLES[7] = {0x1.6a09e6p-6f, 0x1.e574d4p-5f, 0x1.9837fp-4f, 0x1.5744fcp-3f,
+                                     0x1.20a772p-2f, 0x1.e574d4p-2f, 0x1.9837fp-1f};
+
+static void encode_log4(const float *restrict x, size_t n, uint8_t *restrict out, uint8_t *restrict scales,
+                        float *restrict left) {
+    memset(out, 0, ceil_div(n, 2));
+    for (size_t lo = 0; lo < n; lo += LOG_GROUP) {
+        const size_t m = n - lo < LOG_GROUP ? n - lo : LOG_GROUP;
+        float top = 0.0f, middle[7], v[LOG_GROUP];
+        uint32_t level[LOG_GROUP] = {0};
+        for (size_t j = 0; j < m; j++) {
+            v[j] = magnitude(clampf(x[lo + j], 0x1p127f));
+            top = v[j] > top ? v[j] : top;
+        }
+        const uint16_t half = to_bf16(top);
+        const float scale = from_bf16(half);
+        store16(scales + lo / LOG_GROUP * 2, half);
+        for (int k = 0; k < 7; k++) {
+            middle[k] = LOG_MIDDLES[k] * scale;
+            for (size_t j = 0; j < m; j++) level[j] += v[j] > middle[k];
+        }
+        for (size_t j = 0; j < m; j++) {
+            const unsigned negative = x[lo + j] < 0.0f && level[j];
+            out[(lo + j) / 2] |= (uint8_t)((level[j] + 8 * negative) << (lo + j) % 2 * 4);
+            const float decoded = LOG_LEVELS[level[j]] * scale;
+            if (left) left[lo + j] = clampf(x[lo + j], FLT_MAX) - (negative ? -decoded : decoded);
+        }
+    }
+}
+
 /* Value section of n accumulated values; left[j] (if any) becomes what the receiver does not get. Only the residual
  * can make a value infinite; FLT_MAX is sent then. Grouped types must be given whole groups (except at the end). */
 static void encode_values(const float *restrict x, size_t n, int dtype, uint8_t *restrict out, uint8_t *restrict scales,
@@ -607,6 +646,8 @@ static void encode_values(const float *restrict x, size_t n, int dtype, uint8_t 
             if (out) store16(out + 2 * j, h);
             if (left) left[j] = v - from_fp16(h);
         }
+    } else if (dtype == VALUE_LOG4) {
+        encode_log4(x, n, out, scales, left);
     } else if (dtype != VALUE_INT8) {
         encode_levels(x, n, (int)value_bits(dtype), out, scales, left);
     } else {
@@ -639,6 +680,14 @@ static int check_values(const uint8_t *p, uint64_t nnz, int dtype) {
     } else if (dtype == VALUE_BF16 || dtype == VALUE_FP16) {
         const uint16_t exponent = dtype == VALUE_BF16 ? 0x7F80 : 0x7C00;
         for (uint64_t j = 0; j < nnz; j++) bad |= (load16(p + 2 * j) & exponent) == exponent;
+    } else if (dtype == VALUE_LOG4) {
+        const uint8_t *codes = p + scales_nbytes(nnz, dtype);
+        for (const uint8_t *at = p; at < codes; at += 2) {
+            const float scale = from_bf16(load16(at));
+            if (!(scale >= 0.0f && scale <= FLT_MAX)) return ERR_SCALE;
+        }
+        for (uint64_t j = 0; j < nnz / 2; j++) bad |= (codes[j] & 15) == 8 || codes[j] >> 4 == 8;
+        if (nnz % 2) bad |= codes[nnz / 2] == 8 || codes[nnz / 2] >> 4;
     } else if (dtype != VALUE_INT8) {
         for (const uint8_t *ends = p; ends < p + scales_nbytes(nnz, dtype); ends += 4) {
             const float low = from_bf16(load16(ends)), high = from_bf16(load16(ends + 2));
@@ -658,32 +707,37 @@ static int check_values(const uint8_t *p, uint64_t nnz, int dtype) {
 }
 
 /* Value j of a checked section. */
-static inline float value_at(const uint8_t *p, uint64_t j, int dtype, uint64_t groups) {
+static inline float value_at(const uint8_t *p, uint64_t j, int dtype, const uint8_t *codes) {
     if (dtype == VALUE_FP32) return loadf(p + 4 * j);
     if (dtype == VALUE_BF16) return from_bf16(load16(p + 2 * j));
     if (dtype == VALUE_FP16) return from_fp16(load16(p + 2 * j));
+    if (dtype == VALUE_LOG4) {
+        const int code = codes[j / 2] >> j % 2 * 4 & 15;
+        const float v = LOG_LEVELS[code & 7] * from_bf16(load16(p + j / LOG_GROUP * 2));
+        return code >= 8 ? -v : v;
+    }
     if (dtype != VALUE_INT8) {
         const int bits = (int)value_bits(dtype), levels = 1 << (bits - 1);
         const levels_t l = levels_of(p + j / GROUP * 4, levels);
         const uint64_t at = j * (uint64_t)bits;
-        const int code = p[4 * groups + at / 8] >> at % 8 & ((1 << bits) - 1);
+        const int code = codes[at / 8] >> at % 8 & ((1 << bits) - 1);
         const float v = l.start + (float)(code & (levels - 1)) * l.step;
         return code >= levels ? -v : v;
     }
-    return (float)(int8_t)p[4 * groups + j] * loadf(p + j / GROUP * 4);
+    return (float)(int8_t)codes[j] * loadf(p + j / GROUP * 4);
 }
 
 /* out[idx[j]] += scale * value j; idx NULL: every entry. */
 static inline void add_typed(float *restrict out, const uint32_t *restrict idx, const uint8_t *restrict p, uint64_t nnz,
                              int dtype, float scale) {
-    const uint64_t groups = ceil_div(nnz, GROUP);
+    const uint8_t *codes = p + scales_nbytes(nnz, dtype);
     if (!idx) {
-        for (uint64_t j = 0; j < nnz; j++) out[j] += scale * value_at(p, j, dtype, groups);
+        for (uint64_t j = 0; j < nnz; j++) out[j] += scale * value_at(p, j, dtype, codes);
         return;
     }
     for (uint64_t j = 0; j < nnz; j++) {
         if (j + SCATTER_AHEAD < nnz) __builtin_prefetch(out + idx[j + SCATTER_AHEAD], 1);
-        out[idx[j]] += scale * value_at(p, j, dtype, groups);
+        out[idx[j]] += scale * value_at(p, j, dtype, codes);
     }
 }
 
@@ -695,6 +749,7 @@ static void add_values(float *out, const uint32_t *idx, const uint8_t *p, uint64
     case VALUE_INT8: add_typed(out, idx, p, nnz, VALUE_INT8, scale); break;
     case VALUE_INT4: add_typed(out, idx, p, nnz, VALUE_INT4, scale); break;
     case VALUE_INT2: add_typed(out, idx, p, nnz, VALUE_INT2, scale); break;
+    case VALUE_LOG4: add_typed(out, idx, p, nnz, VALUE_LOG4, scale); break;
     }
 }
 
@@ -1156,7 +1211,7 @@ static void write_values(const dct_compress_t *a, const uint32_t *idx, const flo
     float rest[BLOCK];
     for (uint64_t j = 0; j < nnz; j += BLOCK) {
         const size_t n = nnz - j < BLOCK ? (size_t)(nnz - j) : BLOCK;
-        encode_values(val + j, n, a->value_dtype, body + bits * j / 8, out + j / GROUP * 4, late ? rest : NULL);
+        encode_values(val + j, n, a->value_dtype, body + bits * j / 8, out + scales_nbytes(j, a->value_dtype), late ? rest : NULL);
         if (late)
             for (size_t i = 0; i < n; i++) a->left[idx[j + i]] = rest[i];
     }
@@ -1170,7 +1225,7 @@ static void compress_dense(dct_compress_t *a) {
     for (uint64_t i = 0; i < a->numel; i += BLOCK) {
         const size_t n = a->numel - i < BLOCK ? (size_t)(a->numel - i) : BLOCK;
         accumulate(grad_at(a, i), a->grad_dtype, a->residual ? a->residual + i : NULL, n, x);
-        encode_values(x, n, a->value_dtype, body + bits * i / 8, values + i / GROUP * 4, a->left ? rest : NULL);
+        encode_values(x, n, a->value_dtype, body + bits * i / 8, values + scales_nbytes(i, a->value_dtype), a->left ? rest : NULL);
         if (a->left) memcpy(a->left + i, rest, 4 * n);
         clear_grad(a, i, n);
     }

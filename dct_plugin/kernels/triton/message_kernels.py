@@ -35,9 +35,10 @@ from .selection_kernels import (
     GAPS8,
     GROUP,
     HEADER,
-    INT2,
     INT4,
     INT8,
+    LOG4,
+    LOG_GROUP,
     MAGIC_AND_VERSION,
     ROW,
     STEP,
@@ -47,6 +48,7 @@ from .selection_kernels import (
     _levels_of,
     _load_bytes,
     _load_grad,
+    _log_level,
     _lowest,
     _places,
     _pointer,
@@ -124,7 +126,7 @@ def _read_header(buffer, at, end, numel):
     low = tl.where(kind == BLOCK16, (numel + BLOCK - 1) // BLOCK * 4 + 2 * nnz, low)
     high = tl.where(kind == GAPS8, nnz + (numel - nnz) // 255, low)
     least = tl.where(kind == DENSE, numel, 0)
-    bad = (_field(byte, lane, 0, 3) != MAGIC_AND_VERSION) | (kind > BLOCK16) | (value > INT2)
+    bad = (_field(byte, lane, 0, 3) != MAGIC_AND_VERSION) | (kind > BLOCK16) | (value > LOG4)
     bad = bad | (flagged > 1) | (param != 0) | (_field(byte, lane, 7, 1) != 0) | (entries != numel)
     body_bad = (nnz < least) | (nnz > numel) | (index < low) | (index > high)
     flag_bad = (kind != 0) | (nnz != 0) | (index != 0)
@@ -394,6 +396,12 @@ def _values(body, values_at, rank, nnz, kept, VALUE: tl.constexpr):
     if VALUE == FP16:
         bits = _load_bytes(body, values_at + rank * 2, kept, 2).to(tl.int16)
         return bits.to(tl.float16, bitcast=True).to(tl.float32)
+    if VALUE == LOG4:
+        scales = _load_bytes(body, values_at + rank // LOG_GROUP * 2, kept, 2)
+        byte = _load_bytes(body, values_at + (nnz + LOG_GROUP - 1) // LOG_GROUP * 2 + rank // 2, kept, 1)
+        code = (byte >> (rank % 2 * 4).to(tl.int32)) & 15
+        value = _log_level(code % 8) * (scales << 16).to(tl.float32, bitcast=True)
+        return tl.where(code >= 8, -value, value)
     scales = _load_bytes(body, values_at + rank // GROUP * 4, kept, 4)
     codes_at = values_at + (nnz + GROUP - 1) // GROUP * 4
     if VALUE == INT8:
@@ -477,7 +485,7 @@ def add(
                 at = rank + lanes
                 kept = at < last
                 read = tl.full((CHUNK,), float("nan"), tl.float32)  # stays so if the payload is poisoned
-                for kind in tl.static_range(6):
+                for kind in tl.static_range(7):
                     if value == kind:
                         read = _values(body, tl.load(here + INDEX), at, tl.load(here + COUNT), kept, kind)
                 if SCALED:

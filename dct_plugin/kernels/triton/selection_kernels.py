@@ -27,6 +27,7 @@ BLOCK = tl.constexpr(65536)
 #: Kept entries, words or bytes of a program of everything else; whole groups of values that share scales.
 CHUNK = tl.constexpr(1024)
 GROUP = tl.constexpr(256)
+LOG_GROUP = tl.constexpr(32)
 HEADER = tl.constexpr(40)
 
 #: Places in ``state``: whether the input overflows, selected entries below ``start`` in its block, checksums
@@ -48,8 +49,8 @@ SAMPLES, SEED, ALL, SHARE, RANK = map(tl.constexpr, (2, 3, 5, 6, 7))
 SECOND_AT, THIRD_AT = map(tl.constexpr, (1, 2))
 
 #: Types of values that these kernels write and read: a new one is refused until it has its branches here.
-VALUE_DTYPES = tuple(ValueDtype[name] for name in ("FP32", "BF16", "FP16", "INT8", "INT4", "INT2"))
-FP32, BF16, FP16, INT8, INT4, INT2 = map(tl.constexpr, map(int, VALUE_DTYPES))
+VALUE_DTYPES = tuple(ValueDtype[name] for name in ("FP32", "BF16", "FP16", "INT8", "INT4", "INT2", "LOG4"))
+FP32, BF16, FP16, INT8, INT4, INT2, LOG4 = map(tl.constexpr, map(int, VALUE_DTYPES))
 DENSE, BITMAP, GAPS8, BLOCK16, RICE = map(tl.constexpr, map(int, IndexEncoding))
 #: What is wrong with a payload, see :data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`.
 BAD_CHECKSUM, _, _, BAD_POSITION, BAD_COUNT, BAD_ORDER, BAD_HEADER = map(tl.constexpr, KERNEL_ERRORS)
@@ -280,9 +281,10 @@ def _levels_of(bits, VALUE: tl.constexpr):
 @triton.jit
 def _value_nbytes(nnz, value):
     """Return the bytes of a value section."""
-    width = tl.where(value == INT8, 8, tl.where(value == INT4, 4, 2))
+    width = tl.where(value == INT8, 8, tl.where(value == INT2, 2, 4))
     width = tl.where(value == FP32, 32, tl.where(value < INT8, 16, width))
-    return (nnz * width + 7) // 8 + tl.where(value >= INT8, (nnz + GROUP - 1) // GROUP * 4, 0)
+    scales = tl.where(value == LOG4, (nnz + LOG_GROUP - 1) // LOG_GROUP * 2, (nnz + GROUP - 1) // GROUP * 4)
+    return (nnz * width + 7) // 8 + tl.where(value >= INT8, scales, 0)
 
 
 @triton.jit
@@ -666,6 +668,34 @@ def _to_levels(x, kept, VALUE: tl.constexpr):
 
 
 @triton.jit
+def _log_level(level):
+    """Return the share of the largest magnitude that a level of log4 is; see codecs/values.py."""
+    low = tl.where(level == 1, 0.04419417306780815, tl.where(level == 2, 0.07432544231414795, 0.125))
+    low = tl.where(level == 0, 0.0, low)
+    high = tl.where(level == 4, 0.21022410690784454, tl.where(level == 5, 0.3535533845424652, 1.0))
+    high = tl.where(level == 6, 0.5946035385131836, high)
+    return tl.where(level < 4, low, high)
+
+
+@triton.jit
+def _to_log4(x):
+    """Do what :func:`_to_int8` does, for [groups, LOG_GROUP]; a scale is a bf16 number."""
+    magnitude = tl.abs(_clamp(x, GROUPED_MAX))
+    bits, scale = _to_float_bits(tl.max(magnitude, axis=1), BF16)
+    scale = tl.broadcast_to(scale[:, None], x.shape)
+    level = (magnitude > scale * 0.022097086533904076).to(tl.int32)
+    level += (magnitude > scale * 0.0592598095536232).to(tl.int32)
+    level += (magnitude > scale * 0.09966272115707397).to(tl.int32)
+    level += (magnitude > scale * 0.16761204600334167).to(tl.int32)
+    level += (magnitude > scale * 0.28188875317573547).to(tl.int32)
+    level += (magnitude > scale * 0.4740784764289856).to(tl.int32)
+    level += (magnitude > scale * 0.7973017692565918).to(tl.int32)
+    negative = (x < 0) & (level > 0)
+    decoded = _log_level(level) * scale
+    return bits, level + tl.where(negative, 8, 0), tl.where(negative, -decoded, decoded)
+
+
+@triton.jit
 def _put_codes(body, values_at, chunk, code, rank, nnz, VALUE: tl.constexpr):
     """Write a chunk of codes of 8, 4 or 2 bits; return what they add to both checksums."""
     kept = rank < nnz
@@ -673,10 +703,10 @@ def _put_codes(body, values_at, chunk, code, rank, nnz, VALUE: tl.constexpr):
     if VALUE == INT8:  # returned at the end: all returns of a function have one type
         checks = _put(body, values_at + rank, code, kept, 1)
     else:
-        PER_BYTE: tl.constexpr = 2 if VALUE == INT4 else 4
+        PER_BYTE: tl.constexpr = 4 if VALUE == INT2 else 2
         # Not by a sum along an axis: its result lies twice in a warp, and Triton 3.6 then counts some of it
         # twice in the checksums (seen on an H100; its interpreter does not show it).
-        if VALUE == INT4:
+        if VALUE != INT2:
             first, second = tl.split(tl.reshape(code, (CHUNK // 2, 2)))
             byte = first | (second << 4)
         else:
@@ -714,8 +744,9 @@ def write(
             counts, sums = _skips_of(states, table, count, number)
             _write_index(job, words, positions, counts_at, state, counts, sums, chunk, nnz, encoding)
         rank = chunk * CHUNK + tl.arange(0, CHUNK)
+        SHARING_SCALES: tl.constexpr = LOG_GROUP if VALUE == LOG4 else GROUP
         if VALUE >= INT8:
-            rank = tl.reshape(rank, (CHUNK // GROUP, GROUP))
+            rank = tl.reshape(rank, (CHUNK // SHARING_SCALES, SHARING_SCALES))
         kept = rank < nnz
         at = _places(positions, rank, kept, ENTRIES == DENSE)
         if ACCUMULATED:
@@ -734,13 +765,16 @@ def write(
         else:
             if VALUE == INT8:
                 scales, code, decoded = _to_int8(acc)
+            elif VALUE == LOG4:
+                scales, code, decoded = _to_log4(acc)
             else:
                 scales, code, decoded = _to_levels(acc, kept, VALUE)
-            groups = (nnz + GROUP - 1) // GROUP
-            group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
-            check1, check2 = _put(body, values_at + group * 4, scales, group < groups, 4)
+            SIZE: tl.constexpr = 2 if VALUE == LOG4 else 4
+            groups = (nnz + SHARING_SCALES - 1) // SHARING_SCALES
+            group = chunk * (CHUNK // SHARING_SCALES) + tl.arange(0, CHUNK // SHARING_SCALES)
+            check1, check2 = _put(body, values_at + group * SIZE, scales, group < groups, SIZE)
             _add_checks(state, check1, check2)
-            check1, check2 = _put_codes(body, values_at + groups * 4, chunk, code, rank, nnz, VALUE)
+            check1, check2 = _put_codes(body, values_at + groups * SIZE, chunk, code, rank, nnz, VALUE)
         _add_checks(state, check1, check2)
         if HAS_LEFT:
             tl.store(left + at, acc - decoded, mask=kept)
