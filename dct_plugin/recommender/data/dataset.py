@@ -72,14 +72,13 @@ class ClickDataset:
     def facts(self) -> list[str]:
         """Return sentences on the labels of both parts and on constant columns."""
         parts = (("training", self.train.label), ("test", self.test.label))
-        shares = (
+        said = [
             f"{name} part: {len(label):,} rows, {100 * label.mean():.1f} % ({int(label.sum()):,}) are 1"
             for name, label in parts
-        )
+        ]
         named = [*zip(self.dense_names, self.train.dense.T, strict=True)]
         named += zip(self.categorical_names, self.train.categorical.T, strict=True)
         constant = [name for name, column in named if (column == column[0]).all() and name != CONSTANT]
-        said = ["; ".join(shares)]
         return [*said, f"constant in the training part: {', '.join(constant)}"] if constant else said
 
     def digest(self) -> str:
