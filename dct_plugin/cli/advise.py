@@ -24,6 +24,7 @@ from ..config import DataParallelConfig
 from ..console import print_warning
 from ..data_parallel.autotune.cost_model import Coding, CostModel, Link
 from ..data_parallel.autotune.decision_rules import DecisionRules, gentlest_of_fastest
+from ..data_parallel.autotune.measurements import unmeasured
 from ..errors import ConfigError, DCTError
 from ..integrations.host.measured_job import SECTION, VARIABLE
 from ..integrations.megatron.options import CONFIG_VARIABLE
@@ -49,12 +50,14 @@ class Figures(NamedTuple):
         training: Optimizer, ZeRO stage and ranks.
         settings: What the job gets with nothing written, and why.
         left_out: Names of the script's own communication hooks, which were left out.
+        device: Type of the device that gradients lie on.
     """
 
     model: CostModel
     training: Training
     settings: AppliedSettings
     left_out: Sequence[str] = ()
+    device: str = "cpu"
 
     @classmethod
     def read(cls, path: Path) -> Figures:
@@ -71,7 +74,7 @@ class Figures(NamedTuple):
             server_density=made.settings.server_density,
             step_ahead=model.step_ahead if made.settings.feedback.looks_ahead else 0.0,
         )
-        return cls(model, training, made, content["left_out"])
+        return cls(model, training, made, content["left_out"], content["device"])
 
     @property
     def rows(self) -> list[Setting]:
@@ -129,6 +132,8 @@ def advise(
             f"the script registers a communication hook of its own ({', '.join(figures.left_out)}), and DDP "
             "takes one: the figures are those of the job without it"
         )
+    if note := unmeasured(figures.device):
+        print_warning(note)
     models = {"here": figures.model} | {
         rate_name(rate): figures.model.at_rate(bits_per_second(rate)) for rate in rates
     }

@@ -15,6 +15,10 @@ import typer
 if TYPE_CHECKING:
     from ..integrations.deepspeed.file_check import FileReport
 
+_RanksPerNode = Annotated[
+    int, typer.Option(min=1, help='Ranks of a machine, which "nodes": "auto" sums before nodes exchange.')
+]
+
 app = typer.Typer(help="Show and check the dct section of a JSON file.", no_args_is_help=True)
 
 
@@ -59,7 +63,10 @@ def show(
 @app.command()
 def check(
     files: Annotated[list[str], typer.Argument(help="Files to check; - is the standard input.")],
-    ranks: Annotated[int, typer.Option(min=0, help="Ranks of the job; 0: not known.")] = 0,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the job [default: as the batch sizes say].")
+    ] = None,
+    ranks_per_node: _RanksPerNode = 1,
 ) -> None:
     """Check the section of DeepSpeed JSONs, or bare sections; exit with 1 if it would stop a job.
 
@@ -79,7 +86,7 @@ def check(
             print_error(error)
             failed = True
             continue
-        report = file_check.check(content, ranks)
+        report = file_check.check(content, ranks or 0, ranks_per_node)
         if not strict:
             report.notes.append("not strict JSON, which Hugging Face's Trainer and Accelerate want")
         failed |= not _print(report, file)
@@ -118,7 +125,8 @@ class Precision(str, Enum):
 @app.command()
 def suggest(
     optimizer: Annotated[str, typer.Option(help="Class of the optimizer: adamw, sgd, adagrad, ...")],
-    ranks: Annotated[int, typer.Option(min=2, help="Ranks, or nodes, that exchange gradients.")],
+    ranks: Annotated[int, typer.Option(min=2, help="Data-parallel ranks.")],
+    ranks_per_node: _RanksPerNode = 1,
     stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage; 0 for torch DDP.")] = 0,
     precision: Annotated[Precision, typer.Option(help="Type of the weights.")] = Precision.BF16,
     momentum: Annotated[float, typer.Option(min=0, help="The optimizer's momentum.")] = 0.0,
@@ -132,18 +140,20 @@ def suggest(
     from ..integrations.deepspeed.section import Job
     from ..policy import resolve
     from ..policy.evidence import MEASURED_DEFAULTS
+    from ..policy.rules import compressors_of
 
     rate = math.inf if lr is None else lr
     job = Job(stage, precision.value, optimizer, momentum, lr=rate, gathers_weights=stage in (1, 2))
     section = DCTConfig()
     training = replace(training_facts(job, section), ranks=ranks)
-    made = resolve(section.data_parallel, training)
+    count = compressors_of(section.data_parallel, ranks, ranks_per_node)
+    made = resolve(section.data_parallel, training, count)
     typer.echo(json.dumps({"dct": {}}))
     say = functools.partial(typer.echo, err=True)
     say(f"it becomes: {made.settings.summary}")
     for line in made.lines:
         say(line)
-    row = next((row for row in MEASURED_DEFAULTS if row.suits(training)), None)
+    row = next((row for row in MEASURED_DEFAULTS if row.suits(replace(training, ranks=count))), None)
     if row is None:
         say("this combination was not measured")
     for label, value in row.facts() if row else ():

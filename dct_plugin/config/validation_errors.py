@@ -16,7 +16,8 @@ from .options import allowed, models, show
 #: Keys that tell a DeepSpeed JSON without a "dct" section from a file that is the section itself.
 DEEPSPEED_KEYS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    "optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "steps_per_print",
+    "optimizer", "scheduler", "zero_optimization", "zero_allow_untested_optimizer", "fp16", "bf16",
+    "steps_per_print",
 }  # fmt: skip
 
 _DEEPEST = 32  # no section has more than five levels

@@ -76,7 +76,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         "dct does not support offloading (zero_optimization.offload_optimizer.device = cpu). Supported is",
     ),
     "quantised gradients": (zero(3, zero_quantized_gradients=True), "zero_quantized_gradients = true"),
-    "muon": (job({}, optimizer={"type": "Muon"}), "the optimizer Muon: it needs whole gradient matrices"),
+    "muon": (
+        job({}, optimizer={"type": "Muon"}),
+        "the optimizer Muon without ZeRO, or before DeepSpeed 0.19.8",
+    ),
     "1-bit Adam of its own": (
         job({}, optimizer={"type": "OneBitAdam", "params": {"comm_backend_name": "nccl"}}),
         "the optimizer OneBitAdam with optimizer.params.comm_backend_name = 'nccl'",

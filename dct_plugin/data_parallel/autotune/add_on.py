@@ -47,6 +47,7 @@ from .measurements import (
     reduction_seconds,
     time_codings,
     time_step_ahead,
+    unmeasured,
 )
 
 
@@ -354,4 +355,5 @@ class AutomaticSparsity(AddOn):
             f"dct: step {group.step}: {what}: {took}{f' ({others})' if others else ''}; "
             f"predicted {1e3 * predicted.total:.1f} (coding {1e3 * predicted.coding:.1f}, exchange "
             f"{1e3 * predicted.exchange:.1f}); link {rate}, {1e3 * link.latency:.2f} ms ({why})"
+            + (f"; {note}" if (note := unmeasured(group.device.type)) else "")
         )

@@ -12,6 +12,7 @@ from dct_plugin.config.validation_errors import DEEPSPEED_KEYS
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy import resolve
 from dct_plugin.policy.optimizers import OptimizerFamily, unknown_step
+from dct_plugin.policy.rules import compressors_of
 
 from ..host.versions import parse
 from .rules import refusals, training_facts, without_slot
@@ -35,13 +36,14 @@ class FileReport:
     notes: list[str] = field(default_factory=list)
 
 
-def check(content: Mapping[str, Any], ranks: int = 0) -> FileReport:
+def check(content: Mapping[str, Any], ranks: int = 0, ranks_per_node: int = 1) -> FileReport:
     """Return what is to be said about a DeepSpeed JSON, or about a bare ``dct`` section. DeepSpeed checks its
     own keys when the job starts.
 
     Args:
         content: The file.
         ranks: Ranks of the job; 0 if they are not known.
+        ranks_per_node: Those of a machine.
     """
     report = FileReport()
     is_deepspeed = bool(DEEPSPEED_KEYS & content.keys())
@@ -52,13 +54,13 @@ def check(content: Mapping[str, Any], ranks: int = 0) -> FileReport:
         except ConfigError as error:
             report.faults += error.faults or [str(error)]
     if is_deepspeed and found and (report.config is None or report.config.enabled):
-        _judge(content, report, ranks)
+        _judge(content, report, ranks, ranks_per_node)
     if report.config is not None:
         report.warnings += _dense(report.config)
     return report
 
 
-def _judge(content: Mapping[str, Any], report: FileReport, ranks: int) -> None:
+def _judge(content: Mapping[str, Any], report: FileReport, ranks: int, ranks_per_node: int) -> None:
     """Add what the start of a DeepSpeed job would say about its section."""
     job = Job.of_json(content)
     if job.exchanges_momentum and parse(job.version) > (0, 19, 6):
@@ -66,7 +68,7 @@ def _judge(content: Mapping[str, Any], report: FileReport, ranks: int) -> None:
     # A section with faults says nothing, but the job can be judged without it.
     config = report.config or DCTConfig()
     if report.config is not None and not job.exchanges_momentum:
-        config = _resolved(job, config, report, ranks)
+        config = _resolved(job, config, report, ranks, ranks_per_node)
     report.faults += refusals(job, config)
     steps = content.get("gradient_accumulation_steps")
     if job.stage == 2 and isinstance(steps, int) and steps > 1 and config.data_parallel.enabled:
@@ -88,13 +90,14 @@ def _dense(config: DCTConfig) -> list[str]:
     ]
 
 
-def _resolved(job: Job, config: DCTConfig, report: FileReport, ranks: int) -> DCTConfig:
+def _resolved(job: Job, config: DCTConfig, report: FileReport, ranks: int, ranks_per_node: int) -> DCTConfig:
     """Return the section with the feedback that suits the optimizer; add what is to be said about it."""
     training = replace(training_facts(job, config), ranks=ranks)
     if training.family is OptimizerFamily.UNTOLD:
         report.notes.append("the script makes the optimizer, which the feedback depends on")
         return config
-    made = resolve(config.data_parallel, training)
+    settings = config.data_parallel
+    made = resolve(settings, training, compressors_of(settings, ranks, ranks_per_node))
     report.notes += [made.updates] if made.updates else []
     if made.line:
         (report.warnings if made.warns else report.notes).append(made.line)

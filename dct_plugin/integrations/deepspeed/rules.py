@@ -16,6 +16,7 @@ from dct_plugin.config.options import show
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy import Training
 
+from ..host.versions import parse
 from .section import SECTION, Job
 
 _SUPPORTED = (
@@ -23,6 +24,8 @@ _SUPPORTED = (
     "over all ranks, or its pipeline engine with ZeRO stage 0 or 1, without offload; set dct.enabled to "
     "false to train without it"
 )
+#: Earlier versions orthogonalise gradients inside the collectives that are replaced.
+_MUON = (0, 19, 8)
 _ALL_CHANGE = "nearly all fp32 weights change in a step"
 
 
@@ -133,8 +136,9 @@ def _unsupported(job: Job) -> Iterator[str]:
             f"{job.own_backend!r}: it exchanges its momentum by itself ({SECTION!r} has it exchanged through "
             "the plugin)"
         )
-    if "muon" in job.optimizer.lower():
-        yield f"the optimizer {job.optimizer}: it needs whole gradient matrices"
+    is_old = bool(job.version) and parse(job.version) < _MUON
+    if "muon" in job.optimizer.lower() and (job.stage == 0 or is_old):
+        yield f"the optimizer {job.optimizer} without ZeRO, or before DeepSpeed 0.19.8"
 
 
 def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:

@@ -135,6 +135,11 @@ class Session(HostAttachment):
     def reducers(self) -> list[GradientReducer]:
         return [each.reducer for each in self.reductions]
 
+    def weights(self) -> list[Tensor]:
+        if not self.reductions:
+            return []
+        return [weight for group in self.reductions.models.groups() for weight in group.params]
+
     def steps_so_far(self) -> int:
         return self.step
 

@@ -43,6 +43,8 @@ class Job(NamedTuple):
     """Folder that runs are saved in."""
     resume: str | None = None
     """Folder of saved runs that go on."""
+    min_count: int | None = None
+    """Values that are rarer in the training part become id 0; None for the default."""
 
     def arguments(self) -> list[str]:
         """Return the arguments of the trainer, without the configurations."""
@@ -54,6 +56,7 @@ class Job(NamedTuple):
             "split-seed": self.split_seed or None,
             "save": self.save,
             "resume": self.resume,
+            "min-count": self.min_count,
             "columns": None if self.columns is None else json.dumps(self.columns),
         }
         made = ["--seeds", *map(str, self.seeds)]
