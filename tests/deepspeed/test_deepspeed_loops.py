@@ -43,7 +43,7 @@ class Job:
             model=self.model, config=configuration, dist_init_required=False
         )[0]
         attached = self.engine.dct
-        self.watched = Watched(self.model, attached.ahead, attached.metrics)
+        self.watched = Watched(self.model, lambda: attached.ahead, attached.metrics)
 
     def batch(self, step: int) -> Tensor:
         return torch.randn(32, 16, generator=torch.Generator().manual_seed(1000 * self.rank + step))
