@@ -30,7 +30,7 @@ from ._version import __version__
 from .compression.feedback import entries_of, unpacked
 from .errors import DCTError
 
-FORMAT = 3
+FORMAT = 2
 #: Marks a folder in which a checkpoint is being written over an older one: until that is done, its parts may
 #: be of two steps.
 UNFINISHED = "dct_unfinished"
@@ -89,8 +89,13 @@ class Writer(NamedTuple):
             identity: Identity of this save: the same on all ranks, another for each save.
             configuration: Fingerprint of the ``dct`` section.
         """
-        own = {**self._asdict(), "place": dict(self.place), "cut": dict(self.cut)}
+        own: State = {"rank": self.rank, "world_size": self.world_size, "expert": self.expert}
+        own |= {"place": self.coordinates(self.rank), "layout": dict(self.cut)}
         return {**own, "unit": unit, "save": identity, "configuration": configuration, "state": state}
+
+    def coordinates(self, rank: int | None) -> dict[str, int | None]:
+        """Return where a rank stands: among the ranks that hold the same parameters, and in their place."""
+        return {"data": rank, **self.place}
 
 
 class Loaded(NamedTuple):
@@ -191,7 +196,7 @@ def load(
     contents = partial(_contents, writer, ranks, known, content, sizes)
     if is_own:
         (content,) = contents()
-        return Loaded(in_unit(content["state"], unit / float(content["unit"])), *origin)
+        return Loaded(in_unit(content["state"], unit / float(content.get("unit", unit))), *origin)
     return Loaded(_spread(contents, content["state"], writer, unit), *origin, saved)
 
 
@@ -227,9 +232,9 @@ def _contents(
     for rank in ranks:
         file = writer.file(known.parent, rank)
         content = first if file == known else read(file, first)
-        found, named = (content.get("rank"), content.get("place")), (rank, writer.place)
-        if found != named:
-            raise DCTError(f"{file}: written by {_in_words(*found)}; its name says {_in_words(*named)}")
+        found = content.get("place", writer.coordinates(content.get("rank")))  # files of older versions
+        if found != (named := writer.coordinates(rank)):
+            raise DCTError(f"{file}: written by {_in_words(found)}; its name says {_in_words(named)}")
         for _, part in _reducers(content):
             if not {"step", "loss_scale", "streams"} <= part["state"].keys() or part["unit"] is None:
                 raise DCTError(f"{file}: not the state of a reducer")
@@ -237,13 +242,13 @@ def _contents(
         yield content
 
 
-def _in_words(rank: object, place: Mapping[str, int] | None) -> str:
-    return ", ".join([f"rank {rank}", *(f"{name} {number}" for name, number in (place or {}).items())])
+def _in_words(coordinates: Mapping[str, object]) -> str:
+    return ", ".join(f"{'rank' if name == 'data' else name} {at}" for name, at in coordinates.items())
 
 
 def _check_cut(content: State, writer: Writer) -> None:
     """Refuse the files of ranks whose parameters are cut in another way."""
-    saved = content.get("cut") or {}
+    saved = content.get("layout") or {}
     if changed := [f"{k} {saved.get(k)} -> {size}" for k, size in writer.cut.items() if saved.get(k) != size]:
         sizes = ", ".join(changed)
         raise NoState(f"the parameters are cut in another way ({sizes}), which residuals cannot follow")

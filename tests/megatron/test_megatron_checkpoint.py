@@ -86,6 +86,18 @@ def test_another_number_of_replicas_gets_the_mean(four: Path) -> None:
         assert state["reducers"]["dense"]["state"]["streams"]["w"]["threshold"]["tau"] == 0
 
 
+def test_files_of_an_earlier_version_are_read(four: Path) -> None:
+    """They say less about the rank that wrote them."""
+    known = ("save", "configuration", "layout", "place", "expert", "world_size", "state")
+    for data in range(4):
+        file = file_of(rank(data, 4), four)
+        content = checkpoint.read(file)
+        assert content["place"] == {"tensor": 0, "pipeline": 0, "data": data}
+        checkpoint.write(file, {key: content[key] for key in known})
+    assert residual(_read(rank(3, 4), four, SIZES).state, "dense") == [3.0] * 4
+    assert residual(_read(rank(5, 6), four, SIZES).state, "expert") == [20.0] * 4
+
+
 def test_what_is_missing_is_said(four: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     empty = tmp_path_factory.mktemp("empty")
 
