@@ -1,8 +1,8 @@
-"""FSDP2 and HSDP: ``from dct_plugin.fsdp import compress_replicas``.
+"""FSDP2 and HSDP: ``from dct_plugin.fsdp import compress_replicas, compress_shards``.
 
 Short name of :mod:`dct_plugin.integrations.fsdp`.
 """
 
-from .integrations.fsdp import ReplicaCompression, compress_replicas
+from .integrations.fsdp import ReplicaCompression, ShardCompression, compress_replicas, compress_shards
 
-__all__ = ["ReplicaCompression", "compress_replicas"]
+__all__ = ["ReplicaCompression", "ShardCompression", "compress_replicas", "compress_shards"]

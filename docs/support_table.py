@@ -38,6 +38,7 @@ class Row(NamedTuple):
 
 _COMPILED, _FROZEN = "host/test_compiled::test_the_table_of_orders", "host/test_frozen::"
 _GPU, _HOOKS = "gpu/test_gpu_defaults::", "megatron/test_megatron_hooks::"
+_SHARDS = "fsdp/test_shards::"
 _ENGINE, _REFUSED = "megatron/test_megatron_engine::", "test_what_cannot_work_is_refused_by_name"
 _LORA = (_FROZEN + "test_adapters_are_trained_and_unfrozen_layers_follow",)
 
@@ -59,8 +60,11 @@ ROWS = (
     Row("FSDP2", "replicas of shards, LoRA by hand and `peft`", "AdamW", State.CPU, _LORA),
     Row("FSDP2", "replicas of shards, `torch.compile`", "AdamW", State.CPU, (_COMPILED,)),
     Row("FSDP2", "replicas of shards, compiled autograd", "any", State.REFUSED, (_COMPILED,)),
-    Row("FSDP2, FSDP1", "shards alone (one mesh dimension), FSDP1", "any", State.REFUSED,
-        ("fsdp/test_fsdp_refused::test_refused",)),
+    Row("FSDP2", "shards alone (one mesh dimension), exact and int8 copies", "AdamW", State.CPU,
+        (_SHARDS + "test_two_nodes_of_two_ranks_compute_with_the_same_weights",)),
+    Row("FSDP2", "shards alone, thresholds, local steps", "any", State.REFUSED,
+        (_SHARDS + "test_what_cannot_work_is_refused_by_name",)),
+    Row("FSDP1", "all", "any", State.REFUSED, ("fsdp/test_fsdp_refused::test_refused",)),
     Row("DeepSpeed", "ZeRO-0 to 3", "AdamW", State.GPU, (_GPU + "test_deepspeed_with_adamw",)),
     Row("DeepSpeed", "ZeRO-2, updated weights", "AdamW", State.GPU,
         (_GPU + "test_deepspeed_with_updates_of_weights",)),
@@ -70,7 +74,9 @@ ROWS = (
         ("deepspeed/test_deepspeed_pipeline::test_the_loss_falls_and_evaluation_is_as_trained",)),
     Row("DeepSpeed", "experts", "Adam", State.CPU,
         ("deepspeed/test_deepspeed_experts::test_gradients_of_experts_by_option",)),
-    Row("DeepSpeed", "any", "Muon", State.REFUSED,
+    Row("DeepSpeed", "ZeRO-1 to 3", "Muon", State.CPU,
+        ("deepspeed/test_deepspeed_loops::test_muon_of_deepspeed",)),
+    Row("DeepSpeed", "ZeRO-0", "Muon", State.REFUSED,
         ("cli/test_config_check::test_wrong_files",)),
     Row("Megatron", "data, with and without the distributed optimizer", "Adam", State.GPU,
         (_GPU + "test_megatron_with_adam",)),
@@ -128,7 +134,11 @@ class Key(NamedTuple):
     @property
     def effects(self) -> dict[str, Effect]:
         """The effect by framework; ``tests/hosts/test_keys.py`` holds those of :data:`_RUN`."""
-        refused = {name for name, rows in REFUSALS.items() if self.key in {row.key for row in rows}}
+        refused = {
+            name
+            for name, rows in REFUSALS.items()
+            if any(row.key == self.key and row.value in (None, self.value) for row in rows)
+        }
         return {
             name: self.but.get(name, Effect.REFUSED if name in refused else self.effect) for name in REFUSALS
         }
@@ -142,8 +152,8 @@ KEYS = (
     Key("quality", "dense"),
     Key("value_dtype", "int8"),
     Key("min_numel", 10**6),
-    Key("feedback", "none", but={"torchft": Effect.WEIGHTS}),
-    Key("residual_dtype", "bf16"),
+    Key("feedback", "none", but={"torchft": Effect.WEIGHTS, "FSDP2 on one mesh": Effect.NONE}),
+    Key("residual_dtype", "bf16", but={"FSDP2 on one mesh": Effect.REFUSED}),
     Key("exchange", "two_phase", but={"DeepSpeed": Effect.NONE}),
     Key("nodes", 2),
     Key("warmup_steps", 2),

@@ -28,7 +28,7 @@ from dct_plugin.rates import check_rates, rate_name
 from dct_plugin.recommender.commands.options import takes_options
 from dct_plugin.recommender.provenance import provenance
 
-from .suite import UNLIMITED, WORKLOADS, Cell, Plan, measure
+from .suite import OPTIMIZERS, UNLIMITED, WORKLOADS, Cell, Plan, measure
 
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 COMMAND = shlex.join(["python", "-m", "benchmarks.links", *sys.argv[1:]])
@@ -38,7 +38,7 @@ RANKS = (2, 4)
 MINUTES = 10.0
 BATCH_SIZES, STAGES = (256, 2048), (0, 1, 2)
 #: Workloads that have methods for nodes of several ranks.
-SPREAD = ("ddp", "deepspeed", "fsdp")
+SPREAD = ("ddp", "deepspeed", "fsdp", "fsdp-mesh")
 QUICK_MINUTES, QUICK_RATES, QUICK_RANKS = 1.5, ("1gbit",), (2,)
 QUICK_BATCH_SIZES, QUICK_STAGES = (2048,), (0,)
 
@@ -68,6 +68,10 @@ class _Options:
     ] = None
     zero_stage: Annotated[
         list[int] | None, typer.Option(min=0, max=3, help="Stage of deepspeed; may be repeated (0, 1, 2).")
+    ] = None
+    optimizer: Annotated[
+        list[str] | None,
+        typer.Option(help="sgd or adamw, of ddp and deepspeed; may be repeated (both if not given)."),
     ] = None
     data: Annotated[
         Path | None, typer.Option(help="For dlrm: a file instead of Diabetes 130-US, which ships with this.")
@@ -125,6 +129,7 @@ def links(options: _Options) -> None:
         stages=list(dict.fromkeys(options.zero_stage or (QUICK_STAGES if quick else STAGES))),
         nodes=options.nodes,
         methods=options.method or (),
+        optimizers=_optimizers(options.optimizer),
     )
     _measure(plan)
 
@@ -143,6 +148,15 @@ def _workloads(given: list[str] | None) -> list[str]:
         if name not in WORKLOADS:
             allowed = ", ".join(WORKLOADS)
             raise typer.BadParameter(f"{name!r}: must be one of {allowed}", param_hint="--workload")
+    return names
+
+
+def _optimizers(given: list[str] | None) -> list[str]:
+    names = list(dict.fromkeys(given or OPTIMIZERS))
+    for name in names:
+        if name not in OPTIMIZERS:
+            allowed = ", ".join(OPTIMIZERS)
+            raise typer.BadParameter(f"{name!r}: must be one of {allowed}", param_hint="--optimizer")
     return names
 
 

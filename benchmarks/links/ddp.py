@@ -2,7 +2,8 @@
 
 Nearly all methods share one model with 25 MB buckets, so that they differ in the hook alone. On gloo,
 PowerSGD's collectives follow each other in callbacks, whose order differs between the ranks when there are
-several buckets: it gets a model with one bucket.
+several buckets: it gets a model with one bucket. With AdamW each setting of the plugin has a model of its
+own, since step-ahead follows the passes of the model and the steps of the optimizer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+import dct_plugin
 from dct_plugin.config import DCTConfig
 from dct_plugin.integrations.ddp import DCTState, dct_hook
 from dct_plugin.metrics import Metrics
@@ -29,6 +31,10 @@ Hook = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
 
 #: Of the plugin: sparsity and type of values.
 SETTINGS = ((0.9, "bf16"), (0.9, "int8"), (0.99, "bf16"), (0.99, "int8"), (0.99, "int4"))
+#: The same with AdamW. Sparse settings get step-ahead.
+ADAMW_SETTINGS = ((0.99, "bf16"), (0.96, "int4"), (0.0, "int8"))
+#: The end of a variant's name that trains with AdamW.
+ADAMW = ", AdamW"
 TOPK_DENSITY = 0.01
 
 
@@ -83,23 +89,30 @@ class TopK:
 
 
 class Trained:
-    """One model under DDP, whose hook is whichever was chosen last."""
+    """One model under DDP, whose hook is whichever was chosen last.
 
-    def __init__(self, model: nn.Module, data: tuple[Tensor, Tensor], bucket_cap_mb: float) -> None:
+    Args:
+        model: The model.
+        data: Samples and targets, see :func:`.perceptron.batch`.
+        bucket_cap_mb: The size of DDP's buckets.
+        is_adamw: Train with AdamW in place of SGD.
+    """
+
+    def __init__(
+        self, model: nn.Module, data: tuple[Tensor, Tensor], bucket_cap_mb: float, *, is_adamw: bool = False
+    ) -> None:
         self.ddp = nn.parallel.DistributedDataParallel(
             model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb
         )
         self.hook: Hook = ideal
         self.ddp.register_comm_hook(self, _dispatch)
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        kind = torch.optim.AdamW if is_adamw else torch.optim.SGD
+        self._optimizer = kind(model.parameters(), lr=1e-4 if is_adamw else 1e-3)
         self._data = data
 
     def step(self) -> None:
-        """One step of SGD."""
-        x, y = self._data
-        self._optimizer.zero_grad(set_to_none=False)
-        nn.functional.mse_loss(self.ddp(x), y).backward()
-        self._optimizer.step()
+        """One step of the optimizer."""
+        _step(self.ddp, self._optimizer, self._data)
 
     @contextmanager
     def using(self, hook: Hook) -> Iterator[None]:
@@ -120,6 +133,13 @@ class Trained:
             yield
 
 
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, data: tuple[Tensor, Tensor]) -> None:
+    x, y = data
+    optimizer.zero_grad(set_to_none=False)
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
 def _dispatch(trained: Trained, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return trained.hook(bucket)
 
@@ -129,14 +149,19 @@ _dispatch.__annotations__.update({"bucket": dist.GradBucket, "return": torch.fut
 
 
 class DDP:
-    """``parameters`` (millions) of the options says how large the model is."""
+    """``parameters`` (millions) of the options says how large the model is, the variant the optimizer."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._width, self._per_node = width_of(options["parameters"]), int(options.get("per_node", 1))
 
     def open(self, variant: str) -> list[Method]:
-        shared, one_bucket = (Trained(perceptron(self._width), batch(self._width), mb) for mb in (25, 1e6))
-        ideal_step, *others = methods_of(shared, one_bucket, SETTINGS, self._per_node)
+        adamw = variant.endswith(ADAMW)
+        shared, one_bucket = (
+            Trained(perceptron(self._width), batch(self._width), mb, is_adamw=adamw) for mb in (25, 1e6)
+        )
+        ideal_step, *others = methods_of(shared, one_bucket, () if adamw else SETTINGS, self._per_node)
+        if adamw:
+            others += [_with_adamw(self._width, *setting) for setting in ADAMW_SETTINGS]
         latency_floor = Method("latency floor", shared.step, around=partial(shared.apart, LatencyFloor()))
         return [ideal_step, latency_floor, *others]
 
@@ -187,3 +212,15 @@ def _dct(trained: Trained, sparsity: float, values: str, nodes: int) -> Method:
         metrics=[metrics],
         warmup=10,
     )
+
+
+def _with_adamw(width: int, sparsity: float, values: str) -> Method:
+    """Return the steps of a model of its own with AdamW; step-ahead displaces its weights."""
+    ddp = nn.parallel.DistributedDataParallel(perceptron(width), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4)
+    start = {"warmup_steps": 2, "sparsity_warmup_steps": 2}
+    state = dct_plugin.attach(
+        ddp, optimizer, {"data_parallel": {"sparsity": sparsity, "value_dtype": values, **start}}
+    )
+    step = partial(_step, ddp, optimizer, batch(width))
+    return Method(f"DCT {sparsity:g} {values}", step, [state.metrics], warmup=12)

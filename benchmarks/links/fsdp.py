@@ -1,4 +1,6 @@
-"""torch FSDP2 with replicas (HSDP): its own all-reduce in fp32 and bf16, and the plugin's exchange."""
+"""torch FSDP2: its own collectives in fp32 and bf16, and the plugin's exchange, with replicas (HSDP) and
+on one mesh.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dct_plugin.config import MetricsConfig
-from dct_plugin.integrations.fsdp import compress_replicas
+from dct_plugin.integrations.fsdp import compress_replicas, compress_shards
 from dct_plugin.metrics import Metrics
 from dct_plugin.recommender.links.method import Method
 
@@ -65,4 +67,55 @@ class Replicas:
         x, y = self._data
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+class OneMesh:
+    """All ranks shard one copy, with AdamW, and gather bf16; options are those of :class:`Replicas`.
+
+    A variant is a learning rate and the micro-batches of a step, of which the last one reduces.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._width, self._per_node = width_of(options["parameters"]), int(options.get("per_node", 1))
+        self._data, ranks = batch(self._width), dist.get_world_size()
+        self._mesh = init_device_mesh("cpu", (ranks,))
+        shape = ranks // self._per_node, self._per_node
+        self._replicas = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+    def open(self, variant: str) -> list[Method]:
+        rate, micro = variant.split(", ")
+        self._rate, self._micro = float(rate), int(micro.split()[0])
+        methods = [Method("bf16", self._training(self._mesh, torch.bfloat16)[0])]
+        methods.append(Method("fp32", self._training(self._mesh)[0]))
+        if self._per_node > 1:
+            methods.append(Method("HSDP fp32", self._training(self._replicas)[0]))
+        for name, section in (("DCT", {}), ("DCT log4", {"value_dtype": "log4"})):
+            step, model, optimizer = self._training(self._mesh)
+            metrics = Metrics(MetricsConfig(), rank=dist.get_rank(), world_size=dist.get_world_size())
+            config = {"data_parallel": {"nodes": self._per_node, **section}}
+            compress_shards(model, config, optimizer=optimizer, metrics=metrics)
+            methods.append(Method(name, step, [metrics], warmup=10))
+        return methods
+
+    def close(self) -> None:
+        pass
+
+    def _training(
+        self, mesh: Any, reduced: torch.dtype = torch.float32
+    ) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
+        model = perceptron(self._width)
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+        for layer in [*model, model]:
+            if isinstance(layer, nn.Linear) or layer is model:
+                fully_shard(layer, mesh=mesh, mp_policy=mixed, reshard_after_forward=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self._rate)
+        return partial(self._step, model, optimizer), model, optimizer
+
+    def _step(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        x, y = self._data
+        optimizer.zero_grad()
+        for at, (part, wanted) in enumerate(zip(x.chunk(self._micro), y.chunk(self._micro), strict=True)):
+            model.set_requires_gradient_sync(at == self._micro - 1)
+            nn.functional.mse_loss(model(part).float(), wanted).backward()
         optimizer.step()

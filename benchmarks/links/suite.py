@@ -16,6 +16,7 @@ from dct_plugin.recommender.links.namespaces import Links, LinksError
 from dct_plugin.recommender.links.team import NETWORKS, Team, TeamError
 
 UNLIMITED = "unlimited"
+OPTIMIZERS = ("sgd", "adamw")
 #: Seconds that the ranks of a workload take to start, and a variant to be made and warmed up; rough.
 STARTING, WARMING = 15.0, 8.0
 LEAST_SECONDS = 1.0
@@ -54,6 +55,13 @@ class Plan:
     """Nodes that the ranks are spread over; None: each rank is one."""
     methods: Sequence[str] = ()
     """Names of the methods that take turns; empty for all."""
+    optimizers: Sequence[str] = OPTIMIZERS
+    """Of ddp and deepspeed."""
+
+    def by_optimizer(self, variants: Sequence[str]) -> list[str]:
+        """Return the variants with each optimizer, in words."""
+        ends = {"sgd": "", "adamw": ", AdamW"}
+        return [f"{variant}{ends[name]}" for variant in variants for name in self.optimizers]
 
     def per_node(self, ranks: int) -> int:
         """Return the ranks of a node."""
@@ -96,7 +104,7 @@ WORKLOADS: dict[str, Entry] = {
         "torch DDP",
         "benchmarks.links.ddp:DDP",
         (),
-        lambda plan: [f"{plan.parameters:g}M parameters"],
+        lambda plan: plan.by_optimizer([f"{plan.parameters:g}M parameters"]),
         _sized,
         "fp32",
     ),
@@ -104,7 +112,7 @@ WORKLOADS: dict[str, Entry] = {
         "DeepSpeed",
         "benchmarks.links.zero:Zero",
         ("deepspeed",),
-        lambda plan: [f"ZeRO-{stage}" for stage in plan.stages],
+        lambda plan: plan.by_optimizer([f"ZeRO-{stage}" for stage in plan.stages]),
         _sized,
         "dense fp32",
     ),
@@ -123,6 +131,14 @@ WORKLOADS: dict[str, Entry] = {
         lambda plan: [f"{plan.parameters:g}M parameters"],
         _sized,
         "fp32",
+    ),
+    "fsdp-mesh": Entry(
+        "torch FSDP2 on one mesh",
+        "benchmarks.links.fsdp:OneMesh",
+        (),
+        lambda plan: [f"{rate:g}, {count} micro-batches" for count in (1, 4, 8) for rate in (2e-3, 1e-5)],
+        _sized,
+        "bf16",
     ),
     "dlrm": Entry(
         "hybrid DLRM",

@@ -13,6 +13,7 @@ from torch import nn
 from dct_plugin.data_parallel import gather_choice
 from dct_plugin.recommender.links.method import Method
 
+from .ddp import ADAMW
 from .perceptron import BATCH, apart, batch, perceptron, width_of
 
 #: The section of the ready files ``configs/deepspeed_zero*_dct.json``, without their dense start.
@@ -24,12 +25,23 @@ METHODS: dict[str, dict[str, Any]] = {
     "dense bf16": {"communication_data_type": "bf16"},
     "DCT 0.99": {"dct": SECTION},
 }
+#: The same with AdamW, whose thresholds get step-ahead.
+ADAMW_METHODS: dict[str, dict[str, Any]] = {
+    name: {"dct": {"data_parallel": {"warmup_steps": 2, "sparsity_warmup_steps": 2, **settings}}}
+    for name, settings in (
+        ("DCT 0.99", {"sparsity": 0.99}),
+        ("DCT 0.99, updates 0.97", {"sparsity": 0.99, "parameters": {}}),
+        ("DCT 0 int8", {"sparsity": 0, "value_dtype": "int8"}),
+    )
+}
 #: Under ZeRO-1 and 2, updated weights are thresholded, too.
 UPDATES = {"data_parallel": {**SECTION["data_parallel"], "parameters": {}}}
 
 
 class Zero:
-    """Variants are ``ZeRO-0`` to ``ZeRO-3``; ``parameters`` (millions) says how large the model is."""
+    """Variants are ``ZeRO-0`` to ``ZeRO-3``, with momentum, or ``ZeRO-0, AdamW``, and so on; ``parameters``
+    (millions) says how large the model is.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._width, self._per_node = width_of(options["parameters"]), int(options.get("per_node", 1))
@@ -37,10 +49,11 @@ class Zero:
         self._engines: list[Any] = []
 
     def open(self, variant: str) -> list[Method]:
-        stage = int(variant.removeprefix("ZeRO-"))
+        adamw, stage = variant.endswith(ADAMW), int(variant.removeprefix("ZeRO-")[0])
+        job = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}} if adamw else {}
         methods = []
         if stage == 0:
-            engine = self._engine(stage, {})
+            engine = self._engine(stage, job)
             engine.allreduce_gradients = lambda *arguments, **keywords: None
             around = partial(apart, list(engine.module.parameters()))
             methods.append(Method("ideal", partial(self._step, engine), around=around))
@@ -61,7 +74,11 @@ class Zero:
                     "hpZ": {"zero_optimization": zero},
                     "DCT 0.99, updates 0.97, hpZ": {"zero_optimization": zero, "dct": updates},
                 }
-        return methods + [self._method(stage, name, section) for name, section in chosen.items()]
+        if adamw:
+            dense = {name: section for name, section in METHODS.items() if "dct" not in section}
+            without = "DCT 0.99, updates 0.97" if stage in (0, 3) else ""
+            chosen = dense | {name: s for name, s in ADAMW_METHODS.items() if name != without}
+        return methods + [self._method(stage, name, job | section) for name, section in chosen.items()]
 
     def _method(self, stage: int, name: str, section: Mapping[str, Any]) -> Method:
         engine = self._engine(stage, section)

@@ -322,11 +322,12 @@ class DataParallelConfig(Section):
     For learning rates that fall in steps. The log names the changes; the class `gradient/critical` in the
     [metrics](metrics.md) holds their bytes.
     """
-    parameters: Annotated[Literal["exact"] | ParametersConfig | None, OR_FALSE] = Field(
-        default=None, json_schema_extra={"allowed": '"exact", an object with its settings, or null'}
+    parameters: Annotated[Literal["exact", "int8"] | ParametersConfig | None, OR_FALSE] = Field(
+        default=None, json_schema_extra={"allowed": '"exact", "int8", an object with its settings, or null'}
     )
-    """`"exact"` sends the bf16 or fp16 weights whose bits changed, and nothing is lost. An object has its
-    updates thresholded. null leaves the gather of updated weights to the host. If it is not written, it is
+    """`"exact"` sends the bf16 or fp16 weights whose bits changed, and nothing is lost. `"int8"` has FSDP2 on
+    one mesh gather from copies in int8, of which changed codes cross. An object has its updates thresholded.
+    null leaves the gather of updated weights to the host. If it is not written, it is
     `"exact"` where gradients are thresholded or in 8 bits or fewer, and the host gathers bf16 or fp16 weights
     ([hosts](methods.md#exact-updates)).
 

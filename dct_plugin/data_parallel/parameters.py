@@ -61,7 +61,7 @@ class ParameterUpdates(StreamGroup):
         gathers: bool = True,
         **options: Unpack[GroupOptions],
     ) -> None:
-        self.exact = config.parameters == "exact"
+        self.exact = config.parameters in ("exact", "int8")  # which are exact codes
         given = config.parameters
         self.config = given if isinstance(given, ParametersConfig) else ParametersConfig()
         sparsity, value_dtype = 0.0 if self.exact else self.config.sparsity, self.config.value_dtype
@@ -103,6 +103,15 @@ class ParameterUpdates(StreamGroup):
         size = (self.world_size - 1) / self.world_size * numel * element_size
         if self.metrics is not None and size:
             self.metrics.record(Record("parameter_full", size, size, numel))
+
+    def gather_whole(self, weights: Tensor) -> None:
+        """Gather whole weights, 1-D, of which rank ``r`` has the ``r``-th part; a collective."""
+        self.agree("gather of weights")
+        with self.recorded("parameter_full") as exchange_record:
+            self.exchange.gather_into(weights.view(torch.uint8))
+            exchange_record.dense_bytes = (self.world_size - 1) * weights.nbytes / self.world_size
+            exchange_record.numel = weights.numel()
+        self.forget()
 
     def update(
         self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]], master_of: Callable[[str], Tensor]

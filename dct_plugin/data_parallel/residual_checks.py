@@ -95,8 +95,7 @@ class ResidualChecks(AddOn):
     def _is_due(self) -> bool:
         step, start = self._group.step + 1, self._config.dense_steps
         is_known = step <= start + 1  # after the first gradient the delay is below one step
-        is_due = self._verify.is_due(step, start) and (self._verify.conservation or not is_known)
-        return is_due and not self._group.in_trial
+        return self._verify.is_due(step, start) and (self._verify.conservation or not is_known)
 
     def before_reduce(self, plan: ReductionPlan) -> None:
         for tensor in plan.tensors if self._looks else ():

@@ -145,8 +145,6 @@ class StreamGroup:
         """
         self.sends_all = False
         """True if every entry of the coming gradients is sent, so that step-ahead has nothing to foresee."""
-        self.in_trial = False
-        """True while steps show the time of a setting before it is decided on."""
 
     def send_all(self, *, wanted: bool, dense: bool) -> None:
         """Note whether all entries of the coming gradients are sent, and whether densely. Then the residuals,
@@ -221,12 +219,6 @@ class StreamGroup:
         self.value_bits = self._value_dtype.bits
         for stream in self.streams.values():
             stream.set_value_dtype(value_dtype)
-
-    def drop_residuals(self) -> None:
-        """Set all residuals to zero, between two steps."""
-        for stream in self.streams.values():
-            if stream.residual is not None:
-                stream.residual.clear()
 
     def return_to_residual(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         """Add to the residuals what an exchange left in these tensors, where no rank used it."""

@@ -15,7 +15,8 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.errors import ConfigError
 
 from .ddp import DCTState
-from .fsdp import compress_replicas
+from .fsdp import compress_replicas, compress_shards
+from .fsdp.parameter_groups import has_replicas, parameter_groups
 from .host import attachments
 from .host.attachment import PlainTraining, switched_off
 from .host.measured_job import VARIABLE
@@ -41,7 +42,7 @@ def attach(
 
     Args:
         model: A ``DistributedDataParallel``, or the result of ``fully_shard`` for a mesh of two dimensions
-            (:func:`.fsdp.compress_replicas`).
+            (:func:`.fsdp.compress_replicas`) or one (:func:`.fsdp.compress_shards`).
         optimizer: The optimizer of its parameters, a wrapper such as Accelerate's, or a list of optimizers.
         section: The keys of the ``dct`` section; without it the settings that suit the optimizer and the
             ranks.
@@ -69,9 +70,9 @@ def attach(
         state = DCTState(config, optimizer=optimizer, scaler=scaler, total_steps=total_steps)
         return state.register(model)
     if isinstance(model, FSDPModule):  # a class beside that of the model
-        return compress_replicas(
-            cast(torch.nn.Module, model), config, optimizer=optimizer, scaler=scaler, total_steps=total_steps
-        )
+        module = cast(torch.nn.Module, model)
+        compress = compress_replicas if any(map(has_replicas, parameter_groups(module))) else compress_shards
+        return compress(module, config, optimizer=optimizer, scaler=scaler, total_steps=total_steps)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return PlainTraining(config, "the training has one process")
     raise ConfigError(f"dct_plugin.attach: {_what_instead(model)}")
@@ -105,8 +106,7 @@ def _what_instead(model: Any) -> str:
     if "FullyShardedDataParallel" in kinds:
         return (
             "FullyShardedDataParallel (FSDP1) reduces gradients itself, and takes no hook that sees which "
-            "parameter they belong to; use fully_shard (FSDP2) with a mesh of two dimensions, or "
-            "DistributedDataParallel"
+            "parameter they belong to; use fully_shard (FSDP2) or DistributedDataParallel"
         )
     if "DeepSpeedEngine" in kinds:
         return 'a DeepSpeed engine needs no call: give its JSON a "dct" section'

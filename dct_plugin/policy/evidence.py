@@ -43,6 +43,8 @@ class Training:
             where no weights are gathered after a step.
         precision: Type of the weights, in words; empty if it is not known.
         is_timed: Whether ranks can compare the time of steps: not where their number changes.
+        shares_copy: Whether all ranks shard one copy of the model, without replicas (FSDP2 on one mesh).
+        int8_copies: Whether weights are gathered from copies in int8 where exact updates cannot be had.
     """
 
     optimizer: Sequence[str] = ()
@@ -57,6 +59,8 @@ class Training:
     exact_unavailable: str | None = None
     precision: str = ""
     is_timed: bool = True
+    shares_copy: bool = False
+    int8_copies: bool = False
     family: OptimizerFamily = field(init=False)
 
     def facts(self, compressors: int) -> str:

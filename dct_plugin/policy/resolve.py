@@ -88,6 +88,8 @@ def resolve(
         return _exchange_of_updates(written, training, count)
     if written.local_steps is not None:
         return _local_steps(written, training, count)
+    if training.shares_copy:
+        return _with_updates(_sharing_copy(written, training, count), written, training)
     made = _with_residuals(_with_losses(written, training, count), training)
     made = replace(made, inside=training.ranks / count if training.ranks and count else 1.0)
     return _with_updates(_compared(made, written, training), written, training)
@@ -116,6 +118,12 @@ def _with_updates(made: AppliedSettings, written: DataParallelConfig, training: 
     fewer = made.settings.sparsity or made.settings.quality is not None or bits_of(made.settings) < 16
     if unavailable is None or "parameters" in written.model_fields_set or not fewer:
         return made
+    if unavailable and training.int8_copies:
+        updates = (
+            "weights are gathered from a copy in int8 on each rank, 1.02 bytes a parameter, of which changed "
+            f"codes cross (parameters null gathers them whole): {unavailable}"
+        )
+        return replace(made, settings=changed(made.settings, parameters="int8"), updates=updates)
     if unavailable:
         return replace(made, updates=f"updated weights are gathered whole: {unavailable}")
     return replace(
@@ -173,7 +181,9 @@ def _suited(written: DataParallelConfig, training: Training, count: int) -> Appl
     is_free = not says_density(written) and written.parameters in (None, "exact")
     steps = written.total_steps or training.steps
     if is_free and (reason := _unmeasured(training, count, steps)):
-        made = changed(written, feedback=LocalFeedback(), **ALL_ENTRIES)
+        # A residual would take a byte per parameter, and bring nothing (docs/quality.md#one-mesh).
+        feedback = NoFeedback() if training.stage == 3 else LocalFeedback()
+        made = changed(written, feedback=feedback, **ALL_ENTRIES)
         return AppliedSettings(made, count, f"{reason}: {_ALL_ENTRIES}{_offer(training)}")
     family = training.family
     is_ahead = family.loses_by_delay and not training.step_ahead_unavailable
@@ -315,6 +325,14 @@ def _offer(training: Training) -> str:
     if measured is None or not can or training.family.loses_by_delay > training.is_fine_tuning:
         return ""
     return f'; "exchange_of": "updates" sends {measured.what} (docs/{measured.source})'
+
+
+def _sharing_copy(written: DataParallelConfig, training: Training, count: int) -> AppliedSettings:
+    """Return the settings of ranks that shard one copy. Nothing waits: thresholds lost 0.1 nats there."""
+    suited = {**ALL_ENTRIES, **written.model_dump(exclude_unset=True)}
+    made = changed(written, **{**suited, "feedback": NoFeedback()})
+    line = f"all entries of a gradient cross to their owner, in {made.value_dtype}, without a residual"
+    return AppliedSettings(made, count, line, inside=training.ranks / count)
 
 
 def _of_run(count: int, share: float, steps: int | None) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from support.processes import run
+from support.processes import Lines, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,20 +22,10 @@ from dct_plugin.policy.settings import Setting
 STEPS = 40
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _trained(rank: int, world_size: int, dense_ms: float) -> dict[str, Any]:
     """Train with nothing written; the times of steps are told."""
-    handler = _Lines()
-    logging.getLogger("dct_plugin").addHandler(handler)
-    rules = DecisionRules(dense_steps=2, settling_steps=1, trial_steps=2, rounds=1, trial_ratio=1e9)
+    handler = Lines()
+    rules = DecisionRules(dense_steps=2, settling_steps=1, trial_steps=2, rounds=1, window_steps=4)
 
     def median(self: AutomaticSparsity) -> float:
         times = {Setting(): dense_ms, Setting(0.0, "int8"): 2.0}
@@ -82,9 +71,10 @@ def test_a_job_that_writes_nothing_stays_dense_where_that_is_as_fast(dense_ms: f
     for rank in (first, second):
         assert rank["dense"] == stays
         assert bool(rank["streams"]) == (not stays)
-        assert rank["uncompressed"]  # DDP's own all-reduce, at least in a trial
+        assert rank["uncompressed"]  # DDP's own all-reduce, at least in a trial of int8
         assert rank["saved"]["is_decided"]
-    (decision,) = (line for line in first["lines"] if line.startswith("dct: step "))
+    # Thresholds are predicted to be faster, and are compared with dense steps when the ramp is over.
+    *_, decision = (line for line in first["lines"] if line.startswith("dct: step "))
     words = "this link needs no compression: 1.00x with sparsity 0.99, bf16 values; dense"
     assert (words in decision) == stays
     # Residual and displaced weights of 12,960 weights, beside a megabyte that is free.

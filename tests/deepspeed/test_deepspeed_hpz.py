@@ -92,6 +92,8 @@ def four(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     plan += [
         run(kind, "fp32", 4, SPARSE | UPDATES, between=kind == "between") for kind in ("same", "between")
     ]
+    for kind, section in (("nothing written", {}), ("all entries", {"sparsity": 0, "value_dtype": "int8"})):
+        plan.append(run(kind, "bf16", 4, {"min_numel": 100, "nodes": 2, **section}))
     plan.append(run("exact", "fp32", 4, SPARSE | UPDATES | {"feedback": "local"}, exact=True))
     for kind, section in (("gathers", EXACT), ("updates", EXACT | {"parameters": "exact"})):
         plan.append(run(f"written after {kind}", "bf16", 4, section, exact=True))
@@ -131,6 +133,14 @@ def test_exact_updates_of_copies_are_gathers(four: Results, name: str) -> None:
         for what in ("losses", "norms", "scales", "skipped", "hash"):
             assert exact[what] == gathered[what], what
     assert four[0][f"exactly/{name}"]["classes"]["parameter_exact"]["sent"] > 0
+
+
+def test_copies_get_exact_updates_unless_the_section_says_otherwise(four: Results) -> None:
+    for rank in four:
+        for kind in ("nothing written", "all entries"):
+            assert rank[f"{kind}/bf16"]["classes"]["parameter_exact"]["sent"] > 0
+        gradients = rank["all entries/bf16"]["classes"]["gradient"]
+        assert 0 < gradients["sent"] < 0.6 * gradients["dense"]  # of bf16
 
 
 @pytest.mark.parametrize("name", each_of(UPDATED))

@@ -113,7 +113,8 @@ def test_off_and_zero_3() -> None:
     off = resolve(_of(enabled=False), Training(["AdamW"], ranks=16))
     assert (off.settings, off.lines) == (_of(enabled=False), [])
     zero3 = Training(["AdamW"], ranks=2, stage=3, **_UNAVAILABLE)
-    assert resolve(_of(), zero3).settings.residual_dtype == "int8"
+    assert resolve(_of(sparsity=0.9), zero3).settings.residual_dtype == "int8"
+    assert resolve(_of(), zero3).settings.feedback.label() == "none"
     assert resolve(_of(residual_dtype="fp32"), zero3).settings.residual_dtype == "fp32"
 
 

@@ -10,9 +10,9 @@
    decide again.
 
 With ``quality: "if_faster"``, which a section without density gets, the ranks decide once, when the dense
-start is over: they stay dense, send all entries in int8, or take the settings as they are. Trials then run
-before the ramp, at the final sparsity; what they hold back is dropped. Steps of the ramp are dense while its
-density is too high to pay. A training that stays dense keeps no residuals.
+start is over: they stay dense, send all entries in int8, or take the settings as they are. Thresholds have no
+trial, since a trial before the ramp costs quality: their predicted time decides, and their steps are compared
+with dense steps during and after the ramp. A training that stays dense keeps no residuals.
 
 Source of the idea: Espresso (Wang et al., EuroSys 2023), which decides from a measured timeline.
 """
@@ -47,6 +47,7 @@ from .measurements import (
     reduction_seconds,
     time_codings,
     time_step_ahead,
+    unmeasured,
 )
 
 
@@ -109,8 +110,6 @@ class AutomaticSparsity(AddOn):
         if self.current.sparsity == 0.0:
             return Sparsity(1.0)
         density = 1.0 - self.current.sparsity
-        if self._group.in_trial:  # shows the time of a step after the ramp
-            return Sparsity(density)
         return Sparsity(max(density, self._group.schedule.density(self._group.step)))
 
     def end_step(self, *, skipped: bool) -> None:
@@ -183,10 +182,10 @@ class AutomaticSparsity(AddOn):
             seconds = {self.current: now}
             chosen = yield from self._choose(model, seconds)
             yield from self._change_to(chosen)
-            self._has_decided, self._chosen, self._group.in_trial = True, chosen, False
+            self._has_decided, self._chosen = True, chosen
             self._report(chosen, seconds, model, why)
             if self._once:
-                yield from self._follow_ramp(chosen, seconds.get(Setting(), model.predict(Setting()).total))
+                yield from self._follow_ramp(chosen, seconds, model)
                 return
             now, link, why = yield from self._wait_for_change(seconds[chosen], link)
             dense = None  # was measured on another link
@@ -195,9 +194,11 @@ class AutomaticSparsity(AddOn):
         """Time some settings and return the best one; ``seconds`` gets the time of a step with each."""
         rules, settings = self.rules, self._settings
         predictions = [model.predict(each) for each in settings]
-        if self._once:  # a trial costs quality: a setting that is predicted to be slower than dense has none
-            dense = predictions[0].total
-            predictions = [each for each in predictions if each.setting.is_dense or each.total < dense]
+        if self._once:
+            thresholds = {each.setting: each.total for each in predictions if each.setting.sparsity}
+            predictions = [each for each in predictions if each.setting not in thresholds]
+            seconds |= yield from self._time_in_turns(settings_to_try(predictions, rules))
+            return gentlest_of_fastest(seconds | thresholds, rules)
         seconds |= yield from self._time_in_turns(settings_to_try(predictions, rules))
         chosen = gentlest_of_fastest(seconds, rules)
         if not chosen.is_dense:
@@ -223,10 +224,6 @@ class AutomaticSparsity(AddOn):
         until the dense start and the ramp are over.
         """
         schedule, step = self._group.schedule, self._group.step
-        if self._once and self._holds_residuals and not self._has_decided:
-            # A step with all that a trial held back would raise Adam's second moments for a thousand steps.
-            self._group.drop_residuals()
-            self._holds_residuals = False
         if setting.is_dense and self._holds_residuals:
             self._switch_to(self._flush)
             yield 1
@@ -235,26 +232,37 @@ class AutomaticSparsity(AddOn):
         if not (setting.is_dense or self._once) and schedule.starting(step):
             yield schedule.warmup_steps + schedule.ramp_steps - step
 
-    def _follow_ramp(self, chosen: Setting, dense: float) -> Iterator[int]:
-        """Keep steps dense while the density of the ramp is too high to pay; for good, if the end is, too.
+    def _follow_ramp(self, chosen: Setting, seconds: dict[Setting, float], model: CostModel) -> Iterator[int]:
+        """Compare the steps of thresholds with the fastest of the other settings. Run that one while the
+        density of the ramp is too high to pay; for good, if the final one is.
 
         Args:
             chosen: The setting of the training.
-            dense: Seconds of a dense step.
+            seconds: Seconds of a step with each setting that was timed, the dense exchange among them.
+            model: Predicts the time of a step.
         """
-        schedule, group = self._group.schedule, self._group
-        while chosen.sparsity and schedule.starting(group.step):
-            yield self.rules.window_steps
-            step = group.step
-            if self._median() <= self.rules.equal_ratio * dense:
-                continue
-            yield from self._change_to(Setting())
-            if not schedule.starting(step):
-                self._chosen = self.current
+        schedule, rules, slow = self._group.schedule, self.rules, 0
+        while chosen.sparsity:
+            otherwise = gentlest_of_fastest({s: t for s, t in seconds.items() if s != chosen}, rules)
+            is_over = not schedule.starting(self._group.step)
+            allowed = 1 / rules.equal_ratio if is_over else rules.equal_ratio
+            yield rules.window_steps
+            seconds[chosen] = self._median()
+            slow = slow + 1 if seconds[chosen] > allowed * seconds[otherwise] else 0
+            if is_over and not slow:
                 return
+            if slow < 2:
+                continue
+            yield from self._change_to(otherwise)
+            if is_over:
+                self._chosen = otherwise
+                self._report(otherwise, seconds, model, "after the ramp")
+                return
+            step, slow = self._group.step, 0
             target = max(schedule.density(step) / 2, 1.0 - chosen.sparsity)
             end = next(later for later in itertools.count(step) if schedule.density(later) <= target)
-            yield max(1, end - step)
+            yield max(rules.settling_steps + rules.trial_steps, end - step)
+            seconds[otherwise] = min(seconds[otherwise], self._median())
             yield from self._change_to(chosen)
 
     def _wait_for_change(self, reference: float, link: Link) -> Generator[int, None, tuple[float, Link, str]]:
@@ -282,7 +290,6 @@ class AutomaticSparsity(AddOn):
         self._holds_residuals |= not setting.is_dense
         if self._once:
             group.send_all(wanted=setting.sparsity == 0.0, dense=setting.is_dense)
-            group.in_trial = not (setting.is_dense or self._has_decided)
         if setting.value_dtype not in (None, group.settings.value_dtype):
             group.set_value_dtype(setting.value_dtype)
 
@@ -325,13 +332,13 @@ class AutomaticSparsity(AddOn):
 
         Args:
             chosen: The setting that was chosen.
-            seconds: Seconds of a step with each setting that was timed.
+            seconds: Seconds of a step with each setting that was timed; maybe not with the chosen one.
             model: Predicts the time of a step.
             why: The reason of the decision.
         """
         group, predicted, link = self._group, model.predict(chosen), model.link
         tried_ms = {str(setting): 1e3 * measured for setting, measured in seconds.items()}
-        chosen_ms = tried_ms[str(chosen)]
+        chosen_ms = tried_ms.get(str(chosen))
         if group.metrics is not None:
             times = {"predicted_ms": 1e3 * predicted.total, "measured_ms": chosen_ms, "tried_ms": tried_ms}
             group.metrics.event("decision", step=group.step, setting=str(chosen), reason=why, **times)
@@ -342,9 +349,11 @@ class AutomaticSparsity(AddOn):
         if chosen.is_dense and (rest := self._settings[1:]):
             least, name = min((seconds.get(each, model.predict(each).total), str(each)) for each in rest)
             what = f"this link needs no compression: {seconds[chosen] / least:.2f}x with {name}; dense"
+        took = "a step is not timed yet" if chosen_ms is None else f"{chosen_ms:.1f} ms a step"
         rate = f"{format_bytes(model.link_rate)}/s" if link.seconds_per_byte else "without limit"
         logger.warning(
-            f"dct: step {group.step}: {what}: {chosen_ms:.1f} ms a step{f' ({others})' if others else ''}; "
+            f"dct: step {group.step}: {what}: {took}{f' ({others})' if others else ''}; "
             f"predicted {1e3 * predicted.total:.1f} (coding {1e3 * predicted.coding:.1f}, exchange "
             f"{1e3 * predicted.exchange:.1f}); link {rate}, {1e3 * link.latency:.2f} ms ({why})"
+            + (f"; {note}" if (note := unmeasured(group.device.type)) else "")
         )

@@ -119,11 +119,15 @@ class NodeRanks:
         ranks = range(self.size)
         incoming = [views(holder, own) for holder in ranks]
         if wanted is None:
-            with self._recorded():
-                self.transport.all_gather(incoming, _fingerprint(operation, entries))
+            self.gather_rows(operation, incoming, entries)
             return
         outgoing = [views(own, receiver) for receiver in ranks]
         copy_all(incoming, self.all_to_all_in_node(operation, outgoing, incoming, entries))
+
+    def gather_rows(self, operation: str, rows: Rows, entries: Entries) -> None:
+        """Fill ``rows[r]`` with those of rank ``r`` of the node; see :meth:`all_to_all_in_node`."""
+        with self._recorded():
+            self.transport.all_gather(rows, _fingerprint(operation, entries))
 
     def all_to_all_in_node(
         self, operation: str, outgoing: Rows, like: Rows, entries: Entries

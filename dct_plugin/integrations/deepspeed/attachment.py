@@ -22,6 +22,7 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import count_group
 from dct_plugin.metrics import Event, Metrics, Sink
 from dct_plugin.transport.agreement import HINT
+from dct_plugin.transport.nodes import layout_of
 
 from ..host import attachments, startup, versions
 from ..host.attachment import HostAttachment, PlainTraining, switched_off
@@ -35,11 +36,10 @@ from .checkpointing import CheckpointFiles, warn_of_dropped_residuals
 from .engine import EngineContext, EnginePart, has_optimizer, is_pipeline, job_of, supported, tied_weights
 from .moe import ExpertPath
 from .node_copies import NodeCopies
-from .parser import keys_read
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
-from .rules import require, training_facts, unread_keys
-from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
+from .rules import require, training_facts
+from .section import SECTION, TOPIC, gradient_path_of_optimizer
 from .stage0 import Bf16Path, Stage0Path
 from .weight_updates import UpdatedWeights, WeightUpdates
 from .zero import ZeroPath
@@ -217,12 +217,14 @@ class EngineAttachment(HostAttachment):
         job = job_of(engine, path)
         if path is not None and not job.exchanges_momentum:
             group = engine.seq_data_parallel_group
+            nodes = nodes_of(written.data_parallel, group, unsupported=path.without_nodes)
+            ranks, size = dist.get_world_size(group), job.ranks_per_copy
+            copies = [list(range(first, first + size)) for first in range(0, ranks, max(1, size))]
             training = replace(
-                training_facts(job, written),
-                ranks=dist.get_world_size(group),
+                training_facts(job, written, node_copies=size > 1 and layout_of(nodes) == copies),
+                ranks=ranks,
                 steps=steps_of(engine.lr_scheduler),
             )
-            nodes = nodes_of(written.data_parallel, group, unsupported=path.without_nodes)
             self.resolve(engine.optimizer, training, nodes)
         require(job, self.config, rank=engine.global_rank)
 
@@ -449,5 +451,3 @@ def _warn(engine: Any, attachment: EngineAttachment) -> None:
             "dct: the weights lack updates that dct.data_parallel.parameters has not sent yet: before an "
             "evaluation or export call engine.dct.gather_parameters() on all ranks; save_checkpoint does it"
         )
-    if unknown := unread_keys(configuration_of(engine) or {}, keys_read()):
-        logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(unknown))

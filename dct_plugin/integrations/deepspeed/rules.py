@@ -7,9 +7,8 @@ neither torch nor DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
 from dct_plugin.config import AutoFeedback, DataParallelConfig, DCTConfig, LocalFeedback
 from dct_plugin.config.data_parallel import refuse
@@ -17,13 +16,16 @@ from dct_plugin.config.options import show
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy import Training
 
-from .section import READ_BY_PLUGIN, SECTION, Job, unread
+from ..host.versions import parse
+from .section import SECTION, Job
 
 _SUPPORTED = (
     "Supported is DeepSpeed's ordinary engine with ZeRO stage 0 to 3 in fp32, bf16 or fp16, data parallel "
     "over all ranks, or its pipeline engine with ZeRO stage 0 or 1, without offload; set dct.enabled to "
     "false to train without it"
 )
+#: Earlier versions orthogonalise gradients inside the collectives that are replaced.
+_MUON = (0, 19, 8)
 _ALL_CHANGE = "nearly all fp32 weights change in a step"
 
 
@@ -60,21 +62,26 @@ def step_ahead_unavailable(job: Job, config: DCTConfig) -> str:
     return ""
 
 
-def exact_unavailable(job: Job) -> str | None:
+def exact_unavailable(job: Job, *, node_copies: bool) -> str | None:
     """Return why changed weights alone cannot cross in a job by default; empty if they can, None where no
     weights are gathered after a step.
     """
-    if job.stage == 3:
+    if job.stage == 3 and not node_copies:
         return "under ZeRO stage 3 modules gather them when they need them"
-    if not job.gathers_weights:
+    if not (node_copies or job.gathers_weights):
         return None
     if job.precision == "fp32":
         return _ALL_CHANGE
     return "stages of the pipeline have some in common" if job.tied_weights else ""
 
 
-def training_facts(job: Job, config: DCTConfig) -> Training:
-    """Return the facts of a job that its settings depend on."""
+def training_facts(job: Job, config: DCTConfig, *, node_copies: bool = False) -> Training:
+    """Return the facts of a job that its settings depend on.
+
+    Args:
+        job, config: The job and its section.
+        node_copies: Whether hpZ is known to keep a copy of the weights in each node.
+    """
     return Training(
         [job.optimizer] if job.optimizer else [],
         momentum=job.momentum,
@@ -83,7 +90,7 @@ def training_facts(job: Job, config: DCTConfig) -> Training:
         clips=job.clips,
         steps=job.steps,
         step_ahead_unavailable=step_ahead_unavailable(job, config),
-        exact_unavailable=exact_unavailable(job),
+        exact_unavailable=exact_unavailable(job, node_copies=node_copies),
         precision=job.precision,
     )
 
@@ -97,14 +104,6 @@ def without_slot(version: str) -> str:
         '"optimizer": {"type": "AdamW", ...} and "dct": {"data_parallel": {"sparsity": 0.99, '
         '"warmup_steps": N}}, where N was freeze_step'
     )
-
-
-def unread_keys(content: Mapping[str, Any], read: Collection[str]) -> list[str]:
-    """Return the keys of a JSON that neither DeepSpeed, whose keys are ``read``, nor the plugin reads, with
-    suggestions.
-    """
-    inside = {key: f"{key!r} (did you mean {SECTION}.{key}?)" for key in DCTConfig.model_fields}
-    return [inside.get(key.strip("'"), key) for key in unread(content, {*read, *READ_BY_PLUGIN})]
 
 
 #: Features of DeepSpeed that are refused, worst first, by what a job says of them.
@@ -137,8 +136,9 @@ def _unsupported(job: Job) -> Iterator[str]:
             f"{job.own_backend!r}: it exchanges its momentum by itself ({SECTION!r} has it exchanged through "
             "the plugin)"
         )
-    if "muon" in job.optimizer.lower():
-        yield f"the optimizer {job.optimizer}: it needs whole gradient matrices"
+    is_old = bool(job.version) and parse(job.version) < _MUON
+    if "muon" in job.optimizer.lower() and (job.stage == 0 or is_old):
+        yield f"the optimizer {job.optimizer} without ZeRO, or before DeepSpeed 0.19.8"
 
 
 def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -16,21 +14,16 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.step_units import StepUnit, units_of_all
 from dct_plugin.errors import ConfigError
-from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training
-from dct_plugin.transport import lost_ranks
 
-from ..host import attachments
-from ..host.attachment import PlainTraining, switched_off
-from ..host.optimizer_attachment import OptimizerAttachment
+from ..host.attachment import PlainTraining
 from ..host.replica_checksums import not_trained
 from . import saved_residuals
+from .attachment import FSDPAttachment, Groups
 from .parameter_groups import (
     GatheredShard,
     ShardedParameter,
     check_displaceable,
-    check_torch,
-    follow_methods,
     has_replicas,
     parameter_groups,
     replicated_groups,
@@ -45,129 +38,40 @@ def is_compressed(model: nn.Module) -> bool:
     return any(isinstance(mesh.replicate_process_group, ReplicaGroup) for mesh in meshes)
 
 
-class ReplicaCompression(OptimizerAttachment):
+class ReplicaCompression(FSDPAttachment):
     """Exchange of thresholded gradients between the replicas of an FSDP2 model, in place of FSDP's
     all-reduce.
 
-    Make it with :func:`compress_replicas` on every rank, after the last ``fully_shard`` or ``replicate`` and
-    before the first step. It is a ``Stateful`` of ``torch.distributed.checkpoint``.
-
-    Args:
-        model: The model; modules of it were passed to ``fully_shard`` with a mesh of two dimensions, of which
-            the first counts the replicas, or to the ``replicate`` of
-            ``torch.distributed._composable.replicate_with_fsdp``.
-        config: The configuration, or a mapping with the keys of the ``dct`` section.
-        optimizer: The model's optimizer or a list of them, made after ``fully_shard``. Its steps are counted;
-            without it a step ends with every backward pass that reduces gradients. With
-            ``nonfinite_action: "skip"`` gradients that are cleared without ``optimizer.step()`` leave
-            residuals as they were.
-        scaler: The gradient scaler of fp16.
-        total_steps: Optimizer steps of the run, if known: the dense start becomes a share of it.
-        metrics: The metrics to record in; None makes them from the configuration, and rank 0 prints their
-            summary when the process ends.
-        time_limit: Seconds in which the other replicas must reach their first reduction; None: as long as the
-            process group waits.
-
-    Raises:
-        ConfigError: The model has no replicas or is not one of FSDP2's, or a setting does not work with it.
-        VersionError: The installed torch is not supported.
+    Make it with :func:`compress_replicas`. The model's modules were passed to ``fully_shard`` with a mesh of
+    two dimensions, of which the first counts the replicas, or to the ``replicate`` of
+    ``torch.distributed._composable.replicate_with_fsdp``. Arguments are those of :class:`.FSDPAttachment`.
     """
 
     framework = "FSDP2"
     hint = "its model was not passed to compress_replicas, or it is far behind"
+    call = "compress_replicas"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: DCTConfig | Mapping[str, Any] | None = None,
-        *,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        total_steps: int | None = None,
-        metrics: Metrics | None = None,
-        time_limit: float | None = None,
-    ) -> None:
-        check_torch()
-        super().__init__(config, optimizer, scaler, self._gradients, call="compress_replicas", sharded=True)
-        self._model, self._time_limit = model, time_limit
-        self._agreed: set[GradientReducer] = set()
-        self._reduced: set[GradientReducer] = set()
-        """Reducers that have reduced gradients of this step."""
-        self._pass = -1
-        """The backward pass of the last exchange."""
-        try:
-            groups = replicated_groups(model)
-            self._decide(groups, total_steps)
-            self.metrics = metrics or self.report(dist.get_rank(), self.applied.compressors)
-            self._connect_all(groups)
-            self._change_passes()
-        except BaseException:
-            self.close()
-            raise
+    def _found_groups(self) -> Groups:
+        return replicated_groups(self._model)
 
-    def _decide(self, groups: Sequence[tuple[Any, list[ShardedParameter]]], total_steps: int | None) -> None:
-        """Decide the settings, and check that they and the optimizers fit the model."""
-        self.ends.callback(attachments.note(self._model, self))
+    def _decide(self, groups: Groups, training: Training) -> None:
         self._unsharded = unsharded_parameters(self._model)
-        training = Training(
-            ranks=groups[0][0].mesh_info.replicate_process_group.size(),
-            steps=total_steps,
-            optimizer_unknown_hint="compress_replicas(..., optimizer=optimizer) takes what suits it",
-        )
-        self.resolve(self._optimizers, training)
-        self._check_settings()
-        self._check_optimizers(
-            self._model,
-            {each.name: each.sharded for _, parameters in groups for each in parameters},
-            call="compress_replicas",
-            remedy="make it after fully_shard, which replaces the parameters",
-            warns=dist.get_rank() == 0,
-        )
+        ranks = groups[0][0].mesh_info.replicate_process_group.size()
+        self.resolve(self._optimizers, replace(training, ranks=ranks))
 
-    def _check_settings(self) -> None:
-        """Refuse settings that need an optimizer.
-
-        Raises:
-            ConfigError: Names the setting.
-        """
-        settings = self.config.data_parallel
-        for key, needed in (
-            ("feedback = 'step_ahead'", settings.feedback.looks_ahead),
-            ("nonfinite_action = 'skip'", settings.nonfinite_action == "skip"),
-        ):
-            if needed and not self._optimizers:
-                raise ConfigError(
-                    f"dct.data_parallel.{key} needs compress_replicas(model, config, optimizer=optimizer)"
-                )
-
-    def _connect_all(self, groups: Sequence[tuple[Any, list[ShardedParameter]]]) -> None:
+    def _connect_all(self, groups: Groups) -> None:
         SEAM.enter()
         self.ends.callback(SEAM.leave)
         self.groups = [self._connect(group, parameters) for group, parameters in groups]
 
     def _change_passes(self) -> None:
-        """Follow the passes of the model, and displace its weights or train its own ones."""
-        self._before_forward(self._model, _refuse_compiled_autograd)
-        self._before_forward(self._model, self.close_if_done)
+        """Displace the model's weights or train its own ones."""
         if self.config.data_parallel.feedback.looks_ahead:
             self._step_ahead()
         if self.config.data_parallel.local_steps is None:
             self._watch_loading(self._model, lambda: ((each.name, each.local()) for each in self.parameters))
         else:
             self._local_steps()
-        self._optimizer_steps.follow(self._optimizers)
-        # Whether a scaler skipped the last step is known at the next pass, without waiting for a device; and
-        # to be known before weights are displaced.
-        self._before_forward(self._model, self._optimizer_steps.end_due)
-        self.ends.callback(follow_methods(self._model))
-
-    @property
-    def parameters(self) -> Iterator[ShardedParameter]:
-        """The parameters whose gradients are compressed."""
-        return (parameter for group in self.groups for parameter in group.parameters)
-
-    def weights(self) -> Iterable[Tensor]:
-        return (parameter.local() for parameter in self.parameters)
 
     # -- made once ---
 
@@ -252,48 +156,16 @@ class ReplicaCompression(OptimizerAttachment):
     # -- a backward pass ---
 
     def _before_exchange(self, group: ReplicaGroup) -> bool:
-        _refuse_compiled_autograd()
-        current = torch._C._current_graph_task_id()
-        if current != self._pass:
-            self._pass = current
-            self._optimizer_steps.end_or_reject()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
-        if not self.steps.open:
-            self._reduced.clear()
-        if group.reducer not in self._agreed:
-            self._agree(group)
-            self._agreed.add(group.reducer)
-        self._follow_unit(group)
-        self._reduced.add(group.reducer)
-        self._optimizer_steps.begin((each.name, each.sharded) for each in group.expected)
-        return current >= 0
+        return self._begin_exchange(group, group.expected)
 
-    def _end_pass(self) -> None:
-        """Complete the sums, with one wait for the device, behind all of FSDP's reductions."""
-        for reducer in self._reducers.values():
-            reducer.finish()
-        self._optimizer_steps.end_pass()
+    def _active(self, group: ReplicaGroup) -> str:
+        for each in filter(has_replicas, parameter_groups(self._model)):
+            if not isinstance(each.mesh_info.replicate_process_group, ReplicaGroup):
+                raise self._late_module(each)
+        count = sum(1 for _ in parameter_groups(self._model))
+        return f"FSDP2, {group.size()} replicas, {len(self.groups)} of {count} parameter groups"
 
-    def _agree(self, group: ReplicaGroup) -> None:
-        def prepare() -> str:
-            for each in filter(has_replicas, parameter_groups(self._model)):
-                if not isinstance(each.mesh_info.replicate_process_group, ReplicaGroup):
-                    module = each._module_fqn or type(each.modules[0]).__name__
-                    raise ConfigError(
-                        f"rank {dist.get_rank()}: module {module} was passed to fully_shard after "
-                        "compress_replicas; call compress_replicas after the last fully_shard"
-                    )
-            if dist.get_rank() or self._agreed:
-                return ""
-            count = sum(1 for _ in parameter_groups(self._model))
-            return f"FSDP2, {group.size()} replicas, {len(self.groups)} of {count} parameter groups"
-
-        def facts() -> dict[str, Any]:
-            return {"optimizer steps so far": group.reducer.step, "optimizer given": bool(self._optimizers)}
-
-        self.agree(prepare, topic="fsdp", group=group.replicas, limit=self._time_limit, facts=facts)
-
-    def _follow_unit(self, group: ReplicaGroup) -> None:
+    def _before_reduction(self, group: ReplicaGroup) -> None:
         """Tell the reducer what the coming gradients are multiplied by: FSDP's factors, the loss scale."""
         reducer, unit = group.reducer, group.unit * (self._optimizer_steps.loss_scale() or 1.0)
         if reducer.loss_scale == unit:
@@ -306,55 +178,6 @@ class ReplicaCompression(OptimizerAttachment):
             )
         reducer.rescale(unit)
 
-    # -- a step ---
-
-    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for each in self.parameters:
-            if each.sharded.grad is not None and each.shape.numel():
-                yield each.name, each.sharded.grad.to_local()
-
-    # -- saved states ---
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return residuals as DTensors, and this rank's thresholds and counters, between two steps; a
-        collective, which ``torch.distributed.checkpoint.save`` calls.
-        """
-        self._optimizer_steps.end_or_reject()
-        return saved_residuals.state_of(self.groups, self.steps.step)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`; ``torch.distributed.checkpoint.load`` calls it."""
-        saved_residuals.restore(self.groups, state)
-        self._restored()
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write residuals to a separate checkpoint, for :meth:`load`; a collective of all ranks."""
-        import torch.distributed.checkpoint as dcp
-
-        with lost_ranks.reported("save of residuals", step=self.steps.step):
-            dcp.save({"dct": self}, checkpoint_id=folder)
-
-    def load(self, folder: str | os.PathLike[str], key: str = "dct") -> bool:
-        """Restore residuals from a checkpoint of ``torch.distributed.checkpoint``, also of another mesh.
-
-        On the same mesh training continues bitwise. On another one every replica gets the mean of the
-        residuals, and thresholds are measured anew. A collective of all ranks.
-
-        Args:
-            folder: The ``checkpoint_id`` of the save.
-            key: Key of this object in the state that was saved.
-
-        Returns:
-            False, with residuals of zero, if the checkpoint has none; the log says so.
-        """
-        found = saved_residuals.load(folder, key, self.groups)
-        self._restored()
-        return found
-
-    def _restored(self) -> None:
-        self._optimizer_steps.forget()
-        self.steps.step = self.groups[0].reducer.step
-
 
 def compress_replicas(
     model: nn.Module, config: DCTConfig | Mapping[str, Any] | None = None, **options: Any
@@ -362,22 +185,4 @@ def compress_replicas(
     """Return a :class:`ReplicaCompression` with these arguments. If the section is switched off, the model
     stays as it is.
     """
-    written = DCTConfig.given(config, rank=dist.get_rank())
-    if reason := switched_off(written):
-        attachments.take_off(model)
-        return PlainTraining(written, reason)
-    return ReplicaCompression(model, written, **options)
-
-
-def _refuse_compiled_autograd() -> None:
-    """Refuse compiled autograd, under which FSDP2 trains other weights without the plugin, too.
-
-    Raises:
-        ConfigError: Names it.
-    """
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    if getattr(module, "compiled_autograd_enabled", False):
-        raise ConfigError(
-            f"rank {dist.get_rank()}: compress_replicas: under torch's compiled autograd FSDP2 does not "
-            "train as without it; switch it off (torch._dynamo.config.compiled_autograd = False)"
-        )
+    return ReplicaCompression.made(model, config, **options)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -92,22 +93,20 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
     Raises:
         ConfigError: The model is not one of FSDP2's; says what to do.
     """
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
     modules = list(model.modules())
     if any(isinstance(module, FullyShardedDataParallel) for module in modules):
         raise ConfigError(
-            f"{_rank()}: compress_replicas: the model is wrapped in FullyShardedDataParallel (FSDP1), which "
-            "is not supported; use fully_shard(module, mesh=mesh) with a mesh of two dimensions"
+            f"{_rank()}: dct_plugin.fsdp: the model is wrapped in FullyShardedDataParallel (FSDP1), which "
+            "is not supported; use fully_shard(module, mesh=mesh)"
         )
     states = dict.fromkeys(m._get_fsdp_state() for m in modules if isinstance(m, FSDPModule))
     if not states:
         problem = (
-            "no module of the model was passed to fully_shard or replicate; call it before compress_replicas"
+            "no module of the model was passed to fully_shard or replicate; call it before dct_plugin.attach"
         )
         if isinstance(model, DistributedDataParallel) or hasattr(model, "_ddp_weakref"):
             problem = "DistributedDataParallel trains the model; use dct_plugin.DCTState(...).register(model)"
-        raise ConfigError(f"{_rank()}: compress_replicas: {problem}")
+        raise ConfigError(f"{_rank()}: dct_plugin.fsdp: {problem}")
     for state in states:
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # before torch 2.10
@@ -165,26 +164,34 @@ def unsharded_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     ]
 
 
+def named_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter]]]:
+    """Return FSDP's parameter groups, and their parameters; between two steps.
+
+    Raises:
+        ConfigError: The model does not show a parameter; says what to do.
+    """
+    names = {id(p): _plain(name) for name, p in model.named_parameters(remove_duplicate=False)}
+    return [
+        (group, [ShardedParameter(_name(names, each), each, group) for each in group.fsdp_params])
+        for group in parameter_groups(model)
+    ]
+
+
 def replicated_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter]]]:
     """Return FSDP's parameter groups with a replica dimension, and their parameters; between two steps.
 
     Raises:
-        ConfigError: There are none, one is complex, or the model does not show their parameters; says what to
-            do.
+        ConfigError: There are none, or one is complex; says what to do.
     """
-    names = {id(p): _plain(name) for name, p in model.named_parameters(remove_duplicate=False)}
-    groups = [
-        (group, [ShardedParameter(_name(names, each), each, group) for each in group.fsdp_params])
-        for group in parameter_groups(model)
-    ]
+    groups = named_groups(model)
     replicated = [(group, parameters) for group, parameters in groups if has_replicas(group)]
     if not replicated:
         ranks = dist.get_world_size()
         raise ConfigError(
             f"{_rank()}: compress_replicas: every parameter is sharded over all ranks of a mesh "
-            "of one dimension, so that there are no replicas between which gradients are all-reduced. Pass "
-            "fully_shard a mesh of two dimensions, nodes and ranks in a node: init_device_mesh("
-            f"device_type, (nodes, {ranks} // nodes), mesh_dim_names=('replicate', 'shard'))"
+            "of one dimension, so that there are no replicas between which gradients are all-reduced. Call "
+            "compress_shards, or pass fully_shard a mesh of two dimensions, nodes and ranks in a node: "
+            f"init_device_mesh(device_type, (nodes, {ranks} // nodes), mesh_dim_names=('replicate', 'shard'))"
         )
     for each in (each for _, parameters in replicated for each in parameters):
         if each.sharded.is_complex():
@@ -199,6 +206,36 @@ def replicated_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter
     return replicated
 
 
+def sharded_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter]]]:
+    """Return FSDP's parameter groups of one mesh without a replica dimension, and their parameters; between
+    two steps.
+
+    Raises:
+        VersionError: torch has no seam for its collectives (before 2.9).
+        ConfigError: Names the module whose collectives cannot be replaced, and what to do.
+    """
+    if not hasattr(FSDPModule, "set_custom_all_gather"):
+        found = f"torch {torch.__version__}"
+        remedy = "install one of these, or shard over a mesh of two dimensions (nodes, ranks in a node)"
+        raise unsupported(found, VersionRange("2.9.0", "2.16.0"), remedy)
+    groups = named_groups(model)
+    meshes = {tuple(dist.get_process_group_ranks(g.mesh_info.shard_process_group)) for g, _ in groups}
+    for group, parameters in groups:
+        each = parameters[0]
+        if sum(other.modules == group.modules for other, _ in groups) > 1 or len(meshes) > 1:
+            problem = "has several meshes; shard all of it over one"
+        elif (kind := type(group._all_gather_comm).__name__) != "DefaultAllGather":
+            problem = f"has collectives of its own ({kind}: symmetric memory, custom); leave that out"
+        elif any(hasattr(p.fsdp._sharded_local_tensor, "fsdp_pre_all_gather") for p in parameters):
+            problem = "gathers a form of its own (fsdp_pre_all_gather: float8); gather bf16"
+        elif any(p.sharded.is_complex() for p in parameters):
+            problem = "is complex; hold it as a real tensor"
+        else:
+            continue
+        raise ConfigError(f"{_rank()}: compress_shards: the module of parameter {each.name} {problem}")
+    return groups
+
+
 def _plain(name: str) -> str:
     for part in _WRAPPERS:
         name = name.replace(part, "")
@@ -209,8 +246,8 @@ def _name(names: dict[int, str], parameter: Any) -> str:
     name = names.get(id(parameter.sharded_param))
     if name is None:
         raise ConfigError(
-            f"{_rank()}: compress_replicas: FSDP has a parameter "
-            f"({parameter._module_info.param_name}) that the model does not show; call compress_replicas "
+            f"{_rank()}: dct_plugin.fsdp: FSDP has a parameter "
+            f"({parameter._module_info.param_name}) that the model does not show; call dct_plugin.attach "
             "between two steps, with the model that was passed to fully_shard"
         )
     return name

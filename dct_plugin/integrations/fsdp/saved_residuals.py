@@ -33,8 +33,8 @@ from .parameter_groups import ShardedParameter
 from .replica_group import ReplicaGroup
 
 
-def state_of(groups: Sequence[ReplicaGroup], step: int) -> dict[str, Any]:
-    """Return what is saved; a collective of the replicas."""
+def state_of(groups: Sequence[ReplicaGroup], step: int, others: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return what is saved, also of ``others`` that have a ``state_dict``; a collective of the replicas."""
     residuals, states = {}, []
     for reducer, replicas in _reducers(groups).items():
         states.append(reducer.state_dict())
@@ -42,6 +42,7 @@ def state_of(groups: Sequence[ReplicaGroup], step: int) -> dict[str, Any]:
         sizes = {name: each.shape.numel() for name, each in parameters.items()}
         for name, mean in mean_residuals(states[-1], sizes, replicas).items():
             residuals[name] = as_dtensor(parameters[name], mean)
+    states += [each.state_dict() for each in others]
     buffer = io.BytesIO()  # one object for torch.distributed.checkpoint, which would take a container apart
     torch.save(states, buffer)
     return {
@@ -51,13 +52,13 @@ def state_of(groups: Sequence[ReplicaGroup], step: int) -> dict[str, Any]:
     }
 
 
-def restore(groups: Sequence[ReplicaGroup], state: dict[str, Any]) -> None:
+def restore(groups: Sequence[ReplicaGroup], state: dict[str, Any], others: Sequence[Any] = ()) -> None:
     """Restore what :func:`state_of` returned, or what :func:`load` read from a checkpoint of another mesh."""
     own = state["states"].get(_label(groups))
     if own is not None:
         states = torch.load(io.BytesIO(own), weights_only=True)
-        for reducer, saved in zip(_reducers(groups), states, strict=True):
-            reducer.load_state_dict(saved)
+        for each, saved in zip([*_reducers(groups), *others], states, strict=True):
+            each.load_state_dict(saved)
         return
     counters, residuals = json.loads(state["counters"]), state["residuals"]
     for reducer in _reducers(groups):
@@ -69,7 +70,9 @@ def restore(groups: Sequence[ReplicaGroup], state: dict[str, Any]) -> None:
         reducer.load_state_dict({**counters, "streams": streams})
 
 
-def load(folder: str | os.PathLike[str], key: str, groups: Sequence[ReplicaGroup]) -> bool:
+def load(
+    folder: str | os.PathLike[str], key: str, groups: Sequence[ReplicaGroup], others: Sequence[Any] = ()
+) -> bool:
     """Restore the residuals of a checkpoint, whatever mesh it is of; see :meth:`.ReplicaCompression.load`."""
     import torch.distributed.checkpoint as dcp
 
@@ -99,7 +102,7 @@ def load(folder: str | os.PathLike[str], key: str, groups: Sequence[ReplicaGroup
     state = {"counters": "", "residuals": residuals, "states": states}
     with lost_ranks.reported("load of residuals"):
         dcp.load({key: state}, storage_reader=dcp.FileSystemReader(folder))
-    restore(groups, state)
+    restore(groups, state, others)
     return True
 
 

@@ -1,0 +1,297 @@
+"""``compress_shards``: FSDP2 on one mesh, whose ranks shard one copy of the model.
+
+torch lets a module have gathers and reduce-scatters of its own (``set_custom_all_gather``,
+``set_custom_reduce_scatter``, torch 2.9). Gradients are summed inside the node in FSDP's type, and cross in
+few bits, straight to the owner, who sums them in fp32 in the order of the nodes. Weights are gathered from
+copies in the nodes (:mod:`.node_copies`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from dct_plugin.config import DCTConfig, ParametersConfig
+from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.data_parallel.parameters import ParameterUpdates
+from dct_plugin.data_parallel.passes import around_passes
+from dct_plugin.errors import ConfigError
+from dct_plugin.metrics.summary import format_bytes
+from dct_plugin.policy import Training
+from dct_plugin.transport.nodes import ranks_of_machines
+from dct_plugin.transport.tcp_connect import time_limit
+
+from ..host.attachment import PlainTraining
+from ..host.replica_checksums import ReplicaChecksums, not_trained
+from ..host.startup import nodes_of
+from .attachment import FSDPAttachment, Groups
+from .node_copies import ExactCopies, Int8Copies, NodeCopies
+from .parameter_groups import ShardedParameter, parameter_groups, sharded_groups, unsharded_parameters
+
+_HALVES = (torch.bfloat16, torch.float16)
+_WHOLE = "gradients cross whole, without a residual"
+
+
+class ShardGroup:
+    """The collectives of one of FSDP's parameter groups.
+
+    Args:
+        group: FSDP's parameter group.
+        parameters: Its parameters.
+        owner: The attachment.
+        reducer: Sums over the ranks of the mesh.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        parameters: Sequence[ShardedParameter],
+        owner: ShardCompression,
+        reducer: GradientReducer,
+    ) -> None:
+        self.fsdp, self.parameters, self.reducer = group, list(parameters), reducer
+        self.replicas: dist.ProcessGroup = group.mesh_info.shard_process_group
+        self.name = parameters[0].name
+        self._owner = owner
+        layout = reducer.layout or [[rank] for rank in range(reducer.group_size)]
+        self._order = [rank for ranks in zip(*layout, strict=True) for rank in ranks]
+        """The ranks, by position in their nodes, then by node: a position reduces what is adjoined."""
+        self._place = self._order.index(reducer.group_rank)
+
+    def reduce_scatter(self, output: Tensor, table: Tensor, operation: Any) -> None:
+        """Fill ``output`` [n] with the sum, or what ``operation`` says, of row ``rank`` of ``table``
+        [ranks, n] over the ranks; a collective of all ranks.
+        """
+        scale = _factor(operation, self.reducer.group_size)
+        numels = [each.padded_numel for each in self.parameters if each.sharded.requires_grad]
+        named = [each for each in self.parameters if each.sharded.requires_grad]
+        if sum(numels) == output.numel():
+            names = [each.name for each in named]
+        else:  # some have no gradient, and FSDP does not say which
+            numels, names = [output.numel()], [f"{self.name} and others, {output.numel()} entries"]
+        finishes_later = self._owner._begin_exchange(self, named)
+        order = torch.tensor(self._order, device=table.device)
+        entries = []
+        for name, part in zip(names, table.split(numels, dim=1), strict=True):
+            n = part.shape[1]
+            shards = [Shard(rank, i * n, (i + 1) * n) for i, rank in enumerate(self._order)]
+            entries.append((name, part.index_select(0, order).view(-1), shards))
+        self.reducer.begin_scatter(entries, scale=scale).finish()
+        if not finishes_later:
+            self.reducer.finish()
+        own = [flat[slice(*shards[self._place][1:])] for _, flat, shards in entries]
+        torch._foreach_copy_(list(output.split(numels)), own)
+
+
+def _factor(operation: Any, ranks: int) -> float:
+    """Return what an operation of a reduce-scatter multiplies the sum by.
+
+    Raises:
+        ConfigError: It is another one than a sum, an average, or a sum of what is multiplied before.
+    """
+    if operation == dist.ReduceOp.SUM:
+        return 1.0
+    if operation == dist.ReduceOp.AVG:
+        return 1.0 / ranks
+    state, kinds = operation.__getstate__(), dist.ReduceOp.RedOpType.__members__
+    if not isinstance(state, tuple) or state[0] != kinds["PREMUL_SUM"]:  # which is equal to no other one
+        raise ConfigError(
+            f"rank {dist.get_rank()}: compress_shards: FSDP asks for {operation} of the gradients; sum, "
+            "average, and a divide factor are supported"
+        )
+    return float(state[1])
+
+
+class _Collective:
+    """What FSDP calls in place of a collective; it has the memory that torch's own would have.
+
+    Args:
+        group: The parameter group.
+    """
+
+    def __init__(self, group: ShardGroup) -> None:
+        self._group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for the result of the collective, or its input."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _ReduceScatter(_Collective):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self._group.reduce_scatter(output_tensor, input_tensor.view(group.size(), -1), op)
+
+
+class _AllGather(_Collective):
+    def __init__(self, group: ShardGroup, copies: NodeCopies) -> None:
+        super().__init__(group)
+        self._copies, self._native = copies, group.fsdp._all_gather_comm
+        self._parameters = copies.add(group.parameters)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        if group.size() != self._group.reducer.group_size:  # reshard_after_forward is a number
+            return self._native(output_tensor, input_tensor, group, async_op)
+        self._copies.gather(self._group.name, self._parameters, output_tensor)
+        return None
+
+
+class ShardCompression(FSDPAttachment):
+    """Few bits for the gradients, and copies in the nodes for the weights, of an FSDP2 model whose ranks
+    shard one copy of it.
+
+    Make it with :func:`compress_shards`. Arguments are those of :class:`.FSDPAttachment`; modules were passed
+    to ``fully_shard`` with a mesh of one dimension.
+    """
+
+    framework = "FSDP2 on one mesh"
+    hint = "its model was not passed to compress_shards, or it is far behind"
+    call = "compress_shards"
+
+    def _found_groups(self) -> Groups:
+        return sharded_groups(self._model)
+
+    def _decide(self, groups: Groups, training: Training) -> None:
+        settings = self.config.data_parallel
+        if settings.feedback.keeps_residual and settings.feedback.label() != "auto":
+            raise ConfigError(
+                f"rank {dist.get_rank()}: dct.data_parallel.feedback = '{settings.feedback.label()}': "
+                f"{self.framework}: {_WHOLE}; leave it out"
+            )
+        if isinstance(settings.parameters, ParametersConfig):
+            raise ConfigError(
+                f"rank {dist.get_rank()}: dct.data_parallel.parameters: {self.framework}: copies of the "
+                "weights have no thresholds; write 'exact' or 'int8', or null for FSDP's own gathers"
+            )
+        self._mesh: dist.ProcessGroup = groups[0][0].mesh_info.shard_process_group
+        self._nodes = nodes_of(settings, self._mesh)
+        types = [_gathered_type(group) for group, _ in groups]
+        self._dtype = next((dtype for dtype in types if dtype in _HALVES), torch.float32)
+        unavailable = ""
+        if self._dtype not in _HALVES:
+            unavailable = "nearly all fp32 weights change in a step (MixedPrecisionPolicy(param_dtype=bf16))"
+        elif self._nodes is None:
+            unavailable = "every rank is a node, and an exact copy of all weights takes 2 bytes each"
+        ranks = self._mesh.size()
+        # On one machine each rank would hold all weights once more, without being asked.
+        apart = settings.nodes == 1 or (self._nodes is None and len(self._machines()) == ranks)
+        self.resolve(
+            self._optimizers,
+            replace(
+                training,
+                ranks=ranks,
+                shares_copy=True,
+                exact_unavailable=unavailable,
+                int8_copies=apart and self._dtype in _HALVES,
+            ),
+            self._nodes,
+        )
+        if self.config.data_parallel.parameters == "exact" and self._dtype not in _HALVES:
+            raise ConfigError(
+                f"rank {dist.get_rank()}: dct.data_parallel.parameters = 'exact': FSDP gathers fp32, and "
+                f"{unavailable}; gather bf16, write 'int8', or leave it out"
+            )
+
+    def _machines(self) -> Any:
+        return ranks_of_machines(
+            dist.get_process_group_ranks(self._mesh), limit=self._time_limit or time_limit(self._mesh)
+        )
+
+    def _connect_all(self, groups: Groups) -> None:
+        names = [each.name for _, parameters in groups for each in parameters]
+        known = {name for name, _ in unsharded_parameters(self._model)}
+        reducer = self._make_reducer(
+            self._mesh,
+            self._nodes,
+            groups[0][0].device,
+            lambda: ((n, p.detach()) for n, p in unsharded_parameters(self._model) if p.requires_grad),
+            lambda: not_trained(self._model, {*names, *known}),
+        )
+        self.copies = None if self.config.data_parallel.parameters is None else self._make_copies(reducer)
+        self.groups = [ShardGroup(group, parameters, self, reducer) for group, parameters in groups]
+        for each in self.groups:
+            module: Any = next(m for m in each.fsdp.modules if hasattr(m, "set_custom_all_gather"))
+            self.ends.callback(module.set_custom_reduce_scatter, each.fsdp._reduce_scatter_comm)
+            module.set_custom_reduce_scatter(_ReduceScatter(each))
+            is_copied = isinstance(self.copies, Int8Copies) or _gathered_type(each.fsdp) is self._dtype
+            if self.copies is not None and is_copied:
+                self.ends.callback(module.set_custom_all_gather, each.fsdp._all_gather_comm)
+                module.set_custom_all_gather(_AllGather(each, self.copies))
+
+    def _make_copies(self, reducer: GradientReducer) -> NodeCopies:
+        settings, config = self.config.data_parallel, self.config
+        updates = ParameterUpdates(
+            settings,
+            self._nodes or self._mesh,
+            gathers=False,
+            metrics=self.metrics,
+            device=reducer.device,
+            kernels=config.kernels,
+        )
+        copies: NodeCopies
+        if settings.parameters == "int8":
+            copies = Int8Copies(reducer, updates)
+        else:
+            copies = ExactCopies(reducer, updates, self._dtype)
+        self.ends.callback(register_optimizer_step_post_hook(copies.note_step).remove)
+        rail = updates.exchange.peers.group  # a collective, as the first use of the reducer's is
+        self.steps.replicas.append(ReplicaChecksums(settings, copies.weights, rail, agree=updates.agree))
+        return copies
+
+    def _saved_parts(self) -> Sequence[Any]:
+        return [] if self.copies is None else [self.copies]
+
+    def _change_passes(self) -> None:
+        """Look whether the first pass has read the copies."""
+        if self.copies is not None:
+            self.ends.callback(around_passes(self._model, lambda _: None, self._check_pass).remove)
+
+    def _check_pass(self, failed: bool) -> None:
+        if not failed and self.copies is not None and not self.copies.gathers:
+            raise ConfigError(
+                f"rank {dist.get_rank()}: compress_shards: the weights were gathered without "
+                "set_custom_all_gather (torch.compile with its own collectives?); set "
+                "dct.data_parallel.enabled to false"
+            )
+
+    def _active(self, group: ShardGroup) -> str:
+        known = {id(each.fsdp) for each in self.groups}
+        for each in parameter_groups(self._model):
+            if id(each) not in known:
+                raise self._late_module(each)
+        nodes = "every rank a node" if self._nodes is None else str(self._nodes)
+        copies = "weights gathered by FSDP"
+        if self.copies is not None:
+            copies = f"a copy of the weights in each node, {format_bytes(self.copies.nbytes())} a rank"
+        return f"FSDP2, {group.reducer.group_size} ranks share one copy of the states, {nodes}, {copies}"
+
+
+def _gathered_type(group: Any) -> torch.dtype:
+    """Return the type in which FSDP gathers a parameter group."""
+    dtype: torch.dtype = group.mp_policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+    return dtype
+
+
+def compress_shards(
+    model: nn.Module, config: DCTConfig | Mapping[str, Any] | None = None, **options: Any
+) -> ShardCompression | PlainTraining:
+    """Return a :class:`ShardCompression` with these arguments. If the section is switched off, or there is
+    one rank, the model stays as it is.
+    """
+    if all(group.mesh_info.shard_process_group.size() == 1 for group in parameter_groups(model)):
+        return PlainTraining(DCTConfig.given(config), "the mesh has one rank")
+    return ShardCompression.made(model, config, **options)

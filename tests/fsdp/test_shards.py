@@ -1,0 +1,445 @@
+"""FSDP2 on one mesh: real processes on gloo, two nodes of two ranks or every rank a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from support.processes import run
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+import dct_plugin
+from dct_plugin import ConfigError, VersionError
+from dct_plugin.fsdp import ShardCompression, compress_shards
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not hasattr(FSDPModule, "set_custom_all_gather"), reason="this torch has no seam for the collectives"
+    ),
+]
+
+#: Dense gradients and copies of the weights' bits: plain FSDP2.
+EXACT = {"value_dtype": "fp32", "parameters": "exact", "min_numel": 16}
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+class Net(nn.Module):
+    """Blocks of odd sizes, so that shards differ in size and the last one is empty; two weights are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(24, 33)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(33, 33), nn.Tanh()) for _ in range(2)])
+        self.last = nn.Linear(33, 3)
+        self.twin = nn.Linear(24, 33, bias=False)
+        self.twin.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh() + self.twin(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.last(hidden)
+
+
+def sharded(
+    *,
+    reshard: bool | int | None = None,
+    frozen: bool = False,
+    checkpointed: bool = False,
+    prefetch: bool = False,
+    by_columns: bool = False,
+    factor: float | None = None,
+    sums: bool = True,
+    **policy: Any,
+) -> nn.Module:
+    model, mesh = Net(), init_device_mesh("cpu", (dist.get_world_size(),))
+    if frozen:
+        for parameter in model.blocks[0].parameters():
+            parameter.requires_grad_(False)
+    if checkpointed:
+        model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**{**BF16, **policy})}
+    if by_columns:
+        options["shard_placement_fn"] = lambda p: Shard(1) if p.shape == (33, 24) else None
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    fully_shard(model, reshard_after_forward=reshard, **options)
+    if prefetch:
+        model.set_modules_to_forward_prefetch(list(model.blocks))  # type: ignore[operator]
+        model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(sums)
+            if factor is not None:
+                module.set_gradient_divide_factor(factor)
+    return model
+
+
+def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range | int,
+    *,
+    micro: int = 1,
+    syncs: bool = True,
+    between: Callable[[int], None] = lambda step: None,
+) -> None:
+    for step in range(steps) if isinstance(steps, int) else steps:
+        for at in range(micro):
+            if not syncs:
+                model.set_requires_gradient_sync(at == micro - 1)  # type: ignore[operator]
+            generator = torch.Generator().manual_seed(1000 * step + 10 * dist.get_rank() + at)
+            points = torch.randn(16, 24, generator=generator)
+            F.mse_loss(model(points).float(), points[:, :3].sin()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        between(step)
+
+
+def shards(model: nn.Module) -> list[torch.Tensor]:
+    return [p.to_local().detach().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(shards(one), shards(other), strict=True))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "resharded": {"reshard": True},
+    "kept": {"reshard": False},
+    "averages": {"sums": False},
+    "micro-batches": {"micro": 3},
+    "micro-batches, one exchange": {"micro": 3, "syncs": False},
+    "frozen": {"frozen": True},
+    "activation checkpoints": {"checkpointed": True},
+    "prefetch": {"prefetch": True, "reshard": True},
+    "columns": {"by_columns": True},
+    "fp16": {"param_dtype": torch.float16},
+    "divide factor": {"factor": 4.0},
+}
+
+
+def _as_plain(rank: int, world_size: int) -> dict[str, tuple[bool, int]]:
+    found = {}
+    for name, case in CASES.items():
+        loop = {key: case[key] for key in ("micro", "syncs") if key in case}
+        options = {key: value for key, value in case.items() if key not in loop}
+        plain = sharded(**{**options, "sums": True})
+        train(plain, adamw(plain), 4, **loop)
+        ours = sharded(**options)
+        optimizer = adamw(ours)
+        attached = dct_plugin.attach(ours, optimizer, {"data_parallel": EXACT})
+        assert isinstance(attached, ShardCompression)
+        train(ours, optimizer, 4, **loop)
+        found[name] = same(plain, ours), attached.steps.step
+        attached.close()
+    return found
+
+
+def test_exact_copies_and_dense_gradients_are_plain_fsdp2_on_two_ranks() -> None:
+    for found in run(2, _as_plain):
+        assert found == dict.fromkeys(CASES, (True, 4))
+
+
+class _InTwoLevels:
+    """A reduce-scatter by the book: sums inside the nodes, then sums of the nodes in their order."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, **_: Any
+    ) -> None:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        everyones = [torch.empty_like(input_tensor) for _ in range(ranks)]
+        dist.all_gather(everyones, input_tensor)
+        parts = [each.view(ranks, -1)[rank] for each in everyones]
+        output_tensor.copy_((parts[0] + parts[1]) + (parts[2] + parts[3]))
+
+
+class _Seen:
+    """Checksums of the weights that blocks compute with, in each pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.sums: list[float] = []
+        for block in model.blocks:  # type: ignore[union-attr]
+            block[0].register_forward_hook(self._note)  # type: ignore[union-attr, index]
+
+    def _note(self, module: Any, *_: Any) -> None:
+        whole = torch.cat([p.detach().float().view(-1) for p in module.parameters()]).double()
+        self.sums.append(float((whole * torch.arange(1, len(whole) + 1)).sum()))
+
+    def alike(self) -> bool:
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, self.sums)
+        return bool(self.sums) and all(each == self.sums for each in everyones)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "exact": {**EXACT, "nodes": 2},
+    "nothing written": {"nodes": 2, "min_numel": 16},
+    "log4": {"nodes": 2, "min_numel": 16, "value_dtype": "log4"},
+    "dense gathers": {"nodes": 2, "min_numel": 16, "parameters": None},
+    "exact, every rank a node": EXACT,
+    "int8": {"nodes": 1, "min_numel": 16},
+    "int8 in nodes": {"nodes": 2, "min_numel": 16, "parameters": "int8"},
+}
+
+
+def _on_nodes(rank: int, world_size: int) -> dict[str, tuple[Any, ...]]:
+    reference = sharded()
+    for module in reference.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(_InTwoLevels())  # type: ignore[arg-type]
+    train(reference, adamw(reference), 6, micro=2, syncs=False)
+    whole = torch.cat([each.view(-1) for each in shards(reference)])
+    found = {}
+    for name, settings in SETTINGS.items():
+        model = sharded(reshard=True)
+        optimizer, seen = adamw(model), _Seen(model)
+        attached: Any = dct_plugin.attach(model, optimizer, {"data_parallel": settings})
+        train(model, optimizer, 6, micro=2, syncs=False)
+        own = torch.cat([each.view(-1) for each in shards(model)])
+        found[name] = (
+            seen.alike(),
+            torch.equal(own, whole),
+            float((own - whole).abs().mean()) < 0.005,  # of steps of 0.01
+            attached.config.data_parallel.parameters,
+            attached.config.data_parallel.value_dtype,
+        )
+        attached.close()
+    return found
+
+
+def test_two_nodes_of_two_ranks_compute_with_the_same_weights() -> None:
+    for found in run(4, _on_nodes):
+        assert found == {
+            "exact": (True, True, True, "exact", "fp32"),
+            "nothing written": (True, False, True, "exact", "int8"),
+            "log4": (True, False, True, "exact", "log4"),
+            "dense gathers": (True, False, True, None, "int8"),
+            "int8": (True, False, True, "int8", "int8"),
+            "int8 in nodes": (True, False, True, "int8", "int8"),
+            "exact, every rank a node": (True, found["exact, every rank a node"][1], True, "exact", "fp32"),
+        }
+
+
+def _gathered(model: nn.Module, rounding: float) -> tuple[bool, bool]:
+    """Whether what a rank gathers is what the shards have, and the same on all ranks."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.reshard()
+    wanted = [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
+    for module in modules:
+        module.unshard()
+    held = [p.detach().clone() for p in model.parameters()]
+    for module in modules:
+        module.reshard()
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, [each.float().double().sum().item() for each in held])
+    within = all(
+        bool((a - b).abs().max() <= rounding * a.abs().max()) for a, b in zip(wanted, held, strict=True)
+    )
+    return within, all(each == everyones[0] for each in everyones)
+
+
+def _weights_changed(rank: int, world_size: int, nodes: int) -> dict[str, tuple[bool, bool]]:
+    model = sharded()
+    optimizer, start = adamw(model), {name: each.clone() for name, each in model.state_dict().items()}
+    attached: Any = dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": nodes}})
+    rounding = 0.016 if nodes == 1 else 0.004  # of a kept scale; of bf16
+    found = {"before the first pass": _gathered(model, rounding)}
+    train(model, optimizer, 7)
+    found["after steps"] = _gathered(model, rounding)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+        model(torch.ones(2, 24))
+    found["written"] = _gathered(model, rounding)
+    model.load_state_dict(start)
+    found["loaded"] = _gathered(model, rounding)
+    model.blocks[1](torch.ones(2, 33))  # type: ignore[operator, index]
+    train(model, optimizer, 1)
+    found["trained again"] = _gathered(model, rounding)
+    attached.close()
+    found["closed"] = _gathered(model, rounding)
+    return found
+
+
+@pytest.mark.parametrize("nodes", [2, 1], ids=["exact copies", "int8 copies"])
+def test_copies_follow_the_weights_whatever_changes_them(nodes: int) -> None:
+    for found in run(4, _weights_changed, nodes):
+        assert found == dict.fromkeys(found, (True, True))
+
+
+def _crossings(rank: int, world_size: int) -> tuple[list[list[bool]], set[int], int]:
+    """Whether bytes left a node in forward and backward passes of a step's micro-batches; the sizes of the
+    groups in which FSDP's own collectives ran.
+    """
+    model, sizes = sharded(reshard=True), set()
+    for name in (
+        "all_gather_single",
+        "reduce_scatter_single",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+    ):
+        if (original := getattr(dist, name, None)) is not None:
+
+            def counted(*tensors: Any, original: Any = original, group: Any = None, **more: Any) -> Any:
+                sizes.add(dist.get_world_size(group))
+                return original(*tensors, group=group, **more)
+
+            setattr(dist, name, counted)
+    optimizer = adamw(model)
+    settings = {"nodes": 2, "min_numel": 16, "verify": None}
+    attached: Any = dct_plugin.attach(model, optimizer, {"data_parallel": settings})
+    train(model, optimizer, 6)
+    reducer, updates = attached.groups[0].reducer, attached.copies._updates
+    found = []
+
+    def crossed() -> int:
+        return int(reducer.exchange.sent_bytes + updates.exchange.sent_bytes)
+
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)  # type: ignore[operator]
+        before = crossed()
+        loss = model(torch.ones(4, 24)).float().square().mean()
+        between = crossed()
+        loss.backward()
+        found.append([between > before, crossed() > between])
+    optimizer.step()
+    return found, sizes, attached.steps.step
+
+
+def test_nothing_crosses_in_backward_passes_and_further_micro_batches() -> None:
+    for found, sizes, steps in run(4, _crossings):
+        assert found == [[True, False], [False, False], [False, True]]  # at last the gradients
+        assert sizes == set()
+        assert steps == 7
+
+
+def _resumed(rank: int, world_size: int, folder: str, nodes: int) -> tuple[bool, bool, int]:
+    def start() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = sharded()
+        optimizer = adamw(model)
+        return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": nodes}})
+
+    def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    model, optimizer, attached = start()
+    train(model, optimizer, 3)
+    dcp.save({**states(model, optimizer), "dct": attached}, checkpoint_id=folder)
+    train(model, optimizer, range(3, 6))
+    again, its_optimizer, resumed = start()
+    state = states(again, its_optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(again, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    loaded = resumed.load(folder)
+    steps = resumed.steps.step
+    train(again, its_optimizer, range(3, 6))
+    return loaded, same(model, again), steps
+
+
+@pytest.mark.parametrize("nodes", [2, 1], ids=["exact copies", "int8 copies"])
+def test_resumed_on_the_same_mesh(tmp_path: Path, nodes: int) -> None:
+    assert run(4, _resumed, str(tmp_path / "saved"), nodes) == [(True, True, 3)] * 4
+
+
+def _odd_operations(rank: int, world_size: int) -> tuple[list[float], bool]:
+    model = sharded(factor=3.0, sums=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": 2}})
+    model(torch.ones(4, 24)).float().sum().backward()
+    bias: Any = model.last.bias.grad  # type: ignore[union-attr]
+    bias = bias.full_tensor()
+    optimizer.zero_grad()
+    model(torch.ones(4, 24)).float().mul(torch.nan if rank == 1 else 1.0).sum().backward()
+    gradients: list[Any] = [p.grad for p in model.blocks[0].parameters()]  # type: ignore[union-attr, index]
+    return bias.tolist(), any(bool(each.to_local().isfinite().any()) for each in gradients)
+
+
+def test_a_divide_factor_and_a_gradient_that_is_not_finite() -> None:
+    for bias, any_finite in run(4, _odd_operations):
+        assert bias == pytest.approx([4 * 4 / 3] * 3)  # four ranks, four rows, divided by 3
+        assert not any_finite
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "sparsity": ({}, {"sparsity": 0.9}, "dct.data_parallel.sparsity = 0.9: FSDP2 on one mesh"),
+    "feedback": ({}, {"feedback": "local"}, "feedback = 'local': FSDP2 on one mesh"),
+    "quality": ({}, {"quality": "safe"}, "dct.data_parallel.quality = 'safe'"),
+    "local steps": ({}, {"local_steps": 8}, "dct.data_parallel.local_steps"),
+    "thresholded updates": ({}, {"parameters": {}}, "dct.data_parallel.parameters"),
+    "fp32 gathers": (
+        {"param_dtype": None},
+        {"parameters": "exact"},
+        "parameters = 'exact': FSDP gathers fp32, and nearly all fp32 weights change",
+    ),
+}
+
+
+def _refused(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+    for name, (options, settings, _) in REFUSED.items():
+        model = sharded(**options)
+        try:
+            compress_shards(model, {"data_parallel": settings}, optimizer=adamw(model))
+        except ConfigError as error:
+            found[name] = str(error)
+    model = sharded()
+    model.blocks[0].set_custom_all_gather(_InTwoLevels())  # type: ignore[union-attr, index, operator]
+    try:
+        compress_shards(model, optimizer=adamw(model))
+    except ConfigError as error:
+        found["own collectives"] = str(error)
+    model = sharded()
+    attached: Any = dct_plugin.attach(model, adamw(model), {"data_parallel": EXACT})
+    for group in attached.groups:  # as a model does whose gathers torch traces
+        group.fsdp._all_gather_comm = type(group.fsdp._all_gather_comm._native)()
+    try:
+        model(torch.ones(2, 24))
+    except ConfigError as error:
+        found["another gather"] = str(error)
+    return found
+
+
+def test_what_cannot_work_is_refused_by_name() -> None:
+    texts = {name: text for name, (*_, text) in REFUSED.items()}
+    texts["own collectives"] = "has collectives of its own (_InTwoLevels"
+    texts["another gather"] = "the weights were gathered without set_custom_all_gather"
+    for rank, found in enumerate(run(2, _refused)):
+        for name, text in texts.items():
+            assert text in found[name], (name, found.get(name))
+            assert f"rank {rank}" in found[name]
+
+
+def test_an_older_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1,)))
+        monkeypatch.delattr(FSDPModule, "set_custom_all_gather")
+        with pytest.raises(VersionError, match=r"2\.9\.0"):
+            ShardCompression(model)
+    finally:
+        dist.destroy_process_group()
