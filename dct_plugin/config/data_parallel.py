@@ -405,7 +405,7 @@ class DataParallelConfig(Section):
             for other in (name for name, given in others.items() if given):
                 yield f"{name} does not go with {other}: progress of weights is sent, and no gradients are"
         if self.value_dtype == "sign" and not updates:
-            yield "value_dtype = 'sign' loses quality with gradients; it is for exchange_of = 'updates'"
+            yield "value_dtype = 'sign' does not go with exchange_of = 'gradients', whose quality it loses"
         if self.adaptive is not None and self.adaptive.sparsity > self.sparsity:
             yield f"adaptive.sparsity = {self.adaptive.sparsity} is above sparsity = {self.sparsity}"
 

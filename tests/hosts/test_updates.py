@@ -220,7 +220,7 @@ def test_what_does_not_go_with_updates_is_named() -> None:
     }.items():
         with pytest.raises(ConfigError, match=f"exchange_of = 'updates' does not go with {other}"):
             DataParallelConfig.of({"exchange_of": "updates", other: value})
-    with pytest.raises(ConfigError, match="value_dtype = 'sign' loses quality with gradients"):
+    with pytest.raises(ConfigError, match="value_dtype = 'sign' does not go with exchange_of = 'gradients'"):
         DataParallelConfig.of({"value_dtype": "sign"})
     with pytest.raises(ConfigError, match="exchange_of"):
         DataParallelConfig.of({"exchange_of": "weights"})
