@@ -253,7 +253,7 @@ class DataParallelConfig(Section):
 
     If the speed of the link is not known or changes ([how it decides](automatic.md)).
     """
-    value_dtype: GradientType | Literal["sign"] = "bf16"
+    value_dtype: Literal[GradientType, "sign"] = "bf16"
     """Type of the sent values on the wire. The rounding error stays in the residual. int8 has one scale per
     256 values; int4 and int2 have a sign and 8 or 2 levels between two scales; log4 has a sign and powers of
     2^-0.75 in 4 bits, with one scale per 32 values, for all entries (sparsity 0); sign has
