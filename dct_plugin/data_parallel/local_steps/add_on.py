@@ -132,6 +132,7 @@ class LocalSteps(AddOn):
                 mine = (self._names[id(p)] for p in group["params"] if id(p) in self._names)
                 self._groups |= dict.fromkeys(mine, (optimizer, group))
             if self._option == "exchange_of" and isinstance(optimizer, torch.optim.Optimizer):
+                self._handles.append(optimizer.register_step_pre_hook(self._see_gradients))
                 self._handles.append(optimizer.register_step_post_hook(self._note_decay))
         self._register(module, parameters or weights, saved or (lambda name, w: w.view(weights[name].shape)))
 
@@ -164,6 +165,15 @@ class LocalSteps(AddOn):
                 part.register_state_dict_post_hook(ModuleHook(replace, part)),
                 part.register_load_state_dict_post_hook(ModuleHook(loads, part)),
             ]
+
+    def _see_gradients(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """See gradients as the optimizer does: clipped, and without a loss scale."""
+        if self._updates is None or not self._updates.factors.is_due(self._exchanged or 0):
+            return
+        trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
+        gradients = [(self._names[id(p)], p.grad) for p in trained if p.grad is not None]
+        local = [(name, g.to_local() if hasattr(g, "to_local") else g) for name, g in gradients]
+        self._updates.factors.see(local, self._exchanged or 0, steps=False)
 
     def _note_decay(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if bool(getattr(optimizer, "found_inf", None)):  # a fused optimizer, which skips the step
@@ -243,8 +253,6 @@ class LocalSteps(AddOn):
             self._averages_states = False
         if self.alone and not self._weights:
             self._adopt()
-        if self._updates is not None and self._updates.factors.is_due(self._steps):
-            self._updates.factors.see(entries, self._steps, steps=False)
 
     @property
     def has_unsent(self) -> bool:

@@ -104,13 +104,13 @@ class StepFactors:
         """Sketch gradients, or with ``steps`` the optimizer's steps, of the tensors whose factor is of these.
 
         Args:
-            entries: Name and tensor, 1-D, any floating type.
+            entries: Name and tensor, any shape and floating type.
             step: Number of the step.
             steps: Whether the tensors are steps.
         """
         for name, flat in entries:
             if name in self._parts and (name in self._of_steps) == steps:
-                self._parts[name].copy_(self._sketches.of(flat.detach().view(-1), step))
+                self._parts[name].copy_(self._sketches.of(flat.detach().reshape(-1), step))
 
     def exchange(self, step: int) -> None:
         """Take over what was seen since the last call; a collective."""
