@@ -221,9 +221,10 @@ class GradientReducer(StreamGroup):
 
     def keep(self, entries: Entries, scale: float) -> bool:
         """Leave gradients as those of this rank alone, if they stay there in this step; return whether."""
-        local, factor = self.add_ons.local_steps, scale * self.group_size
+        local = self.add_ons.local_steps
         if local is None or not local.alone:
             return False
+        factor = scale * self.group_size * local.shorten([name for name, _ in entries])
         for _, tensor in entries if factor != 1.0 else ():
             tensor.mul_(factor)
         if self.metrics is not None and local.counted < 1:  # the exchange of progress counts for the rest

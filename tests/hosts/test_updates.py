@@ -127,7 +127,9 @@ def _factors(rank: int, world_size: int) -> None:
     squares = {"own": 0.0, "mean": 0.0}
     for step in range(3):
         loss_of(model, step, rank).backward()
-        gradients = everyones([parameter.grad.clone() for parameter in model.parameters()])
+        shortened = add_on(state)._shortened
+        named = model.module.named_parameters()
+        gradients = everyones([parameter.grad / shortened[name] for name, parameter in named])
         for name, of in (
             ("own", lambda g: g.square().sum(1).mean()),
             ("mean", lambda g: g.mean(0).square().sum()),
@@ -139,6 +141,7 @@ def _factors(rank: int, world_size: int) -> None:
     exact = (squares["own"] / squares["mean"]).sqrt().clamp(1, world_size)
     found = torch.tensor(add_on(state)._updates._factors)
     torch.testing.assert_close(found, exact, rtol=0.15, atol=0)
+    assert 0.5 < add_on(state)._updates.factors.ratio < 0.98  # by which gradients are shortened until then
     assert exact[0] > 1.05  # else this shows nothing
     torch.testing.assert_close(found[1:], exact[1:], rtol=1e-4, atol=0)  # their sketches are the tensors
 
@@ -356,3 +359,35 @@ def _two_optimizers(rank: int, world_size: int, value: str) -> None:
 @pytest.mark.parametrize("value", ["fp32", "sign"])
 def test_steps_of_muon_and_adamw_cross_together(value: str) -> None:
     run(2, _two_optimizers, value)
+
+
+def _clips(rank: int, world_size: int) -> None:
+    """Scripts clip by about the norm of the mean gradient, and the optimizer gets what they made of it."""
+    model, optimizer, state = attached(SECTION)
+    plain = model_of()
+    for step in range(6):
+        nn.utils.vector_to_parameters(own(model), plain.parameters())
+        plain.zero_grad()
+        loss_of(plain, step, rank).backward()
+        gradients = torch.cat([parameter.grad.view(-1) for parameter in plain.parameters()])
+        loss_of(model, step, rank).backward()
+        seen = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        mean = torch.stack(everyones(gradients)).mean(0)
+        if step:
+            assert seen < 0.95 * gradients.norm()
+            torch.testing.assert_close(seen, mean.norm(), rtol=0.35, atol=0)
+        optimizer.step()
+        used = torch.cat([parameter.grad.view(-1) for parameter in model.parameters()])
+        torch.testing.assert_close(used, gradients, rtol=1e-5, atol=1e-7)
+        optimizer.zero_grad()
+    for data in (6, 7):  # two passes that are reduced: their gradients stay as they are from then on
+        loss_of(model, data, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not add_on(state)._updates.clips
+    loss_of(model, 8, rank).backward()
+    assert not add_on(state)._shortened
+
+
+def test_scripts_clip_by_the_norm_of_the_mean_gradient() -> None:
+    run(2, _clips)

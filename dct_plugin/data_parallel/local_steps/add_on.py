@@ -57,6 +57,8 @@ class LocalSteps(AddOn):
         """The optimizer and the parameter group that train the weights of a name."""
         self._decays: dict[str, float] = {}
         """Shares by which weights have decayed since the last exchange."""
+        self._shortened: dict[str, float] = {}
+        """By name, the factor of gradients that no optimizer has used."""
         self._averages_states = False
         """True if the optimizer's states are to be averaged before the next step."""
         self._exchanged: int | None = None
@@ -166,14 +168,35 @@ class LocalSteps(AddOn):
                 part.register_load_state_dict_post_hook(ModuleHook(loads, part)),
             ]
 
+    @torch.no_grad()
     def _see_gradients(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """See gradients as the optimizer does: clipped, and without a loss scale."""
-        if self._updates is None or not self._updates.factors.is_due(self._exchanged or 0):
+        if self._updates is None:
             return
         trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
         gradients = [(self._names[id(p)], p.grad) for p in trained if p.grad is not None]
         local = [(name, g.to_local() if hasattr(g, "to_local") else g) for name, g in gradients]
-        self._updates.factors.see(local, self._exchanged or 0, steps=False)
+        for name, gradient in local:
+            if (ratio := self._shortened.pop(name, 1.0)) != 1.0:
+                gradient.div_(ratio)
+        if self._updates.factors.is_due(self._exchanged or 0):
+            self._updates.factors.see(local, self._exchanged or 0, steps=False)
+
+    def shorten(self, names: Sequence[str]) -> float:
+        """Return the factor of a rank's gradients until its optimizer uses them. It gives them about the norm
+        of the mean gradient, by which scripts clip; the gradients of several passes of a step have none.
+        """
+        if self._updates is None or not self._updates.clips:
+            return 1.0
+        if not self._shortened.keys().isdisjoint(names):
+            self._updates.clips = False
+            return 1.0
+        ratio = self._updates.factors.ratio
+        self._shortened |= dict.fromkeys(names, ratio)
+        return ratio
+
+    def end_step(self, *, skipped: bool) -> None:
+        self._shortened = {n: r for n, r in self._shortened.items() if n in self._group.waiting}
 
     def _note_decay(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if bool(getattr(optimizer, "found_inf", None)):  # a fused optimizer, which skips the step

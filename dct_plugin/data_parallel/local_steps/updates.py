@@ -26,6 +26,8 @@ from ..plan import Entries
 WIDTH, ROW = 256, 1 << 20
 #: Steps between two exchanges of sketches; the first steps have one each.
 SKETCH_EVERY, FIRST = 16, 4
+#: Share of the norms of all gradients that outlasts an exchange of sketches.
+KEPT = 0.5
 #: Most entries that are encoded together.
 PIECE = 1 << 20
 
@@ -86,8 +88,15 @@ class StepFactors:
         self._of_steps = {name for name, (optimizer, group) in groups.items() if is_muon(optimizer, group)}
         memories = [self._memory(name, *groups.get(name, (None, {}))) for name in sizes]
         self._memory_of = torch.tensor(memories, device=device)
+        is_seen = [name not in self._of_steps for name in sizes]
+        self._are_gradients = torch.tensor(is_seen, device=device)
         self.saved = {name: torch.zeros(len(widths), device=device) for name in ("own", "mean")}
-        """Squared norms: the mean of the ranks' own ones, and that of the mean; fp32 [tensors] each."""
+        """Squared norms: the mean of the ranks' own ones, and that of the mean; fp32 [tensors] each. The same
+        of all gradients together, of the last steps: fp32 [2].
+        """
+        self.saved["all"] = torch.zeros(2, device=device)
+        self.ratio = 1.0
+        """The norm of the mean gradient over that of the ranks' own ones, all tensors together."""
 
     def _memory(self, name: str, optimizer: Any, group: Mapping[str, Any]) -> float:
         """Return the share of the optimizer's statistic that outlasts a step."""
@@ -122,9 +131,19 @@ class StepFactors:
         found = {"own": self._squares / ranks, "mean": sums / ranks**2}
         kept = self._memory_of ** (1 if step < FIRST else min(step, SKETCH_EVERY))
         usable = torch.isfinite(self._squares) & torch.isfinite(sums)
-        for name, saved in self.saved.items():
-            saved.copy_(torch.where(usable, kept * saved + (1 - kept) * found[name], saved))
+        for name, now in found.items():
+            saved = self.saved[name]
+            saved.copy_(torch.where(usable, kept * saved + (1 - kept) * now, saved))
+        together = torch.stack([now[self._are_gradients & usable].sum() for now in found.values()])
+        together /= together.max().clamp(min=torch.finfo(torch.float32).tiny)
+        self.saved["all"].mul_(KEPT).add_(together)
         self._flat.zero_()
+        self.read()
+
+    def read(self) -> None:
+        """Take over what is saved."""
+        own, mean = self.saved["all"].tolist()
+        self.ratio = min(1.0, math.sqrt(mean / own)) if own else 1.0
 
     def _norms(self) -> Tensor:
         return torch.stack([each.square().sum() for each in self._parts.values()])
@@ -159,6 +178,8 @@ class UnsentUpdates:
         self._turns = round(1.0 / context.config.density)
         self.factors = StepFactors(context, {n: each.numel() for n, each in common.items()}, groups)
         self._factors = [1.0] * len(common)
+        self.clips = True
+        """False if gradients of several passes of a step were reduced: they are not shortened."""
         self._sent: list[tuple[int, int, Tensor]] = []
         for turn in range(self._turns):
             for start, stop in self._pieces(turn):
@@ -229,6 +250,7 @@ class UnsentUpdates:
 
     def restore(self) -> None:
         """Take over the factors of a loaded state."""
+        self.factors.read()
         if self.factors.saved["mean"].any():
             self._factors = self.factors.values()
 
