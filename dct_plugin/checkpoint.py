@@ -17,8 +17,10 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -39,13 +41,61 @@ GATHERED = "dct_residuals.pt"
 #: Name of an owner's stream in the two-phase exchange: the parameter and the entries ``[start:stop)`` of it.
 _SERVER_STREAM = re.compile(r"(?P<name>.*)\[(?P<start>\d+):(?P<stop>\d+)\]\Z", re.DOTALL)
 
-_MISSING = "dct_rank_*.pt files are missing"
-
 State = dict[str, Any]
+Folder = str | os.PathLike[str]
 
 
 class NoState(Exception):
     """A checkpoint holds nothing for this rank; the text says why."""
+
+
+class Writer(NamedTuple):
+    """A rank that writes a file: one of the ranks that hold the same parameters.
+
+    Attributes:
+        rank, world_size: Its rank among these, and their number.
+        name: Name of the files, with fields for ``rank`` and for the coordinates in ``place``.
+        place: The coordinates of all of these ranks.
+        cut: Sizes of what cuts the parameters. Residuals cannot follow other sizes.
+        expert: Ranks of one number have the same experts.
+    """
+
+    rank: int
+    world_size: int
+    name: str = "dct_rank_{rank:05d}.pt"
+    place: Mapping[str, int] = MappingProxyType({})
+    cut: Mapping[str, int] = MappingProxyType({})
+    expert: int = 0
+
+    def file(self, folder: Folder, rank: int | None = None) -> Path:
+        """Return the file of this rank, or of another of these ranks."""
+        return Path(folder) / self.name.format(rank=self.rank if rank is None else rank, **self.place)
+
+    @property
+    def pattern(self) -> str:
+        """The pattern of the names of all files."""
+        return re.sub(r"\{.*?\}", "*", self.name)
+
+    def content(
+        self, state: State, *, unit: float = 1.0, identity: str = "", configuration: str = ""
+    ) -> State:
+        """Return what the file holds.
+
+        Args:
+            state: ``GradientReducer.state_dict()`` of this rank; or a dictionary in which ``"reducers"`` has
+                the ``"state"`` and the ``"unit"`` of several reducers by name.
+            unit: Factor that the host had multiplied into the gradients before they reached the reducer, for
+                example one over the number of ranks; 1 when it averages afterwards.
+            identity: Identity of this save: the same on all ranks, another for each save.
+            configuration: Fingerprint of the ``dct`` section.
+        """
+        own: State = {"rank": self.rank, "world_size": self.world_size, "expert": self.expert}
+        own |= {"place": self.coordinates(self.rank), "layout": dict(self.cut)}
+        return {**own, "unit": unit, "save": identity, "configuration": configuration, "state": state}
+
+    def coordinates(self, rank: int | None) -> dict[str, int | None]:
+        """Return where a rank stands: among the ranks that hold the same parameters, and in their place."""
+        return {"data": rank, **self.place}
 
 
 class Loaded(NamedTuple):
@@ -63,11 +113,6 @@ class Loaded(NamedTuple):
     origin: str
     ranks: int = 0
 
-    @classmethod
-    def of(cls, state: State, content: State) -> Loaded:
-        """``state``, which was made of the files of which ``content`` is one."""
-        return cls(state, str(content["save"]), origin_of(content))
-
 
 def origin_of(content: State) -> str:
     """Describe step, version and configuration of a file in words."""
@@ -76,34 +121,6 @@ def origin_of(content: State) -> str:
         f"step {content['state']['step']}, dct-plugin {content['version']}, configuration {configuration}, "
         f"save {str(content['save'])[:8] or 'unknown'}"
     )
-
-
-def file_of(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Return the file of rank ``rank``."""
-    return Path(folder) / f"dct_rank_{rank:05d}.pt"
-
-
-def content_of(
-    state: State, *, rank: int, world_size: int, unit: float, identity: str = "", configuration: str = ""
-) -> State:
-    """Return what a rank's file holds.
-
-    Args:
-        state: A reducer's state of this rank (``GradientReducer.state_dict()``).
-        rank, world_size: Rank and number of ranks in the data-parallel group.
-        unit: Factor that the host had multiplied into the gradients before they reached the reducer, for
-            example one over the number of ranks; 1 when it averages afterwards.
-        identity: Identity of this save: the same on all ranks, another for each save.
-        configuration: Fingerprint of the ``dct`` section.
-    """
-    return {
-        "rank": rank,
-        "world_size": world_size,
-        "unit": unit,
-        "save": identity,
-        "configuration": configuration,
-        "state": state,
-    }
 
 
 def write(path: Path, content: State) -> None:
@@ -124,61 +141,66 @@ def write(path: Path, content: State) -> None:
 
 
 def load(
-    folder: str | os.PathLike[str],
+    folder: Folder,
+    writer: Writer,
     *,
-    rank: int,
-    world_size: int,
     unit: float = 1.0,
     sizes: Mapping[str, int] | None = None,
     layout: Sequence[Sequence[int]] = (),
 ) -> Loaded:
-    """Return this rank's state from a checkpoint of the same or another number of ranks or nodes.
+    """Return a rank's state from a checkpoint of the same or another number of ranks or nodes.
 
     Args:
         folder: Folder of the checkpoint.
-        rank, world_size: Rank and number of ranks in the data-parallel group.
-        unit: See :func:`content_of`.
+        writer: The rank.
+        unit: See :meth:`Writer.content`; reducers by name keep their units.
         sizes: Entries of the model's parameters by name, where the host knows them.
         layout: Ranks of each node, where their gradients are summed first.
 
     Returns:
-        A state for ``GradientReducer.load_state_dict`` and what it was made of. Another rank may miss files
-        that this one sees (node-local storage), or see those of another save: compare over all ranks before
-        using it, since the step must agree.
+        A state for ``load_state_dict`` and what it was made of. Another rank may miss files that this one
+        sees (node-local storage), or see those of another save: compare over all ranks before using it, since
+        the step must agree.
 
     Raises:
-        NoState: Files are missing.
+        NoState: Files are missing, or the parameters were cut in another way.
         DCTError: A file cannot be read, is damaged, was written by another rank or version or in another save
             than the others, or does not fit the model; names the file and what is wrong in it.
     """
-    if Path(folder, GATHERED).exists():
-        content = read(Path(folder, GATHERED))
-        _check(Path(folder, GATHERED), content, 0, sizes)
-        return Loaded.of(in_unit(content["state"], unit / float(content["unit"])), content)
-    own, first = file_of(folder, rank), file_of(folder, 0)
-    known = own if own.exists() else first  # on node-local storage only the own file is here
-    if Path(folder, UNFINISHED).exists():
+    folder = Path(folder)
+    if (gathered := Writer(0, 1, GATHERED)).file(folder).exists():
+        writer, layout = gathered, ()
+    elif (folder / UNFINISHED).exists():
         raise DCTError(
             f"{folder}: a save over an older checkpoint did not end, so that its parts may be of two steps "
             f"(that is what {UNFINISHED} in it says)"
         )
+    known = writer.file(folder)
     if not known.exists():
-        some = any(Path(folder).glob("dct_rank_*.pt"))
-        raise NoState(_MISSING if some else "the checkpoint holds no dct_rank_*.pt files")
+        known = writer.file(folder, 0)  # on node-local storage only the own file is here
+    if not known.exists():
+        if (other := next(folder.glob(writer.pattern), None)) is None:
+            raise NoState(f"the checkpoint holds no {writer.pattern} files")
+        if writer.cut:
+            _check_cut(read(other), writer)
+        raise NoState(f"{known.name} is missing")
     content = read(known)
+    _check_cut(content, writer)
+    layouts = [part["state"].get("layout", []) for name, part in _reducers(content) if not _of_expert(name)]
     saved = int(content["world_size"])
-    if saved == world_size and content["state"].get("layout", []) == [list(ranks) for ranks in layout]:
-        if known != own:
-            raise NoState(_MISSING)
-        _check(own, content, rank, sizes)
-        return Loaded.of(in_unit(content["state"], unit / float(content["unit"])), content)
-    if not all(file_of(folder, r).exists() for r in range(saved)):
-        raise NoState(_MISSING)
-    loaded = Loaded.of(reshard(_parts(known, content, sizes), unit=unit), content)
-    return loaded._replace(ranks=saved)
+    is_own = saved == writer.world_size and all(each == [*map(list, layout)] for each in layouts)
+    ranks = [writer.rank] if is_own else range(saved)
+    if (absent := next((r for r in ranks if not writer.file(folder, r).exists()), None)) is not None:
+        raise NoState(f"{writer.file(folder, absent).name} is missing")
+    origin = str(content["save"]), origin_of(content)
+    contents = partial(_contents, writer, ranks, known, content, sizes)
+    if is_own:
+        (content,) = contents()
+        return Loaded(in_unit(content["state"], unit / float(content.get("unit", unit))), *origin)
+    return Loaded(_spread(contents, content["state"], writer, unit), *origin, saved)
 
 
-def gather(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Path:
+def gather(source: Folder, target: Folder) -> Path:
     """Put the states of all ranks of a checkpoint into one file, for any number of ranks (:func:`reshard`).
 
     Args:
@@ -191,35 +213,70 @@ def gather(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Pa
     Raises:
         DCTError: A file is missing or damaged, or they are not of one save.
     """
-    known = file_of(source, 0)
-    if not known.exists():
-        raise DCTError(f"{known}: no such file; {source} is to be a folder with dct_rank_*.pt")
+    writer = Writer(0, 1)
+    if not (known := writer.file(source)).exists():
+        raise DCTError(f"{known}: no such file; {source} is to be a folder with {writer.pattern}")
     first = read(known)
-    state = reshard(_parts(known, first, None))
-    origin = {"identity": first["save"], "configuration": first.get("configuration", "")}
-    path = Path(target, GATHERED)
-    write(path, content_of(state, rank=0, world_size=1, unit=1.0, **origin))
+    state = reshard(_contents(writer, range(int(first["world_size"])), known, first))
+    path, configuration = Path(target, GATHERED), first.get("configuration", "")
+    write(path, writer.content(state, identity=first["save"], configuration=configuration))
     return path
 
 
-def _parts(known: Path, first: State, sizes: Mapping[str, int] | None) -> Iterator[State]:
-    """The content of all ranks' files, one by one; ``first`` is that of ``known``, and of the same save."""
-    for rank in range(int(first["world_size"])):
-        file = file_of(known.parent, rank)
+def _contents(
+    writer: Writer, ranks: Sequence[int], known: Path, first: State, sizes: Mapping[str, int] | None = None
+) -> Iterator[State]:
+    """Yield the content of the files of ranks, one by one and checked; ``first`` is that of ``known``, and of
+    the same save.
+    """
+    for rank in ranks:
+        file = writer.file(known.parent, rank)
         content = first if file == known else read(file, first)
-        _check(file, content, rank, sizes)
+        found = content.get("place", writer.coordinates(content.get("rank")))  # files of older versions
+        if found != (named := writer.coordinates(rank)):
+            raise DCTError(f"{file}: written by {_in_words(found)}; its name says {_in_words(named)}")
+        for _, part in _reducers(content):
+            if not {"step", "loss_scale", "streams"} <= part["state"].keys() or part["unit"] is None:
+                raise DCTError(f"{file}: not the state of a reducer")
+            check_sizes(file, part["state"], sizes or {})
         yield content
 
 
-def _check(file: Path, content: State, rank: int, sizes: Mapping[str, int] | None) -> None:
-    """Check that a reducer's file is that of ``rank`` and fits a model."""
-    if content.get("rank") != rank:
-        raise DCTError(f"{file}: written by rank {content.get('rank')}, its name says {rank}")
+def _in_words(coordinates: Mapping[str, object]) -> str:
+    return ", ".join(f"{'rank' if name == 'data' else name} {at}" for name, at in coordinates.items())
+
+
+def _check_cut(content: State, writer: Writer) -> None:
+    """Refuse the files of ranks whose parameters are cut in another way."""
+    saved = content.get("layout") or {}
+    if changed := [f"{k} {saved.get(k)} -> {size}" for k, size in writer.cut.items() if saved.get(k) != size]:
+        sizes = ", ".join(changed)
+        raise NoState(f"the parameters are cut in another way ({sizes}), which residuals cannot follow")
+
+
+def _reducers(content: State) -> Iterable[tuple[str, State]]:
+    """Return the states of the reducers in a file by name, with their units."""
     state = content["state"]
-    if not {"step", "loss_scale", "streams"} <= state.keys() or "unit" not in content:
-        raise DCTError(f"{file}: not the state of a reducer")
-    if sizes is not None:
-        check_sizes(file, state, sizes)
+    return state.get("reducers", {"": {"unit": content.get("unit"), "state": state}}).items()
+
+
+def _of_expert(reducer: str) -> bool:
+    """Return whether a reducer is of expert layers, whose replicas are the ranks with the same experts."""
+    return reducer.startswith("expert")
+
+
+def _spread(contents: Callable[[], Iterator[State]], first: State, writer: Writer, unit: float) -> State:
+    """Return the state for another number of ranks. ``contents`` reads the files one by one, once for each
+    reducer. Streams of activations are those of one rank.
+    """
+    if "reducers" not in first:
+        return reshard(contents(), unit=unit)
+    reducers = {}
+    for name, part in first["reducers"].items():
+        alike = (each for each in contents() if not _of_expert(name) or each["expert"] == writer.expert)
+        parts = (each["state"]["reducers"][name] for each in alike)
+        reducers[name] = {"unit": part["unit"], "state": reshard(parts, unit=part["unit"])}
+    return {**first, "reducers": reducers, "parameters": {}}
 
 
 def check_sizes(file: Path, state: State, sizes: Mapping[str, int]) -> None:
@@ -265,7 +322,7 @@ def known_to(sizes: Mapping[str, int] | None, state: State) -> tuple[State, list
     """A reducer's state with the streams of a model only, and the names of the others; of all, if its sizes
     are not known.
     """
-    if sizes is None:
+    if sizes is None or "reducers" in state:
         return state, []
     strange = [name for name in state["streams"] if _entries(name, sizes) is None]
     kept = {name: stream for name, stream in state["streams"].items() if name not in strange}
@@ -282,7 +339,7 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
 
     Args:
         contents: Contents of the files of all old ranks, in any order; one is in memory at a time.
-        unit: See :func:`content_of`, for the new ranks.
+        unit: See :meth:`Writer.content`, for the new ranks.
     """
     step, loss_scale, count, inside, old_unit = 0, 1.0, 0, 1, 1.0
     total: dict[str, State] = {}

@@ -30,6 +30,13 @@ class SparsitySchedule:
         """True while steps are dense or sparsity rises."""
         return step < self.warmup_steps + self.ramp_steps
 
+    def rest(self, step: int) -> str:
+        """Return how the start goes on at ``step``, in words."""
+        if step < self.warmup_steps:
+            return f"dense steps go on until step {self.warmup_steps}"
+        end = self.warmup_steps + self.ramp_steps
+        return f"sparsity rises until step {end}" if step < end else "the start is over"
+
     def density(self, step: int) -> float:
         """Share of entries to keep at ``step`` (from 0); 1.0 means dense."""
         if step < self.warmup_steps:

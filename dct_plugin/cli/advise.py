@@ -24,6 +24,7 @@ from ..config import DataParallelConfig
 from ..console import print_warning
 from ..data_parallel.autotune.cost_model import Coding, CostModel, Link
 from ..data_parallel.autotune.decision_rules import DecisionRules, gentlest_of_fastest
+from ..data_parallel.autotune.measurements import unmeasured
 from ..errors import ConfigError, DCTError
 from ..integrations.host.measured_job import SECTION, VARIABLE
 from ..integrations.megatron.options import CONFIG_VARIABLE
@@ -49,12 +50,14 @@ class Figures(NamedTuple):
         training: Optimizer, ZeRO stage and ranks.
         settings: What the job gets with nothing written, and why.
         left_out: Names of the script's own communication hooks, which were left out.
+        device: Type of the device that gradients lie on.
     """
 
     model: CostModel
     training: Training
     settings: AppliedSettings
     left_out: Sequence[str] = ()
+    device: str = "cpu"
 
     @classmethod
     def read(cls, path: Path) -> Figures:
@@ -71,7 +74,7 @@ class Figures(NamedTuple):
             server_density=made.settings.server_density,
             step_ahead=model.step_ahead if made.settings.feedback.looks_ahead else 0.0,
         )
-        return cls(model, training, made, content["left_out"])
+        return cls(model, training, made, content["left_out"], content["device"])
 
     @property
     def rows(self) -> list[Setting]:
@@ -129,6 +132,8 @@ def advise(
             f"the script registers a communication hook of its own ({', '.join(figures.left_out)}), and DDP "
             "takes one: the figures are those of the job without it"
         )
+    if note := unmeasured(figures.device):
+        print_warning(note)
     models = {"here": figures.model} | {
         rate_name(rate): figures.model.at_rate(bits_per_second(rate)) for rate in rates
     }
@@ -253,7 +258,7 @@ def decision(figures: Figures, name: str, model: CostModel, line: Sequence[str])
     if best.is_dense:
         others = (model.predict(each).total for each in figures.rows if not each.is_dense)
         return f"{name}: leave the plugin out, dense steps are as fast ({dense / min(others):.2f}x)."
-    section = "--dct-data-parallel-enabled true" if "dct_plugin.megatron" in line else '"dct": {}'
+    section = "--dct '{}'" if "dct_plugin.megatron" in line else '"dct": {}'
     return f"{name}: take {section}, which becomes {best}: {dense / model.predict(best).total:.2f}x as fast."
 
 

@@ -8,12 +8,16 @@ import math
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from ..integrations.deepspeed.file_check import FileReport
+
+_RanksPerNode = Annotated[
+    int, typer.Option(min=1, help='Ranks of a machine, which "nodes": "auto" sums before nodes exchange.')
+]
 
 app = typer.Typer(help="Show and check the dct section of a JSON file.", no_args_is_help=True)
 
@@ -62,30 +66,27 @@ def check(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks of the job [default: as the batch sizes say].")
     ] = None,
+    ranks_per_node: _RanksPerNode = 1,
 ) -> None:
-    """Check DeepSpeed JSONs or bare sections; exit with 1 if a job would not start.
+    """Check the section of DeepSpeed JSONs, or bare sections; exit with 1 if it would stop a job.
 
-    The installed DeepSpeed checks its keys. All errors of a file are listed, then warnings: settings that are
-    known to lose quality, keys that nothing reads.
+    All errors of a file are listed, then warnings: settings that are known to lose quality. DeepSpeed checks
+    its own keys when the job starts.
     """
     from ..config.dct import read_hjson
     from ..console import print_error
     from ..errors import ConfigError
-    from ..integrations.deepspeed import file_check, parser
+    from ..integrations.deepspeed import file_check
 
-    contents: dict[str, tuple[dict[str, Any], bool]] = {}
     failed = False
     for file in files:
         try:
-            contents[file] = read_hjson(file)
+            content, strict = read_hjson(file)
         except ConfigError as error:
             print_error(error)
             failed = True
-    asked = [file for file, (content, _) in contents.items() if file_check.for_deepspeed(content)]
-    told = parser.ask([contents[file][0] for file in asked], ranks=ranks)
-    answers = dict(zip(asked, told, strict=False))
-    for file, (content, strict) in contents.items():
-        report = file_check.check(content, answers.get(file), ranks or 0)
+            continue
+        report = file_check.check(content, ranks or 0, ranks_per_node)
         if not strict:
             report.notes.append("not strict JSON, which Hugging Face's Trainer and Accelerate want")
         failed |= not _print(report, file)
@@ -124,7 +125,8 @@ class Precision(str, Enum):
 @app.command()
 def suggest(
     optimizer: Annotated[str, typer.Option(help="Class of the optimizer: adamw, sgd, adagrad, ...")],
-    ranks: Annotated[int, typer.Option(min=2, help="Ranks, or nodes, that exchange gradients.")],
+    ranks: Annotated[int, typer.Option(min=2, help="Data-parallel ranks.")],
+    ranks_per_node: _RanksPerNode = 1,
     stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage; 0 for torch DDP.")] = 0,
     precision: Annotated[Precision, typer.Option(help="Type of the weights.")] = Precision.BF16,
     momentum: Annotated[float, typer.Option(min=0, help="The optimizer's momentum.")] = 0.0,
@@ -138,18 +140,20 @@ def suggest(
     from ..integrations.deepspeed.section import Job
     from ..policy import resolve
     from ..policy.evidence import MEASURED_DEFAULTS
+    from ..policy.rules import compressors_of
 
     rate = math.inf if lr is None else lr
     job = Job(stage, precision.value, optimizer, momentum, lr=rate, gathers_weights=stage in (1, 2))
     section = DCTConfig()
     training = replace(training_facts(job, section), ranks=ranks)
-    made = resolve(section.data_parallel, training)
+    count = compressors_of(section.data_parallel, ranks, ranks_per_node)
+    made = resolve(section.data_parallel, training, count)
     typer.echo(json.dumps({"dct": {}}))
     say = functools.partial(typer.echo, err=True)
     say(f"it becomes: {made.settings.summary}")
     for line in made.lines:
         say(line)
-    row = next((row for row in MEASURED_DEFAULTS if row.suits(training)), None)
+    row = next((row for row in MEASURED_DEFAULTS if row.suits(replace(training, ranks=count))), None)
     if row is None:
         say("this combination was not measured")
     for label, value in row.facts() if row else ():

@@ -5,19 +5,19 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from ..errors import ConfigError
-from .options import allowed, choices, models, show
+from .options import allowed, models, show
 
 #: Keys that tell a DeepSpeed JSON without a "dct" section from a file that is the section itself.
 DEEPSPEED_KEYS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    "optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "steps_per_print",
+    "optimizer", "scheduler", "zero_optimization", "zero_allow_untested_optimizer", "fp16", "bf16",
+    "steps_per_print",
 }  # fmt: skip
 
 _DEEPEST = 32  # no section has more than five levels
@@ -115,33 +115,7 @@ def _line(cls: type[BaseModel], section: Any, item: Any, source: str) -> str:
     if item["type"] == "missing" and isinstance(item["loc"][-1], str):  # a key, not an entry of a list
         return f"{path}: missing; {wanted}"
     # An error inside a pair is reported for the pair as a whole.
-    return f"{path} = {show(value)}: {wanted}" + (_meant(value, field) if field else "")
-
-
-def _meant(value: Any, field: FieldInfo) -> str:
-    """Return the allowed value that was probably meant, as a question; mostly empty."""
-    found: Any = None
-    if isinstance(value, Mapping):
-        value = value.get("kind", value.get("method"))
-    if isinstance(value, str):
-        labels = choices(field)
-        plain = {re.sub(r"[^a-z0-9]", "", str(label).lower()): label for label in labels}
-        word = re.sub(r"[^a-z0-9]", "", value.lower())
-        word = re.sub("^(bfloat|bf)", "bf", re.sub("^float", "fp", word.removeprefix("torch")))
-        close = difflib.get_close_matches(word, plain, n=1, cutoff=0.8)
-        found = plain[close[0]] if close else None if labels else _number(value)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool) and 10 <= value < 100:
-        found = round(value / 100, 6) if allowed(field).endswith("in [0, 1)") else None
-    return "" if found is None else f"; did you mean {show(found)}?"
-
-
-def _number(text: str) -> Any:
-    """Return a number, true or false that stands in quotes; None for other texts."""
-    try:
-        value = json.loads(text.lower())
-    except ValueError:
-        return None
-    return value if isinstance(value, (int, float)) else None
+    return f"{path} = {show(value)}: {wanted}"
 
 
 def _unknown_key(cls: type[BaseModel], model: type[BaseModel], path: str, key: str, value: Any) -> str:
@@ -152,29 +126,22 @@ def _unknown_key(cls: type[BaseModel], model: type[BaseModel], path: str, key: s
 
 
 def _closest(cls: type[BaseModel], key: str, model: type[BaseModel], path: str) -> str:
-    """Return where the key was probably meant to stand: here, one level below, anywhere else."""
-    valid = list(model.model_fields)
-    word = re.sub(r"[\s-]+", "_", key.strip().lower())
-    if match := difflib.get_close_matches(word, valid, n=1, cutoff=0.75):
-        return f"did you mean {path}.{match[0]}?"
+    """Return where the key was probably meant to stand: here, further below, anywhere else."""
     if key in DEEPSPEED_KEYS:
         return f'DeepSpeed reads it at the top of the file, beside "{path.split(".")[0]}"'
-    for places in (_places(model, path, 1), _places(cls, path.split(".")[0])):
-        names = dict(reversed(list(places)))
-        if match := difflib.get_close_matches(word, names, n=1, cutoff=0.85):
-            return f"did you mean {names[match[0]]}?"
+    places = [*_places(model, path), *_places(cls, path.split(".")[0])]
+    names = dict(reversed(places))
+    word = re.sub(r"[\s-]+", "_", key.strip().lower())
+    if match := difflib.get_close_matches(word, names, n=1, cutoff=0.75):
+        return f"did you mean {names[match[0]]}?"
+    return "allowed are " + ", ".join(model.model_fields)
+
+
+def _places(model: type[BaseModel], path: str) -> list[tuple[str, str]]:
+    """Return name and path of the keys of a section and of those below it, the highest first."""
+    found = []
     for name, field in model.model_fields.items():
-        if word in choices(field):
-            return f'did you mean "{name}": "{word}"?'
-    if match := difflib.get_close_matches(word, valid, n=1):
-        return f"did you mean {path}.{match[0]}?"
-    return "allowed are " + ", ".join(valid)
-
-
-def _places(model: type[BaseModel], path: str, below: int = 3) -> Iterator[tuple[str, str]]:
-    """Yield name and path of the keys of a section and of the levels below it, level by level."""
-    level = [(path, model)]
-    for _ in range(below + 1):
-        fields = [(f"{at}.{name}", name, each) for at, m in level for name, each in m.model_fields.items()]
-        yield from ((name, place) for place, name, _ in fields)
-        level = [(place, sub) for place, _, field in fields for sub in models(field)]
+        found.append((name, f"{path}.{name}"))
+        for below in models(field):
+            found += _places(below, f"{path}.{name}")
+    return sorted(found, key=lambda place: place[1].count("."))

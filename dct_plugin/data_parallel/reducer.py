@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 from .. import checkpoint
 from ..compression.stream import Compressor
 from ..config import DataParallelConfig
+from ..console import logger
 from ..errors import DCTError
 from ..host_traffic import bytes_sent
 from ..kernels.checks import PACK_BLOCK
@@ -360,6 +361,10 @@ class GradientReducer(StreamGroup):
             if each.key:
                 saved = each.in_unit(state.get(each.key), state.get("ratio", 1.0))
                 each.load_state_dict(saved, step=self.step)
+        kept = sum(each.get("residual") is not None for each in self.loaded.values())
+        if self.step and (kept or not self.loaded) and dist.get_rank() == 0:
+            what = f"the residuals of {kept} tensors, for {self.world_size} ranks or nodes"
+            logger.warning(f"dct: resumed at step {self.step} with {what}; {self.schedule.rest(self.step)}")
 
 
 class Reduction:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..codecs.values import ValueDtype
 from ..compression.stream import as_flat, wire_dtype
 from ..errors import PayloadError
+from ..kernels.backend import mask_of
 from ..kernels.embedding import FloatArray, IntArray, Outgoing
 from .vector_codec import BOUNDED, PACKED, PLAIN_KINDS, VectorCodec, plain_kind
 
@@ -188,7 +189,7 @@ class VectorMessages:
                 with self.codec.blame(what, source):
                     self._read_values(message, kinds[source], part.zero_(), mask)
                     if kinds[source] & _MASKED:
-                        kept = self.codec.backend(out.device).decode_mask(message[:-1], part.numel())
+                        kept = mask_of(self.codec.backend(out.device), message[:-1], part.numel())
                         found[source] = kept.view(-1, self.dim)
         lengths = {s: self.lengths(rows[s], mask) for s, mask in bounded.items()}
         outs = {s: slices[s] if m is None else out.new_empty(lengths[s].sum()) for s, m in bounded.items()}

@@ -7,8 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import Tensor
+
+from ..metrics import format_bytes
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,24 @@ def check_placement(
             f"placement {placed} does not put each of {len(tables)} tables on one of {world_size} ranks"
         )
     return placed
+
+
+def check_memory(placement: Sequence[Sequence[int]], tables: Sequence[Table], name: str) -> None:
+    """Check that the tables of every rank, in fp32, fit into the memory of a machine like this one.
+
+    Raises:
+        ValueError: They do not. All ranks find the same, if their machines are alike.
+    """
+    if torch.get_default_device().type != "cpu":
+        return
+    needed = [sum(4 * tables[t].rows * tables[t].width for t in numbers) for numbers in placement]
+    total = psutil.virtual_memory().total
+    if (largest := max(needed)) > total:
+        raise ValueError(
+            f"{name}: the tables of rank {needed.index(largest)} take {format_bytes(largest)}, and this "
+            f"machine has {format_bytes(total)} of memory; all tables take {format_bytes(sum(needed))}. Take "
+            "more ranks on more machines, or smaller tables: a table lies on one rank"
+        )
 
 
 def seed_of_tables() -> int:

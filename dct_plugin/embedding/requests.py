@@ -35,6 +35,8 @@ from .request_message import (
     write_request,
 )
 
+_INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+
 
 class BatchLookup(NamedTuple):
     """The requests of a batch, and how its vectors are put together from the answers.
@@ -109,8 +111,12 @@ class RequestExchange:
 
         Raises:
             IndexError: An id is outside its table.
+            TypeError: The ids are no integers.
             ValueError: The ids have another shape.
         """
+        given = [categorical] if isinstance(categorical, Tensor) else itertools.chain(*categorical)
+        if wrong := {each.dtype for each in given} - _INTEGERS:
+            raise TypeError(f"{self.name}: rank {self.rank}: ids are {wrong.pop()}; they must be integers")
         if self.deduplicates and isinstance(categorical, Tensor) and categorical.dim() == 2:
             if categorical.shape[1] != len(self.limits):
                 raise ValueError(_shape_error(categorical, len(self.limits)))
@@ -205,6 +211,7 @@ class RequestExchange:
 
         Raises:
             IndexError: An id is outside its table. The other ranks are told.
+            TypeError: The ids are no integers.
             ValueError: The ids have another shape.
             PayloadError: A request is damaged, or about other tables.
             DesyncError: A rank failed, or is at another exchange.
@@ -220,7 +227,9 @@ class RequestExchange:
                     for owner, each in by_owner
                 ]
                 lookup = lookup.to(device)
-        fingerprint, bounds = zlib.crc32(f"{self.name}/ids".encode()), [MOST_BYTES] * transport.world_size
+        # A rank that evaluates alone must not be answered by a training step.
+        operation = f"{self.name}/ids/{torch.is_grad_enabled()}"
+        fingerprint, bounds = zlib.crc32(operation.encode()), [MOST_BYTES] * transport.world_size
         with record.timed("exchange"), transport.recorded(record):
             on_device = [to_device(message, device) for message in messages]
             received = transport.all_to_all(on_device, fingerprint, bounds=bounds)

@@ -22,14 +22,18 @@ from torch.utils.hooks import RemovableHandle
 from ..autograd import with_gradient
 from ..codecs.copies import to_device
 from ..config import EmbeddingChannelConfig, KernelConfig
+from ..errors import DesyncError
 from ..kernels.embedding import add_rows
 from ..metrics import Metrics, Record
 from .embedding_exchange import EmbeddingExchange, Route
-from .placement import Table, check_placement, draw_table, seed_of_tables
+from .placement import Table, check_memory, check_placement, draw_table, seed_of_tables
 from .request_message import Bags, RowRequest
 from .requests import RequestExchange
 
 Pooling = Literal["sum", "mean"]
+_COLLECTIVE = (
+    "a look-up is a collective, in evaluation too: every rank makes as many, all with gradients or none"
+)
 
 
 class TableShard(nn.Module):
@@ -61,14 +65,19 @@ class ShardedTables(nn.Module):
         group: Process group, None for the default one; it has to exist already.
         config: ``dct.embedding``; by default rows are de-duplicated and exact.
         pooling: Reduction of the rows of a sample, ``sum`` or ``mean``.
-        placement: Tables of each rank; by default :func:`place_tables` balances them by rows. For multi-hot
-            tables pass its result for :class:`Table` objects with ``pooling``.
+        placement: Numbers of the tables of each rank, ``[[5, 0], [1, 2, 3, 4]]``; by default
+            :func:`place_tables` balances them by rows. For multi-hot tables pass its result for
+            :class:`Table` objects with ``pooling``.
         sparse: Sparse gradients, for optimizers that take them.
         average_gradients: Divide gradients by the number of ranks, so that they are those of the mean over
             the global batch, as data-parallel gradients are. False where the host framework does that.
         name: Name in errors and metrics.
         metrics: Records bytes and times; see :class:`EmbeddingExchange`. Requests are ``embedding_ids``.
         kernels: ``dct.kernels``; the defaults when None.
+
+    Raises:
+        ValueError: A table has no rows or too many, the placement is wrong, or the tables of a rank cannot
+            fit into memory.
 
     Every rank draws its own tables alone, and the model does not depend on the number of ranks
     (:func:`~dct_plugin.embedding.placement.draw_table`).
@@ -93,8 +102,9 @@ class ShardedTables(nn.Module):
         if pooling not in ("sum", "mean"):
             raise ValueError(f"pooling is {pooling!r}; allowed: 'sum', 'mean'")
         self.cardinalities = [int(rows) for rows in cardinalities]
-        if max(self.cardinalities, default=0) >= 2**31:
-            raise ValueError(f"a table has {max(self.cardinalities)} rows; at most 2**31 - 1 are supported")
+        for number, rows in enumerate(self.cardinalities):
+            if not 0 < rows < 2**31:
+                raise ValueError(f"{name}: table {number} has {rows} rows; allowed: 1 to 2**31 - 1")
         self.dim = dim
         self.pooling = pooling
         self.sparse = sparse
@@ -105,6 +115,7 @@ class ShardedTables(nn.Module):
         self.rank = dist.get_rank(group)
         described = [Table(rows, dim) for rows in self.cardinalities]
         self.placement = check_placement(placement, described, self.world_size)
+        check_memory(self.placement, described, name)
         own = self.placement[self.rank]
         exchange = EmbeddingExchange(
             self.config,
@@ -167,12 +178,17 @@ class ShardedTables(nn.Module):
             [B, F, dim] in the tables' dtype.
 
         Raises:
+            DesyncError: Other ranks did not look up samples at the same time, or failed.
             IndexError: An id is outside its table; named with table and rank.
+            TypeError: The ids are no integers.
         """
         weight = self.shard.weight
         exchange = self.embedding_exchange.transport(self.group, weight.device)
         record = Record("embedding_ids")
-        lookup, requests = self._requests.exchange(categorical, exchange, record)
+        try:
+            lookup, requests = self._requests.exchange(categorical, exchange, record)
+        except DesyncError as error:
+            raise DesyncError(f"{error}. {self.name}: {_COLLECTIVE}") from error
         if self.metrics is not None and self.world_size > 1:
             ids = self._requests.ids_to_peers(lookup)
             self.metrics.record(replace(record, dense_bytes=4 * ids, numel=ids, nnz=ids))

@@ -104,5 +104,7 @@ def _write(model: CostModel) -> None:
     }
     path = Path(os.environ[VARIABLE])
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"facts": FACTS, "model": figures, "left_out": _left_out}), encoding="utf-8")
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    content = {"facts": FACTS, "model": figures, "left_out": _left_out, "device": device}
+    part.write_text(json.dumps(content), encoding="utf-8")
     part.replace(path)  # the command waits for the whole file

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class Backend(ABC):
         codes_entropy: Whether error-bounded codes have an entropy stage (:mod:`.embedding`), on the host.
         encodings: The index encodings that it writes; it takes the smallest.
         value_dtypes: The types of values that it writes.
+        planes: The functions ``pack`` and ``unpack`` of :mod:`dct_plugin.codecs.planes`.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Backend(ABC):
     codes_entropy: ClassVar[bool] = False
     encodings: Collection[IndexEncoding] = tuple(CODECS)
     value_dtypes: ClassVar[Collection[ValueDtype]] = tuple(ValueDtype)
+    planes: Any = planes
 
     def batched(self) -> AbstractContextManager[None]:
         """Return a context in which a backend that ``batches`` may write the payloads of many tensors with a
@@ -142,11 +144,6 @@ class Backend(ABC):
         if header.nonfinite:
             return torch.empty(0, dtype=torch.int64, device=body.device)
         return self.decode_indices(header.encoding, header.param, section, header.nnz, numel)
-
-    def decode_mask(self, payload: Payload | Tensor, numel: int) -> Tensor:
-        """Return bool [numel]: which entries a payload keeps; see :meth:`positions`."""
-        at = self.positions(payload, numel)
-        return torch.zeros(numel, dtype=torch.bool, device=at.device).index_fill_(0, at, True)
 
     # -- thresholds ---
 
@@ -253,16 +250,6 @@ class Backend(ABC):
         """See :func:`dct_plugin.codecs.index.decode_indices`."""
         return decode_indices(encoding, param, data, nnz, numel)
 
-    # -- whole numbers of few bits ---
-
-    def pack_planes(self, numbers: Tensor, widths: Tensor, groups: Tensor, nbytes: int) -> Tensor:
-        """See :func:`dct_plugin.codecs.planes.pack`."""
-        return planes.pack(numbers, widths, groups, nbytes)
-
-    def unpack_planes(self, data: Tensor, widths: Tensor, groups: Tensor, count: int) -> Tensor:
-        """See :func:`dct_plugin.codecs.planes.unpack`."""
-        return planes.unpack(data, widths, groups, count)
-
     # -- messages in slots of fixed size (codecs.slots), where lengths stay on the device ---
 
     def write_slots(
@@ -319,3 +306,9 @@ class Backend(ABC):
             nothing). A message with an error is not added.
         """
         raise NotImplementedError(f"{self.name} kernels read no slots")
+
+
+def mask_of(kernels: Backend, payload: Payload | Tensor, numel: int) -> Tensor:
+    """Return bool [numel]: which entries a payload keeps; see :meth:`Backend.positions`."""
+    at = kernels.positions(payload, numel)
+    return torch.zeros(numel, dtype=torch.bool, device=at.device).index_fill_(0, at, True)

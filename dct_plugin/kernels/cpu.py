@@ -206,17 +206,12 @@ class CpuBackend(Backend):
         return tau.value
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
-        self._repack(values, out, exponents, seed, packing=True)
+        numbers = values.numel(), seed & 0xFFFFFFFF, exponents is not None, True
+        self._call("dct_pack", values, out, exponents, *numbers, self._threads_for(values.numel()))
 
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
-        self._repack(out, packed, exponents, 0, packing=False)
-
-    def _repack(
-        self, wide: Tensor, packed: Tensor, exponents: Tensor | None, seed: int, *, packing: bool
-    ) -> None:
-        numel, grouped = wide.numel(), exponents is not None
-        numbers = numel, seed & 0xFFFFFFFF, grouped, packing, self._threads_for(numel)
-        self._call("dct_pack", wide, packed, exponents, *numbers)
+        numbers = out.numel(), 0, exponents is not None, False
+        self._call("dct_pack", out, packed, exponents, *numbers, self._threads_for(out.numel()))
 
     def encode_changes(self, wanted: Tensor, held: Tensor, out: Tensor) -> Stats:
         began, sizes, numel = time.perf_counter_ns(), (c_uint64 * 2)(), wanted.numel()

@@ -57,7 +57,7 @@ def encode(kernels: Backend, parts: Sequence[Outgoing], relative: float | None =
     sent = np.where(sends, to_host(widths).numpy().astype(np.int64), 0)
     sizes = [int(each.sum()) for each in segments.split(sent * segments.host_groups)]
     sent_bits = to_device(torch.from_numpy(sent), x.device)
-    planes = kernels.pack_planes(numbers, sent_bits, segments.groups, sum(sizes))
+    planes = kernels.planes.pack(numbers, sent_bits, segments.groups, sum(sizes))
     halves = torch.where(raw, 0.0, half).to(torch.bfloat16).view(torch.uint8).view(-1, 2)
     described = zip(segments.split(widths), segments.split(halves), planes.split(sizes), strict=True)
     decoded = rounded.split([part.x.numel() for part in parts])
@@ -101,7 +101,7 @@ def decode(
         return faults
     planes = [payload[3 * n : -_CHECK_NBYTES] for payload, n in zip(payloads, counts, strict=True)]
     sent_bits = widths.to(torch.int64)
-    numbers = kernels.unpack_planes(torch.cat(planes), sent_bits, segments.groups, segments.count)
+    numbers = kernels.planes.unpack(torch.cat(planes), sent_bits, segments.groups, segments.count)
     steps = segments.per_group(2.0 * halves.view(torch.bfloat16).to(torch.float32)).unsqueeze(1)
     is_raw = segments.per_group(widths == _RAW).unsqueeze(1)
     values = segments.flat(torch.where(is_raw, numbers.view(torch.float32), numbers * steps))

@@ -18,7 +18,7 @@ from ..codecs.message import MessageWriter
 from ..codecs.payload import payload_bound
 from ..codecs.slots import PREFIX
 from ..codecs.values import ValueDtype
-from .backend import Backend
+from .backend import Backend, mask_of
 from .checks import PACK_BLOCK
 from .displacement import Displacement, SecondMoment, Squares
 from .job import GRAD_DTYPES, Job
@@ -120,7 +120,7 @@ def _decoding(backend: Backend, where: torch.device) -> Results:
     """Read single payloads."""
     for form in _forms(backend)[::5]:  # every value type, and every kind
         payload, total = form.payload(backend).to(where), _random(1).to(where)
-        nnz, mask = backend.decode_add(payload, total), backend.decode_mask(payload, _NUMEL)
+        nnz, mask = backend.decode_add(payload, total), mask_of(backend, payload, _NUMEL)
         yield str(form), [nnz, mask, total, backend.positions(payload, _NUMEL)]
 
 

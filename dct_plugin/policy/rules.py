@@ -24,6 +24,20 @@ def changed(settings: DataParallelConfig, **changes: object) -> DataParallelConf
     return DataParallelConfig.of({**settings.model_dump(exclude_unset=True), **changes})
 
 
+def compressors_of(settings: DataParallelConfig, ranks: int, ranks_per_node: int = 1) -> int:
+    """Return how many ranks, or nodes that are summed first, exchange messages.
+
+    Args:
+        settings: ``nodes`` says which ranks are a node.
+        ranks: Data-parallel ranks; 0 if they are not known.
+        ranks_per_node: Those of a machine, which ``"nodes": "auto"`` takes.
+    """
+    inside = ranks_per_node if settings.nodes == "auto" else settings.nodes
+    is_one_machine = settings.nodes == "auto" and inside >= ranks
+    is_flat = settings.local_steps is not None or ranks % inside or is_one_machine
+    return ranks if is_flat else ranks // inside
+
+
 def thresholds_of(training: Training, compressors: int, *, loses: bool = False) -> MeasuredThresholds | None:
     """Return the thresholds that were measured for an optimizer between so many compressors.
 

@@ -15,6 +15,7 @@ from dct_plugin.report.page import Part, Section
 
 from .comparison import Comparison
 from .figures import LAYERS, Run
+from .intervals import Interval
 from .plots import Point, draw_bars, draw_differences, png
 
 #: A loss of AUC up to this is called none.
@@ -27,6 +28,7 @@ MARGIN_AUC = 0.002
 def run_tables(runs: Sequence[Run]) -> list[Table]:
     """Quality, bytes, and layers of all runs."""
     quality, amounts, layers, totals = [], [], [], []
+    seeds = max((len(run.auc) for run in runs), default=0)
     for run in runs:
         against, auc, log_loss = run.difference, f"{run.mean_auc:.4f}", f"{run.mean_log_loss:.4f}"
         changes = [str(change or "") for change in (against.auc_difference, against.log_loss_difference)]
@@ -38,9 +40,11 @@ def run_tables(runs: Sequence[Run]) -> list[Table]:
         left = [_times(run.layers().get(layer)) for layer in LAYERS]
         layers.append([run.name, *left, gradients, _times(against.gradient_reduction)])
         totals.append([run.name, whole, _times(against.total_reduction), f"{run.step_ms:.1f} ms"])
-    return [
+    tables = [
         Table(
-            "Quality on the test part: mean over seeds, difference to dense with 95 % interval",
+            "Quality on the test part: mean over seeds, difference to dense with 95 % interval"
+            if seeds > 1
+            else "Quality on the test part: one seed, so the difference to dense has no interval",
             ["", "AUC", "difference", "log loss", "difference", "seeds"],
             quality,
         ),
@@ -60,17 +64,66 @@ def run_tables(runs: Sequence[Run]) -> list[Table]:
             totals,
         ),
     ]
+    return [_without_empty_columns(table) for table in tables]
+
+
+def _without_empty_columns(table: Table) -> Table:
+    kept = [at for at in range(len(table.header)) if not at or any(row[at] for row in table.rows)]
+    rows = [[row[at] for at in kept] for row in table.rows]
+    return table._replace(header=[table.header[at] for at in kept], rows=rows)
+
+
+def judged(runs: Sequence[Run], *, rarer: int) -> list[str]:
+    """Say of each compressed run whether its quality held, what it saves, and whether its step was slower.
+
+    Args:
+        runs: As :func:`~dct_plugin.recommender.figures.read_runs` gives them.
+        rarer: Test rows of the rarer label, which limit how well AUC is known.
+    """
+    sentences = []
+    for run in runs:
+        against, dense = run.difference, runs[0]
+        if against.auc_difference is None:
+            continue
+        said = f"{run.name}: {_quality(against.auc_difference, rarer)}"
+        if against.total_reduction is not None:
+            said += f" It sends {fewer(against.total_reduction)} bytes in all."
+        if run.step_ms > dense.step_ms > 0:
+            said += (
+                f" Its step was {faster(dense.step_ms / run.step_ms)} here ({run.step_ms:.1f} ms, dense "
+                f"{dense.step_ms:.1f} ms): the ranks of one machine need no network, and compression pays "
+                "on links that are slow."
+            )
+        sentences.append(said)
+    return sentences
+
+
+def _quality(difference: Interval, rarer: int) -> str:
+    by = f"the AUC differs from dense by {difference}"
+    if difference.half_width is None:
+        return (
+            f"{by}, with one seed and so without an interval; this does not tell a loss from chance (the "
+            f"rarer label has {rarer:,} test rows). --seeds 5 gives an interval."
+        )
+    margin, seeds = MARGIN_AUC, f"{difference.pairs} seeds"
+    if difference.mean - difference.half_width >= -margin:
+        return f"quality held: {by} ({seeds}), and the interval has no loss of more than {margin}."
+    if difference.mean + difference.half_width < -margin:
+        return f"quality did not hold: {by} ({seeds}), a loss of more than {margin}."
+    return f"not decided: {by} ({seeds}); the interval reaches beyond a loss of {margin}. Use more seeds."
 
 
 def _times(factor: float | None) -> str:
     return "" if factor is None else f"{factor:.3g}x"
 
 
-def markdown(tables: Iterable[Table], *, command: str, data: str) -> str:
-    """Tables as Markdown, with the command that makes them."""
+def markdown(tables: Iterable[Table], *, command: str, data: str, verdicts: Sequence[str] = ()) -> str:
+    """Tables as Markdown, with the command that makes them, and what they show."""
     lines = [f"{data}:", "", "```", command, "```"]
     for table in tables:
         lines += ["", *table.markdown()]
+    for said in verdicts:
+        lines += ["", said]
     return "\n".join(lines) + "\n"
 
 

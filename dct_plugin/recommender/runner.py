@@ -17,7 +17,6 @@ from typing import Any
 
 from dct_plugin import processes
 from dct_plugin.errors import DCTError
-from dct_plugin.integrations.deepspeed import build_lock
 from dct_plugin.metrics.network_counters import interface_bytes
 from dct_plugin.processes import tail
 
@@ -25,6 +24,11 @@ Event = dict[str, Any]
 
 #: Seconds after which a start that waits for a lock says so; importing DeepSpeed takes about as long.
 SLOW_START_SECONDS = 10.0
+
+_COMPILING = (
+    "compiling a part of DeepSpeed, or waiting for a process that does: that takes minutes, once on this "
+    "machine; if no process is compiling, one that was killed left a lock"
+)
 
 TRAINER = "dct_plugin.recommender.trainer"
 
@@ -44,6 +48,12 @@ def run_name(file: Path) -> str:
 def saved_run(folder: str | Path, run: str, seed: int) -> Path:
     """Return the folder of a saved run."""
     return Path(folder, f"{run}-seed{seed}")
+
+
+def _compilations() -> list[Path]:
+    """Return the lock files of DeepSpeed's compilations that exist now."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torch_extensions"
+    return sorted(Path(os.environ.get("TORCH_EXTENSIONS_DIR", cache)).glob("**/deepspeed*/lock"))
 
 
 class RunFailed(DCTError):
@@ -142,9 +152,9 @@ class Runner:
                 yield from map(json.loads, lines)
             if ended:
                 return
-            if offset == 0 and time.monotonic() > slow_at and build_lock.locks():
+            if offset == 0 and time.monotonic() > slow_at and (locks := _compilations()):
                 slow_at = float("inf")
-                yield {"event": "slow_start", "advice": [build_lock.advice()]}
+                yield {"event": "slow_start", "advice": [f"{_COMPILING}: rm {' '.join(map(str, locks))}"]}
             time.sleep(poll_seconds)
 
     def _failure(self, what: str, code: int) -> str:

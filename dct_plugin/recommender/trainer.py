@@ -39,7 +39,7 @@ from dct_plugin.host_traffic import own_traffic
 from dct_plugin.metrics import Metrics
 from dct_plugin.metrics.network_counters import InterfaceCounter
 
-from .data import ClickDataset, Columns, DataFormatError, Rows, check_parts, epoch_batches, load
+from .data import MIN_COUNT, ClickDataset, Columns, DataFormatError, Rows, check_parts, epoch_batches, load
 from .engine import make_engine
 from .runner import run_name, saved_run
 
@@ -69,6 +69,7 @@ def _train_all(arguments: argparse.Namespace, configs: Mapping[str, Any], report
         seed=arguments.split_seed,
         max_rows=arguments.max_rows,
         columns=None if arguments.columns is None else Columns(**json.loads(arguments.columns)),
+        min_count=arguments.min_count,
     )
     check_parts(clicks)
     steps = sum(clicks.num_train // global_batch(config, clicks) for config in configs.values())
@@ -79,7 +80,8 @@ def _train_all(arguments: argparse.Namespace, configs: Mapping[str, Any], report
         training_rows=clicks.num_train,
         fields=len(clicks.cardinalities),
         table_rows=sum(clicks.cardinalities),
-        roles=clicks.roles,
+        roles=[*clicks.roles, *clicks.facts()],
+        rarer=int(min(clicks.test.label.sum(), (1 - clicks.test.label).sum())),
         ranks=dist.get_world_size(),
         runs=len(arguments.seeds) * len(configs),
         steps=len(arguments.seeds) * arguments.epochs * steps,
@@ -105,6 +107,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--columns", help="of a table, as JSON: label, dense, categorical")
     parser.add_argument("--data", help="file to read; without it the data set that ships with the package")
     parser.add_argument("--max-rows", type=int, help="read the first rows only")
+    parser.add_argument("--min-count", type=int, default=MIN_COUNT, help="rarer values become id 0")
     parser.add_argument("--split-seed", type=int, default=0, help="of the test part of diabetes")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of initial weights and batches")
@@ -190,20 +193,41 @@ class Training:
 
     def save(self, folder: Path) -> None:
         """Save the run as a checkpoint of DeepSpeed; a collective."""
-        state = {"epochs": self.first_epoch + self.epochs, "tables": list(self.clicks.cardinalities)}
-        self.engine.save_checkpoint(str(folder), client_state=state)
+        self.engine.save_checkpoint(str(folder), client_state={"epochs": self.first_epoch + self.epochs})
+        if self.rank == 0:
+            (folder / "data.json").write_text(json.dumps(self._data()))
+
+    def _data(self) -> dict[str, Any]:
+        """Return what a resumed run must have in common with the saved one."""
+        clicks = self.clicks
+        return {
+            "ranks": self.world_size,
+            "training rows": clicks.num_train,
+            "dense columns": list(clicks.dense_names),
+            "rows of the tables": dict(zip(clicks.categorical_names, clicks.cardinalities, strict=True)),
+            "digest of the training part": clicks.digest(),
+        }
 
     def resume(self, folder: Path) -> None:
         """Go on with a saved run, with the epoch after its last one; a collective.
 
         Raises:
-            DataFormatError: There is no checkpoint, or its tables have other sizes.
+            DataFormatError: There is no checkpoint, or it is of other data or another number of ranks.
         """
+        file = folder / "data.json"
+        if not file.is_file():
+            raise DataFormatError(f"{folder}: expected a run that --save wrote: there is no {file.name}")
+        saved = json.loads(file.read_text())
+        for key, mine in self._data().items():
+            if saved[key] != mine:
+                raise DataFormatError(
+                    f"{folder}: the saved run is of other data or ranks: its {key}: {str(saved[key])[:200]}; "
+                    f"here: {str(mine)[:200]}. Ids are numbered by the data: resume with the same data, "
+                    "--max-rows, --min-count and columns, or train anew"
+                )
         path, state = self.engine.load_checkpoint(str(folder))
-        tables = list(self.clicks.cardinalities)
-        if path is None or state["tables"] != tables:
-            found = "no checkpoint" if path is None else f"tables of {state['tables']} rows"
-            raise DataFormatError(f"{folder}: expected a run with tables of {tables} rows, got {found}")
+        if path is None:
+            raise DataFormatError(f"{folder}: expected a checkpoint of DeepSpeed, got none")
         self.first_epoch = state["epochs"]
 
     def train(self, interface: str | None) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..errors import DesyncError
 from .base import Announced, Header, Transport
 
 _FAILED = -1
@@ -75,6 +76,22 @@ class AnnouncedMessages:
             lateness = max(header.busy for header in headers) - announced.headers[0].busy - (entered - at)
             self.waited_ms += max(0, min(lateness, now - entered)) / 1e6
         return announced, headers
+
+    def receive_sizes(
+        self, checked: Callable[[Sequence[Header], int], list[int]]
+    ) -> tuple[Announced, list[int]]:
+        """Return the oldest messages that were posted, and the sizes of all ranks' messages.
+
+        Args:
+            checked: Takes all headers and the own fingerprint, and returns the sizes. After its error all
+                that others send is thrown away.
+        """
+        announced, headers = self.receive_headers()
+        try:
+            return announced, checked(headers, announced.headers[0].fingerprint)
+        except DesyncError:
+            self.discard([header.size for header in headers])
+            raise
 
     def receive_messages(self, announced: Announced, sizes: Sequence[int]) -> list[Tensor]:
         """Return the messages of all ranks behind the headers that were received last."""

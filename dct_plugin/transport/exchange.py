@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -160,11 +161,9 @@ class Exchange:
         self.post(messages, fingerprint)
         return self.collect(messages[self.rank], bounds=bounds)
 
-    def all_gather(
-        self, message: Tensor, fingerprint: int = 0, *, bounds: Sequence[int] | None = None
-    ) -> list[Tensor]:
+    def all_gather(self, message: Tensor, fingerprint: int = 0) -> list[Tensor]:
         """Send ``message`` (1-D uint8) to every rank; return all ranks' messages in rank order."""
-        return self.all_to_all([message] * self.world_size, fingerprint, bounds=bounds)
+        return self.all_to_all([message] * self.world_size, fingerprint)
 
     def post(self, messages: Sequence[Tensor], fingerprint: int = 0) -> None:
         """Start an :meth:`all_to_all`. Several may be posted before the first is collected. Their messages
@@ -177,8 +176,7 @@ class Exchange:
         """Complete the oldest :meth:`all_to_all` that was posted; ``own`` is this rank's message to itself.
         After an error nothing is posted any more.
         """
-        announced, headers = self._announced.receive_headers()
-        sizes = self._agreed(headers, announced.headers[0].fingerprint, bounds)
+        announced, sizes = self._announced.receive_sizes(partial(self.checked_sizes, bounds=bounds))
         received = self._announced.receive_messages(announced, sizes)
         self.await_device("exchange of messages")  # the caller reads them next
         return self._staging.received(received, own)
@@ -186,8 +184,7 @@ class Exchange:
     def agree(self, fingerprint: int) -> None:
         """Make sure that every rank is at this operation; errors as of :meth:`all_to_all`."""
         self._announced.post([0] * self.world_size, fingerprint, None)
-        _, headers = self._announced.receive_headers()
-        self._agreed(headers, fingerprint, None)
+        self._announced.receive_sizes(self.checked_sizes)
 
     def checked_sizes(
         self, headers: Sequence[Sequence[int]], fingerprint: int, bounds: Sequence[int] | None = None
@@ -299,16 +296,6 @@ class Exchange:
         with contextlib.suppress(Exception):
             self._announced.fail(posts)
         self._announced.clear()
-
-    def _agreed(
-        self, headers: Sequence[Sequence[int]], fingerprint: int, bounds: Sequence[int] | None
-    ) -> list[int]:
-        """Return the sizes of the messages; after an error all that others send is thrown away."""
-        try:
-            return self.checked_sizes(headers, fingerprint, bounds)
-        except DesyncError:
-            self._announced.discard([header[0] for header in headers])
-            raise
 
     def _open(self) -> Transport:
         if self._transport is None:

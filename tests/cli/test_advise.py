@@ -16,6 +16,7 @@ from dct_plugin import cli
 from dct_plugin.cli.advise import Figures, _measured, decision, launch_line
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel.autotune.cost_model import Coding, CostModel, Link
+from dct_plugin.data_parallel.autotune.measurements import unmeasured
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.policy import Training, resolve
 from dct_plugin.policy.settings import Setting
@@ -58,7 +59,7 @@ def test_the_decision_is_one_sentence() -> None:
         "here: leave the plugin out, dense steps are as fast (0."
     )
     megatron = decision(figures, "1 Gbit/s", slow, ["-m", "dct_plugin.megatron"])
-    assert megatron.startswith("1 Gbit/s: take --dct-data-parallel-enabled true, which becomes")
+    assert megatron.startswith("1 Gbit/s: take --dct '{}', which becomes")
 
 
 def test_step_ahead_takes_time_where_a_training_has_it(tmp_path: Path) -> None:
@@ -121,8 +122,11 @@ def test_bytes_are_those_of_the_topology_that_the_optimizer_gets(tmp_path: Path)
     figures = {**model._asdict(), "codings": [[0.99, "bf16", 3e-9, 1e-9, 0.03]], "link": [1e-4, 8e-9]}
     for optimizer, is_direct, density in (("AdamW", True, 3.0), ("Adagrad", False, 1.0)):
         facts = {"optimizer": [optimizer], "momentum": 0.0, "stage": 0}
-        (tmp_path / "figures").write_text(json.dumps({"model": figures, "facts": facts, "left_out": []}))
+        content = {"model": figures, "facts": facts, "left_out": [], "device": "cuda"}
+        (tmp_path / "figures").write_text(json.dumps(content))
         read = Figures.read(tmp_path / "figures").model
+        assert "not checked on a GPU" in unmeasured(Figures.read(tmp_path / "figures").device)
+        assert unmeasured("cpu") == ""
         assert (read.is_direct, read.server_density) == (is_direct, density)
 
 

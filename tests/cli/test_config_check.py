@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_files import COMPLETED, LENIENT, REFUSED, REFUSED_LATER, TAKEN
+from deepspeed_files import COMPLETED, LENIENT, TAKEN
 from support import ROOT
 from support.forked import forked_interpreters
 from typer.testing import CliRunner
@@ -62,22 +62,24 @@ WRONG: dict[str, tuple[Any, str]] = {
         "unknown key; did you mean dct.metrics?",
     ),
     "another section's": (job(gradients(error_bound=0.01)), "did you mean dct.embedding.error_bound?"),
-    "hyphen": (job(gradients(feedback="step-ahead")), 'did you mean "step_ahead"?'),
-    "value as a key": (job(gradients(step_ahead=True)), 'did you mean "feedback": "step_ahead"?'),
-    "misspelt variant": (job(gradients(feedback={"kind": "locl"})), 'did you mean "local"?'),
+    "hyphen": (job(gradients(feedback="step-ahead")), 'one of "auto", "local", "step_ahead", "none"'),
+    "misspelt variant": (job(gradients(feedback={"kind": "locl"})), 'one of "auto", "local", "step_ahead"'),
     "another variant's": (
         {"dct": {"model_parallel": {"pipeline": {"forward": {"method": "quantise", "rate": 4}}}}},
         'dct.model_parallel.pipeline.forward.rate = 4: only "transform" has it',
     ),
-    "torch's name of a type": (job(gradients(value_dtype="bfloat16")), 'did you mean "bf16"?'),
-    "number in quotes": (job(gradients(sparsity="0.99")), "must be a number in [0, 1); did you mean 0.99?"),
-    "percent": (job(gradients(sparsity=99)), "must be a number in [0, 1); did you mean 0.99?"),
+    "torch's name of a type": (job(gradients(value_dtype="bfloat16")), 'must be one of "fp32", "bf16"'),
+    "number in quotes": (job(gradients(sparsity="0.99")), 'sparsity = "0.99": must be a number in [0, 1)'),
+    "percent": (job(gradients(sparsity=99)), "sparsity = 99: must be a number in [0, 1)"),
     "offload": (
         zero(2, offload_optimizer={"device": "cpu"}),
         "dct does not support offloading (zero_optimization.offload_optimizer.device = cpu). Supported is",
     ),
     "quantised gradients": (zero(3, zero_quantized_gradients=True), "zero_quantized_gradients = true"),
-    "muon": (job({}, optimizer={"type": "Muon"}), "the optimizer Muon: it needs whole gradient matrices"),
+    "muon": (
+        job({}, optimizer={"type": "Muon"}),
+        "the optimizer Muon without ZeRO, or before DeepSpeed 0.19.8",
+    ),
     "1-bit Adam of its own": (
         job({}, optimizer={"type": "OneBitAdam", "params": {"comm_backend_name": "nccl"}}),
         "the optimizer OneBitAdam with optimizer.params.comm_backend_name = 'nccl'",
@@ -117,15 +119,6 @@ WRONG: dict[str, tuple[Any, str]] = {
 MOMENTUM = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}
 #: By what it is, a file that starts, and the words of its warning or note.
 WARNED: dict[str, tuple[Any, str]] = {
-    "DCTConfig's key": (
-        {**job({}, metrics={}), "_comment": 1},
-        "'metrics' (did you mean dct.metrics?): nothing reads it",
-    ),
-    "GPT-NeoX": (
-        job({}, **{f"{name}-size": 1 for name in "abcdefghijkl"}),
-        "'f-size', 'g-size', 'h-size' and 4 more keys: nothing reads them",
-    ),
-    "deep tree": (job({}, tree=json.loads("[" * 300 + "]" * 300)), "'tree': nothing reads it"),
     "local feedback with AdamW": (
         job(gradients(feedback="local"), optimizer={"type": "AdamW"}),
         "AdamW with feedback = 'local' at sparsity 0.99 is known to lose 0.2 nats",
@@ -205,37 +198,28 @@ def run(files: dict[str, Any], folder: Path, *options: str) -> tuple[int, dict[s
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Said]:
     """Run the command once on all files; return what it says, by name of the file."""
-    if installed("deepspeed") is None:
-        pytest.skip("without DeepSpeed")
     files = {name: content for table in (WRONG, WARNED, NOTED) for name, (content, _) in table.items()}
-    files |= {**RIGHT, **{f"refused: {name}": {**each, "dct": {}} for name, (each, _) in REFUSED.items()}}
-    files |= {f"taken: {name}": {**each, "dct": {}} for name, (each, _) in TAKEN.items()}
-    with forked_interpreters():
-        return run(files, tmp_path_factory.mktemp("files"))[1]
+    files |= RIGHT | {f"taken: {name}": {**each, "dct": {}} for name, (each, _) in TAKEN.items()}
+    return run(files, tmp_path_factory.mktemp("files"))[1]
 
 
-@pytest.mark.slow
 def test_wrong_files(said: dict[str, Said]) -> None:
-    refused = {f"refused: {name}": (content, words) for name, (content, words) in REFUSED.items()}
-    for name, (_, words) in (WRONG | (refused if installed("deepspeed") == "0.19.8" else {})).items():
+    for name, (_, words) in WRONG.items():
         assert words in said[name].err, (name, said[name])
         assert said[name].out == "", (name, said[name])
         assert said[name].err.startswith("error: ")
 
 
-@pytest.mark.slow
 def test_warnings_and_notes_do_not_fail(said: dict[str, Said]) -> None:
     for name, (_, words) in WARNED.items():
         assert "error: " not in said[name].err, (name, said[name])
         assert words in said[name].err, (name, said[name])
         assert ": ok (fingerprint " in said[name].out
-    assert said["GPT-NeoX"].err.count("warning: ") == 1
     for name, (_, words) in NOTED.items():
         assert words in said[name].out, (name, said[name])
         assert said[name].err == ""
 
 
-@pytest.mark.slow
 def test_right_files(said: dict[str, Said]) -> None:
     for name in RIGHT:
         assert ": ok (fingerprint " in said[name].out, (name, said[name])
@@ -245,51 +229,17 @@ def test_right_files(said: dict[str, Said]) -> None:
         assert right or "dct does not support" in said[f"taken: {name}"].err
 
 
-@pytest.mark.slow
-def test_everything_that_is_wrong_is_listed(tmp_path: Path) -> None:
-    if installed("deepspeed") is None:
-        pytest.skip("without DeepSpeed")
+def test_everything_that_is_wrong_is_listed() -> None:
     section = {"sparsity": 0.9, "data_parallel": {"feedback": "step-ahead"}}
     content = zero(3, section, offload_param={"device": "nvme"}, offload_optimizer={"device": "cpu"})
-    content |= {"optimzer": {}, "fp16": True, "amp": {}}
-    whole = tmp_path / "whole.json"
-    whole.write_text(json.dumps({**JOB, "train_batch_size": 8, "gradient_accumulation_steps": 1}))
-    options = ["--ranks", "3"]
-    with forked_interpreters():
-        arguments = ["config", "check", *options, "-", str(whole)]
-        result = runner.invoke(cli.app, arguments, input=json.dumps(content))
+    result = runner.invoke(cli.app, ["config", "check", "--ranks", "3", "-"], input=json.dumps(content))
     assert result.exit_code == 1
-    first, *lines, _, batch = result.stderr.splitlines()
-    assert "8 != 8 * 1 * 3" in batch
-    assert first == "error: invalid dct configuration in - (4 faults):"
+    first, *lines = result.stderr.splitlines()
+    assert first == "error: invalid dct configuration in - (3 faults):"
     offloaded = "offload_optimizer.device = cpu, zero_optimization.offload_param"
-    wanted = ["dct.sparsity", 'did you mean "step_ahead"', "Apex AMP", offloaded, "optimzer"]
+    wanted = ["dct.sparsity", 'must be one of "auto", "local", "step_ahead"', offloaded]
     assert len(lines) == len(wanted)
     assert all(words in " ".join(lines) for words in wanted)
-    assert lines[-1].startswith("warning: -: 'optimzer' (did you mean 'optimizer'?)")
-
-
-def test_without_deepspeed_the_section_alone_is_judged() -> None:
-    report = file_check.check(job({}, fp16=True, compression_training={}))
-    assert report.faults == []
-    assert 'no DeepSpeed can be imported here: only the "dct" section was judged' in report.notes
-    assert file_check.check(job(gradients(sparsity=2))).faults
-
-
-@pytest.mark.slow
-def test_a_deepspeed_that_does_not_import(tmp_path: Path) -> None:
-    (tmp_path / "deepspeed").mkdir()
-    (tmp_path / "deepspeed" / "__init__.py").write_text("raise ImportError('no such library')")
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps(job({}, fp16=True)))
-    done = subprocess.run(
-        [sys.executable, "-m", "dct_plugin.cli", "config", "check", str(file)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', ROOT)}"},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "no DeepSpeed can be imported here" in done.stdout
 
 
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
@@ -325,8 +275,7 @@ from dct_plugin.config import DCTConfig
 deepspeed.get_accelerator().is_fp16_supported = lambda: True
 deepspeed.init_distributed("gloo", auto_mpi_discovery=False, rank=0, world_size=1,
                            init_method="tcp://127.0.0.1:" + sys.argv[1])
-engines, files = json.load(sys.stdin)
-for content in engines:
+for content in json.load(sys.stdin):
     model = torch.nn.Linear(8, 8)
     optimizer = None if "optimizer" in content else torch.optim.SGD(model.parameters(), lr=0.1)
     content = {"train_batch_size": 8, "zero_allow_untested_optimizer": True,
@@ -338,34 +287,20 @@ for content in engines:
     ours = dataclasses.asdict(Job.of_json(content))
     ours["optimizer"] = ours["optimizer"] or "SGD"
     print("found", json.dumps({key: [job[key], ours[key]] for key in job if job[key] != ours[key]}))
-for name, content in files.items():
-    model = torch.nn.Linear(8, 8)
-    optimizer = content.get("optimizer")
-    if isinstance(optimizer, dict) and optimizer["type"] in ("Adam", "AdamW"):
-        content["optimizer"]["params"]["torch_adam"] = True
-    try:
-        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=content)
-    except Exception as error:
-        print("refused", name)
-    else:
-        print("taken", name)
 """
 
 
 @pytest.mark.slow
 def test_files_and_their_engines() -> None:
-    """The facts of a file are those of its engine, and the files that are refused do not start."""
+    """The facts of a file are those of its engine."""
     if installed("deepspeed") is None:
         pytest.skip("without DeepSpeed")
     from dct_plugin.recommender.links.team import free_port
 
-    refused = REFUSED_LATER | {name: content for name, (content, _) in REFUSED.items()}
-    files = dict(refused)
-    files |= {name: content for name, (content, right) in TAKEN.items() if right and "eight" not in name}
     with forked_interpreters():
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(free_port())],
-            input=json.dumps([ENGINES, files]),
+            input=json.dumps(ENGINES),
             capture_output=True,
             text=True,
             cwd=ROOT,
@@ -375,6 +310,3 @@ def test_files_and_their_engines() -> None:
     found = [json.loads(line[6:]) for line in lines if line.startswith("found ")]
     assert len(found) == len(ENGINES), done.stderr[-3000:]
     assert found == [{}] * len(ENGINES)
-    if installed("deepspeed") == "0.19.8":
-        taken = {line[6:] for line in lines if line.startswith("taken ")}
-        assert taken == files.keys() - refused.keys(), done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The figures of README and of the first page: each stands in the section of results that its row links to."""
+"""Figures of summaries: each stands in the section of results that its row links to."""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 from dct_plugin import cli
 from dct_plugin.config import DataParallelConfig
+from dct_plugin.integrations.deepspeed.file_check import check
 from dct_plugin.policy import Training, resolve
+from dct_plugin.policy.rules import compressors_of
 from dct_plugin.policy.settings import Setting
 
 runner = CliRunner()
@@ -87,3 +89,41 @@ def said_by(line: list[str]) -> str:
     done = subprocess.run(line, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
+
+
+def test_the_commands_count_nodes_as_a_job_does(tmp_path: Path) -> None:
+    """32 ranks on machines of 8 are 4 compressors; a written number of ranks per node counts before them."""
+    training = Training(["AdamW"], ranks=32)
+    few, many = (resolve(DataParallelConfig(), training, count) for count in (4, 32))
+    assert few.settings.sparsity != many.settings.sparsity
+    options = ["--optimizer", "AdamW", "--ranks", "32"]
+    assert f"it becomes: {many.settings.summary}" in said("config", "suggest", *options)
+    suggested = said("config", "suggest", *options, "--ranks-per-node", "8")
+    assert f"it becomes: {few.settings.summary}" in suggested
+    assert "4 nodes" in suggested
+    job = {"optimizer": {"type": "AdamW"}, "dct": {}}
+    flat, nodes = (check(job, None, 32, ranks_per_node).config for ranks_per_node in (1, 8))
+    written = check({**job, "dct": {"data_parallel": {"nodes": 8}}}, None, 32).config
+    assert flat is not None
+    assert nodes is not None
+    assert written is not None
+    assert flat.data_parallel.sparsity == many.settings.sparsity
+    assert nodes.data_parallel.sparsity == written.data_parallel.sparsity == few.settings.sparsity
+
+
+@pytest.mark.parametrize(
+    ("section", "ranks", "per_node", "count"),
+    [
+        ({}, 8, 1, 8),
+        ({}, 8, 4, 2),
+        ({}, 8, 8, 8),  # one machine: no nodes
+        ({}, 8, 3, 8),  # machines of different sizes
+        ({"nodes": 1}, 8, 4, 8),
+        ({"nodes": 2}, 8, 4, 4),
+        ({"nodes": 8}, 8, 1, 1),
+        ({"local_steps": 30, "nodes": 1}, 8, 4, 8),
+        ({}, 0, 1, 0),
+    ],
+)
+def test_compressors(section: dict[str, int], ranks: int, per_node: int, count: int) -> None:
+    assert compressors_of(DataParallelConfig.of(section), ranks, per_node) == count

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
+from support.deepspeed_launch import environment, torchrun
 from support.forked import forked_interpreters
 
 _LOOP = """
@@ -98,6 +99,65 @@ def test_the_commands_of_a_page_end_with_a_decision(page: str, tmp_path: Path) -
     assert "dct: active on " in said
     last = done.stdout.strip().splitlines()[-1]
     assert re.fullmatch(r'here: (take "dct": \{\}, which becomes .*|leave the plugin out, .*)', last), last
+
+
+_TRAINER = """
+from transformers import Trainer, TrainingArguments
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x, labels):
+        return {"loss": (self.layer(x).sum(1) - labels).square().mean()}
+
+data = [{"x": torch.randn(64), "labels": torch.randn(())} for _ in range(64)]
+arguments = TrainingArguments(
+    "out", max_steps=4, per_device_train_batch_size=8, use_cpu=True, ddp_backend="gloo", report_to=[],
+    save_strategy="no", disable_tqdm=True,
+)
+trainer = Trainer(Model(), arguments, train_dataset=data)
+BLOCK
+trainer.train()
+"""
+_LIGHTNING = """
+from lightning.pytorch import LightningModule, Trainer
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def training_step(self, batch, _):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+more = {"accelerator": "cpu", "devices": 2, "max_steps": 4, "logger": False, "enable_checkpointing": False}
+more |= {"enable_progress_bar": False, "enable_model_summary": False}
+BLOCK
+trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=8))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "around", "word"),
+    [("transformers", _TRAINER, "add_callback"), ("lightning", _LIGHTNING, "strategy=")],
+)
+def test_the_other_blocks_of_hugging_face_run(package: str, around: str, word: str, tmp_path: Path) -> None:
+    pytest.importorskip(package)
+    (block,) = (each for each in blocks("huggingface", "python") if word in each)
+    block = block.replace("\nTrainer(", "\ntrainer = Trainer(").replace(", ...)", ", **more)")
+    (tmp_path / "train.py").write_text(_START + around.replace("BLOCK", block))
+    with forked_interpreters():
+        done = subprocess.run(
+            torchrun(2, "train.py"), cwd=tmp_path, env=environment(), capture_output=True, text=True
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "dct: active on torch DDP" in done.stdout + done.stderr
 
 
 def test_the_index_leads_to_the_pages_and_they_to_the_decision() -> None:

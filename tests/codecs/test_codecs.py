@@ -25,7 +25,7 @@ from dct_plugin.codecs.payload import HEADER_NBYTES, Header, Payload, checksum, 
 from dct_plugin.codecs.values import VALUE_CODECS, ValueDtype, decode_values, encode_values
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Job, build
-from dct_plugin.kernels.backend import Backend
+from dct_plugin.kernels.backend import Backend, mask_of
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
 
@@ -377,7 +377,7 @@ def refuse(backend: Backend, data: torch.Tensor, numel: int) -> None:
         backend.decode_add(data, out)
     assert bool((out == 1.25).all())
     with pytest.raises(PayloadError):
-        backend.decode_mask(data, numel)
+        mask_of(backend, data, numel)
 
 
 @pytest.mark.parametrize(("encoding", "dtype"), CASES)
@@ -486,7 +486,7 @@ def test_nonfinite_payload(backend: Backend) -> None:
     decoded = torch.zeros(40)
     backend.decode_add(payload.data, decoded)
     assert bool(decoded.isnan().all())
-    assert not bool(backend.decode_mask(payload.data, 40).any())
+    assert not bool(mask_of(backend, payload.data, 40).any())
     for at in range(HEADER_NBYTES):
         changed = payload.data.clone()
         changed[at] ^= 0x01

@@ -201,7 +201,7 @@ def test_any_json_as_section(section: Any) -> None:
 )
 def test_fault_names_path_value_and_what_is_allowed(key: str, value: Any, allowed: str) -> None:
     expected = f"dct.data_parallel.{key} = {json.dumps(value)}: must be {allowed}"
-    assert data_parallel_fault(key, value).partition("; did you mean")[0] == expected
+    assert data_parallel_fault(key, value) == expected
 
 
 def test_faults_inside_an_object_name_their_own_key() -> None:

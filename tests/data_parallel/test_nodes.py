@@ -115,11 +115,11 @@ def _spreads(rank: int, world_size: int, folder: str, per_node: int, save: bool)
         save_state(folder, group.state_dict(), rank=rank, world_size=world_size, identity="one")
         dist.barrier()
     else:
-        loaded = checkpoint.load(folder, rank=rank, world_size=world_size, sizes=SIZES, layout=layout)
+        loaded = checkpoint.load(folder, checkpoint.Writer(rank, world_size), sizes=SIZES, layout=layout)
         group.load_state_dict(loaded.state)
     owed = {name: torch.zeros(size) for name, size in SIZES.items()}
     saved = checkpoint.reshard(
-        [checkpoint.content_of(group.state_dict(), rank=rank, world_size=1, unit=1.0, identity="")]
+        [checkpoint.Writer(rank, 1).content(group.state_dict(), unit=1.0, identity="")]
     )
     for name, stream in saved["streams"].items():
         owed[name] += stream["residual"] / world_size

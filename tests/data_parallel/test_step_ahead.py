@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import sys
+import types
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -760,3 +762,16 @@ def _unprepared(rank: int, world_size: int) -> str:
     except Exception as error:
         return type(error).__name__
     return "went on"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names")
+def test_modules_that_replay_a_cuda_graph_are_refused() -> None:
+    """The function that torch puts in the place of ``forward``, without a GPU to record a graph on."""
+    codes = [torch.cuda.graphs.make_graphed_callables.__code__]
+    while codes[0].co_name != "new_fwd":
+        codes[:1] = (each for each in codes[0].co_consts if isinstance(each, types.CodeType))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    cells = tuple(types.CellType() for _ in codes[0].co_freevars)
+    model[1].forward = types.FunctionType(codes[0], {}, closure=cells)  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="step_ahead': 1 replays a CUDA graph"):
+        StepAhead.attach(SimpleNamespace(), model)  # type: ignore[arg-type]

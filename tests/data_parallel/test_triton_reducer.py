@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.host_reads import HostReads
-from support.processes import run
+from support.processes import logged, run
 from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("triton", reason="triton is for Linux only")
@@ -269,21 +268,17 @@ def _warm_up(rank: int, world_size: int) -> tuple[list[list[str]], list[str]]:
     """Two buckets in four steps that sum densely, in one of which a gradient of rank 1 is not finite."""
     config, backend = settings("interpreted", warmup_steps=4)
     reducer = GradientReducer(config, kernels=backend)
-    looks, said = [], logging.getLogger("dct_plugin")
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    said.addHandler(handler)
-    for step in range(4):
-        with HostReads() as reads:
-            for sizes in SIZES:
-                entries = gradients(rank, step, sizes)
-                if step == 2 and rank == 1 and "layer" in entries:
-                    entries["layer"][5] = float("inf")
-                reducer.begin(list(entries.items()), scale=0.5).finish()
-            reducer.end_step()
-        looks.append([read for read in reads.places if not read.endswith((":tolist", ":numpy"))])
-    said.removeHandler(handler)
+    looks = []
+    with logged() as lines:
+        for step in range(4):
+            with HostReads() as reads:
+                for sizes in SIZES:
+                    entries = gradients(rank, step, sizes)
+                    if step == 2 and rank == 1 and "layer" in entries:
+                        entries["layer"][5] = float("inf")
+                    reducer.begin(list(entries.items()), scale=0.5).finish()
+                reducer.end_step()
+            looks.append([read for read in reads.places if not read.endswith((":tolist", ":numpy"))])
     return looks, lines
 
 

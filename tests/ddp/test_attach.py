@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import run
+from support.processes import Lines, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -53,22 +52,6 @@ class Accelerated(torch.optim.Optimizer):
 
     def step(self) -> None:
         self.optimizer.step()
-
-
-class Lines(logging.Handler):
-    """The lines of the plugin's log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("dct_plugin").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def take(self) -> list[str]:
-        taken, self.lines = self.lines, []
-        return taken
 
 
 def model() -> DistributedDataParallel:

@@ -108,7 +108,7 @@ def ready(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         WAITING.remove(ddp)
         state = attach(ddp, optimizer, AHEAD)
         assert isinstance(state, DCTState)
-        WATCHED.append((Watched(ddp.module, state._ahead, state.metrics), state))
+        WATCHED.append((Watched(ddp.module, lambda state=state: state._ahead, state.metrics), state))
     return optimizer
 
 

@@ -48,7 +48,7 @@ class Job:
         state = attach(ddp, optimizer, SECTION, **({} if scaler is None else {"scaler": scaler}))
         assert isinstance(state, DCTState)
         self.states.append(state)
-        self.watched.append(Watched(model, state._ahead, state.metrics))
+        self.watched.append(Watched(model, lambda: state._ahead, state.metrics))
         return ddp, optimizer
 
     def batch(self, step: int) -> Tensor:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from support.processes import run
+from support.processes import Lines, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,19 +22,9 @@ from dct_plugin.policy.settings import Setting
 STEPS = 40
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _trained(rank: int, world_size: int, dense_ms: float) -> dict[str, Any]:
     """Train with nothing written; the times of steps are told."""
-    handler = _Lines()
-    logging.getLogger("dct_plugin").addHandler(handler)
+    handler = Lines()
     rules = DecisionRules(dense_steps=2, settling_steps=1, trial_steps=2, rounds=1, window_steps=4)
 
     def median(self: AutomaticSparsity) -> float:

@@ -17,7 +17,9 @@ def _residuals(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
     """Return what so many ranks of a checkpoint still owe, as their average."""
     found: dict[str, torch.Tensor] = {}
     for rank in range(ranks):
-        for name, stream in checkpoint.read(checkpoint.file_of(folder, rank))["state"]["streams"].items():
+        for name, stream in checkpoint.read(checkpoint.Writer(rank, 0).file(folder))["state"][
+            "streams"
+        ].items():
             residual = checkpoint.unpacked(stream["residual"])
             found[name] = found.get(name, torch.zeros_like(residual)) + residual / ranks
     return found
@@ -46,6 +48,6 @@ def test_a_killed_rank_and_a_lost_node(tmp_path: Path) -> None:
     owed = _residuals(saved, 3)
     assert sum(residual.norm() for residual in owed.values()) > 0
     for rank in range(2):
-        loaded = checkpoint.load(saved, rank=rank, world_size=2)
+        loaded = checkpoint.load(saved, checkpoint.Writer(rank, 2))
         for name, residual in owed.items():
             torch.testing.assert_close(loaded.state["streams"][name]["residual"], residual)

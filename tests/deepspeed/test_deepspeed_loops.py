@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.processes import run
+from support.processes import logged, run
 from support.watched import Watched, equal_on_ranks
 from torch import Tensor, nn
 
@@ -43,7 +44,7 @@ class Job:
             model=self.model, config=configuration, dist_init_required=False
         )[0]
         attached = self.engine.dct
-        self.watched = Watched(self.model, attached.ahead, attached.metrics)
+        self.watched = Watched(self.model, lambda: attached.ahead, attached.metrics)
 
     def batch(self, step: int) -> Tensor:
         return torch.randn(32, 16, generator=torch.Generator().manual_seed(1000 * self.rank + step))
@@ -125,3 +126,60 @@ def _all_loops(rank: int, world_size: int) -> dict[str, list[str]]:
 
 def test_every_loop() -> None:
     assert run(2, _all_loops) == [{}, {}]
+
+
+def _muon(rank: int, world_size: int) -> dict[str, list[Tensor]]:
+    """Weights after six steps, by stage and section; the plain engine's first."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    torch.compiler.set_stance("force_eager")  # its functions compile for longer than this trains
+    sections = {
+        "plain": None,
+        "exact": {"data_parallel": {"sparsity": 0, "value_dtype": "fp32"}},
+        "int8": {"data_parallel": {"quality": None, "min_numel": 100}},
+    }
+    found: dict[str, list[Tensor]] = {}
+    for stage, (name, section) in itertools.product((1, 2, 3), sections.items()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.LayerNorm(48), nn.Linear(48, 17))
+        groups = []
+        for is_muon, settings in ((True, {"momentum": 0.9}), (False, {"betas": (0.9, 0.99), "eps": 1e-8})):
+            chosen = [p for p in model.parameters() if (p.dim() > 1) == is_muon]
+            for parameter in chosen:
+                parameter.use_muon = is_muon
+            groups.append(
+                {"params": chosen, "use_muon": is_muon, "lr": 0.02, "weight_decay": 0.0, **settings}
+            )
+        zero = {"stage": stage, "reduce_bucket_size": 900, "reduce_scatter": stage < 3}
+        configuration = {
+            "train_micro_batch_size_per_gpu": 32,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {**zero, "stage3_param_persistence_threshold": 0},
+            **({} if section is None else {"dct": section}),
+        }
+        with logged() as lines:
+            # Not by the JSON, for which DeepSpeed compiles its Adam.
+            optimizer = MuonWithAuxAdam(groups)
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration)
+            for step in range(STEPS):
+                x = torch.randn(32, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+                engine.backward((engine(x) - x.sum(1, keepdim=True)).square().mean())
+                engine.step()
+        if name == "int8" and rank == 0:
+            assert any("all entries are sent, in int8" in line for line in lines)
+        with deepspeed.zero.GatheredParameters([p for p in model.parameters() if hasattr(p, "ds_id")]):
+            found[f"{stage} {name}"] = [p.detach().clone() for p in model.parameters()]
+        engine.destroy()
+    return found
+
+
+def test_muon_of_deepspeed() -> None:
+    """At sparsity 0 DeepSpeed's own Muon trains as without the plugin; by default it gets int8."""
+    first, second = run(2, _muon)
+    for stage in (1, 2, 3):
+        plain, exact, int8 = (first[f"{stage} {name}"] for name in ("plain", "exact", "int8"))
+        assert all(map(torch.equal, exact, second[f"{stage} exact"]))
+        assert all(map(torch.equal, int8, second[f"{stage} int8"]))
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(plain, exact, strict=True))
+        assert all(torch.allclose(a, b, atol=0.05) for a, b in zip(plain, int8, strict=True))
+        assert not all(map(torch.equal, plain, int8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,9 @@ def test_other_ranks_and_stages_keep_what_is_owed(tmp_path: Path) -> None:
         tmp_path / "b",
     )
     plan = [load(1, converted(folders[1]), STEPS + 2), load(3, converted(folders[3]), STEPS + 2)]
+    shutil.copytree(folders[1], tmp_path / "bare")
+    next((tmp_path / "bare").glob(f"*/{checkpoint.GATHERED}")).unlink()
+    plan.append({**load(1, str(tmp_path / "bare"), STEPS + 2), "id": "bare"})
     back = launch(2, plan, tmp_path / "c")
 
     found = ("1", wide, "2", 1), ("1", back, "1", 1), ("3", wide, "3", 2), ("3", back, "3", 1)
@@ -100,6 +104,11 @@ def test_other_ranks_and_stages_keep_what_is_owed(tmp_path: Path) -> None:
             assert after[parameter] == pytest.approx(value, rel=1e-6, abs=1e-6)
         assert len({rank[run]["hash"] for rank in results}) == 1
     assert back[0]["1"]["steps"] == STEPS + 2
+    assert any("dct universal SAVED UNIVERSAL" in line for line in back[0]["bare"]["log"])
+    start = f"dct: resumed at step {STEPS} with the residuals of "
+    for results, run in (wide, "2"), (wide, "3"), (back, "1"), (back, "3"):
+        assert sum(line.startswith(start) for line in results[0][run]["log"]) == 1
+        assert not any(line.startswith(start) for line in results[1][run]["log"])
 
 
 def test_exact_updates_on_other_ranks_begin_with_whole_gathers(tmp_path: Path) -> None:

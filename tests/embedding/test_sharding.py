@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support import ROOT
 from support.processes import launch, logged, run
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import dct_plugin
 from dct_plugin.config import EmbeddingChannelConfig, KernelConfig, MetricsConfig
 from dct_plugin.embedding import Bags, ShardedTables, load_tables
+from dct_plugin.integrations.dlrm.optimizers import HybridOptimizer
 from dct_plugin.metrics import Metrics
 
 pytestmark = pytest.mark.slow
@@ -483,3 +489,105 @@ def _poisoned(rank: int, world_size: int) -> bool:
 
 def test_non_finite_rows_reach_every_rank() -> None:
     assert run(2, _poisoned) == [True, True]
+
+
+def _evaluates_alone(rank: int, world_size: int) -> None:
+    module = make(world_size)
+    with torch.set_grad_enabled(rank == 1):
+        module.train(rank == 1)
+        module(part(draw("one_hot", 0), 0, 4, "one_hot"))
+
+
+def test_a_rank_that_evaluates_beside_a_training_step_is_told() -> None:
+    for kind, said in launch(2, _evaluates_alone):
+        assert kind == "error"
+        assert "tables: a look-up is a collective, in evaluation too" in said
+
+
+def _refused(rank: int, world_size: int) -> list[str]:
+    found = []
+    for rows in ((3, 0, 5), (3, -1, 5), (3, 2**31), (2**31 - 1, 3)):
+        with pytest.raises(ValueError) as error:
+            ShardedTables(rows, 64)
+        found.append(str(error.value))
+    return found
+
+
+def test_tables_that_cannot_be_are_refused_on_every_rank() -> None:
+    first, second = run(2, _refused)
+    assert first == second
+    assert first[:3] == [
+        "tables: table 1 has 0 rows; allowed: 1 to 2**31 - 1",
+        "tables: table 1 has -1 rows; allowed: 1 to 2**31 - 1",
+        "tables: table 1 has 2147483648 rows; allowed: 1 to 2**31 - 1",
+    ]
+    assert re.match(
+        r"tables: the tables of rank 0 take 549.8 GB, and this machine has .* of memory", first[3]
+    )
+
+
+def _float_ids(rank: int, world_size: int) -> None:
+    ids = part(draw("one_hot", 0), 0, 4, "one_hot")
+    make(world_size)(ids + 0.7 if rank == 1 else ids)
+
+
+def test_ids_that_are_no_integers_stop_every_rank() -> None:
+    outcomes = launch(2, _float_ids)
+    assert "TypeError: tables: rank 1: ids are torch.float32; they must be integers" in outcomes[1][1]
+    assert "DesyncError" in outcomes[0][1]
+
+
+def _as_the_page_says(rank: int, world_size: int, folder: str, is_resumed: bool) -> list[Tensor]:
+    """Train, save and go on; or resume and go on: with the blocks of the page."""
+    *_, evaluate, save, load = _page_blocks()
+    tables = make(world_size, config={"sparsity": 0.5})
+    mlps = DistributedDataParallel(_Top())
+    of_tables = HybridOptimizer([tables.shard.weight], method="rowwise_adagrad", lr=0.02)
+    of_mlps = torch.optim.AdamW(mlps.parameters(), lr=0.01)
+    section = {"data_parallel": {"sparsity": 0.9, "min_numel": 1, "warmup_steps": 1}}
+    state = dct_plugin.attach(mlps, of_mlps, section)
+    tables.follow(of_tables)
+    names = locals() | {"torch": torch, "dist": dist}
+
+    def train(first: int) -> None:
+        for step in range(first, first + 4):
+            ids = part(draw("one_hot", step), *bounds_of_rank(rank, world_size), "one_hot")
+            mlps(torch.ones(len(ids), 2), tables(ids)).square().mean().backward()
+            for optimizer in (of_tables, of_mlps):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    if is_resumed:
+        exec(load, names)
+    else:
+        train(0)
+        exec(save, names)
+    train(4)
+    batches = [(torch.ones(4, 2), part(draw("one_hot", n), 0, 4, "one_hot"), None) for n in range(3)]
+    exec(evaluate, names := names | {"test_batches": batches})
+    assert len(names["logits"]) == 2 - rank
+    return [tables.shard.weight.detach(), *(p.detach() for p in mlps.module.parameters()), *names["logits"]]
+
+
+class _Top(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(2 + DIM * len(CARDINALITIES), 1)
+
+    def forward(self, dense: Tensor, vectors: Tensor) -> Tensor:
+        return self.layer(torch.cat([dense, vectors.flatten(1)], dim=1)).squeeze(1)
+
+
+def _page_blocks() -> list[str]:
+    page = (ROOT / "docs" / "embeddings.md").read_text(encoding="utf-8")
+    found = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    wanted = ("test_batches", "state.save(folder)", "state.load(folder)")
+    return [next(block for block in found if each in block) for each in wanted]
+
+
+def test_checkpoints_and_evaluation_of_the_page(tmp_path: Path) -> None:
+    whole = run(2, _as_the_page_says, str(tmp_path), False)
+    again = run(2, _as_the_page_says, str(tmp_path), True)
+    for first, second in zip(whole, again, strict=True):
+        assert all(map(torch.equal, first, second))

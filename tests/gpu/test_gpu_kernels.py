@@ -25,6 +25,7 @@ from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import DCTError, PayloadError
 from dct_plugin.kernels import Backend, Job, get_backend, problem_with, self_check
+from dct_plugin.kernels.backend import mask_of
 from dct_plugin.kernels.checks import PACK_BLOCK
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
@@ -63,8 +64,8 @@ def alike(case: Case) -> tuple[Tensor, int]:
     for backend, out in zip((REFERENCE, TRITON), outs, strict=True):
         assert backend.decode_add(payload.to(out.device), out) == nnz
     assert same_bits(outs[0], outs[1].cpu()) or bool(outs[1].isnan().all())
-    mask = TRITON.decode_mask(payload.cuda(), numel)
-    assert torch.equal(mask.cpu(), REFERENCE.decode_mask(payload, numel))
+    mask = mask_of(TRITON, payload.cuda(), numel)
+    assert torch.equal(mask.cpu(), mask_of(REFERENCE, payload, numel))
     return payload, nnz
 
 

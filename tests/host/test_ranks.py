@@ -169,11 +169,11 @@ def written(folder: Path, ranks: int) -> None:
 
 def test_a_rank_without_its_file_means_none_for_all(tmp_path: Path) -> None:
     written(tmp_path, 3)
-    checkpoint.file_of(tmp_path, 2).unlink()
+    checkpoint.Writer(2, 0).file(tmp_path).unlink()
     results = run(3, _reads, str(tmp_path))
     assert [found for found, _ in results] == [False] * 3
     assert [len(lines) for _, lines in results] == [1, 0, 0]
-    assert "no residuals for 1 of 3 ranks (rank 2: dct_rank_*.pt files are missing)" in results[0][1][0]
+    assert "no residuals for 1 of 3 ranks (rank 2: dct_rank_00002.pt is missing)" in results[0][1][0]
 
 
 def test_an_empty_folder_is_said_so_once(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_an_empty_folder_is_said_so_once(tmp_path: Path) -> None:
 
 def test_a_damaged_file_stops_all_before_anything_is_loaded(tmp_path: Path) -> None:
     written(tmp_path, 2)
-    file = checkpoint.file_of(tmp_path, 1)
+    file = checkpoint.Writer(1, 0).file(tmp_path)
     file.write_bytes(file.read_bytes()[:100])
     for kind, text in launch(2, _reads, str(tmp_path)):
         assert kind == "error"

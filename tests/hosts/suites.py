@@ -124,7 +124,7 @@ SUITES = {
                 ("zero_optimization.zero_quantized_gradients", "DeepSpeed quantises the gradients itself"),
                 ("offloading (zero_optimization.", "gradients and optimizer are not where they are reduced"),
                 ("ZenFlow", "its optimizer chooses gradients itself"),
-                ("the optimizer Muon", "it needs whole gradient matrices"),
+                ("the optimizer Muon", "without ZeRO nothing orthogonalises its gradients"),
                 ("sequence parallelism", "gradients are summed over other ranks than the data's"),
                 ("a data-parallel group of", "tensor parallelism reduces over groups that are not known"),
                 ("torch_autocast with dtype float16", "it scales the loss out of sight"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import run
+from support.processes import logged, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,16 +27,6 @@ OFF: dict[str, dict[str, Any]] = {
     "dct.data_parallel.enabled": {"data_parallel": {"enabled": False, "sparsity": 0.99, "verify": {}}},
 }
 Section = dict[str, Any] | None
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("dct_plugin").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def model_of() -> nn.Sequential:
@@ -166,13 +155,12 @@ def _switched_off(rank: int, world_size: int) -> dict[str, list[str]]:
     for host in HOSTS:
         plain = host(None, rank)
         for where, section in OFF.items():
-            lines = Lines()
-            with patch.object(Exchange, "__init__", side_effect=AssertionError("a message of ours")):
+            no_message = patch.object(Exchange, "__init__", side_effect=AssertionError("a message of ours"))
+            with logged() as lines, no_message:
                 off = host(section, rank)
             for one, other in zip(plain, off, strict=True):
                 assert torch.equal(one, other), (host.__name__, where)
-            said[f"{host.__name__}, {where}"] = lines.lines
-            logging.getLogger("dct_plugin").removeHandler(lines)
+            said[f"{host.__name__}, {where}"] = lines
     return said
 
 

@@ -173,7 +173,7 @@ def test_accelerate_saves_on_the_main_process_alone(tmp_path: Path) -> None:
     """As most scripts do; the residuals of the others are then missing, which the load says."""
     results = processes.run(2, _saves_alone, str(tmp_path))
     assert all(is_same for _, is_same, _ in results)
-    assert "no residuals for 1 of 2 ranks (rank 1: dct_rank_*.pt files are missing)" in results[0][0][0]
+    assert "no residuals for 1 of 2 ranks (rank 1: dct_rank_00001.pt is missing)" in results[0][0][0]
     for _, _, error in results:
         assert error[0] == "cannot load residuals"
         assert "rank 0: " in error[1]

@@ -127,7 +127,7 @@ def _accelerate(rank: int, world_size: int) -> list[str]:
         model, torch.optim.AdamW(model.parameters(), lr=3e-3), data(8 * 26)
     )
     state: Any = attach(accelerator, ddp, optimizer, SECTION)
-    watched, faults = Watched(model, state._ahead, state.metrics), []
+    watched, faults = Watched(model, lambda: state._ahead, state.metrics), []
     ddp.eval()  # as after from_pretrained without train()
     for (x,) in loader:  # the last step has one micro-batch
         with accelerator.accumulate(ddp):

@@ -22,6 +22,7 @@ from dct_plugin.codecs.values import ValueDtype
 from dct_plugin.compression.stream import Encoded, add_at, encode_at, values_nbytes
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Backend, Job, build
+from dct_plugin.kernels.backend import mask_of
 from dct_plugin.kernels.cpu import ISA_NAMES, CpuBackend
 from dct_plugin.kernels.job import SMALLEST_TAU, PartedJob, Parts, Tau
 from dct_plugin.kernels.reference import ReferenceBackend, rank_of, sample_positions
@@ -62,7 +63,7 @@ def test_compiled_kernels_equal_the_reference(case: Case, isa: str, threads: int
     outs = [torch.linspace(-1, 1, numel), torch.linspace(-1, 1, numel)]
     assert REFERENCE.decode_add(payload, outs[0]) == compiled.decode_add(payload, outs[1])
     assert same_bits(*outs)
-    assert torch.equal(REFERENCE.decode_mask(payload, numel), compiled.decode_mask(payload, numel))
+    assert torch.equal(mask_of(REFERENCE, payload, numel), mask_of(compiled, payload, numel))
 
 
 @given(case=cases(), data=st.data())
@@ -165,7 +166,7 @@ def test_sent_and_kept_add_up_exactly(
             assert torch.allclose(sent + left, whole, rtol=0, atol=2**-23)
         else:
             assert torch.equal(sent + left, whole)
-        kept = backend.decode_mask(payload, grad.numel())
+        kept = mask_of(backend, payload, grad.numel())
         assert int(kept.sum()) == stats.nnz
         assert same_bits(left[~kept], whole[~kept])
         if value_dtype is ValueDtype.FP32:
@@ -201,7 +202,7 @@ def test_capacity_takes_entries_from_start_on_and_wraps(backend: Backend, start:
     residual = torch.zeros(1000)
     stats, payload = compress(backend, grad, residual, 1.0, capacity=capacity, start=start)
     assert (stats.nnz, stats.above) == (capacity, above.numel())
-    kept = backend.decode_mask(payload, 1000)
+    kept = mask_of(backend, payload, 1000)
     assert kept.nonzero().reshape(-1).tolist() == sorted(cyclic)
     assert same_bits(residual, torch.where(kept, torch.zeros(()), grad))
 
@@ -383,7 +384,7 @@ def test_payloads_whose_header_is_known(backend: Backend) -> None:
     by_bytes, by_payload = torch.zeros(900), torch.zeros(900)
     for total, payload in ((by_bytes, forward), (by_payload, mask)):
         assert backend.decode_add(payload, total) == mask.nnz
-        assert int(backend.decode_mask(payload, 900).sum()) == mask.nnz
+        assert int(mask_of(backend, payload, 900).sum()) == mask.nnz
     assert same_bits(by_bytes, by_payload)
 
     corrupted = forward.clone()
@@ -418,7 +419,7 @@ def test_values_at_positions_send_values_only(
 ) -> None:
     generator = torch.Generator().manual_seed(4)
     _, forward = compress(backend, torch.randn(3000, generator=generator), None, tau)
-    mask = backend.decode_mask(forward, 3000)
+    mask = mask_of(backend, forward, 3000)
     source = torch.randn(3000, generator=generator).to(source_dtype)
     message, stats = encode_at(backend, source, forward, value_dtype)
     assert stats.nbytes == message.numel() == values_nbytes(forward, value_dtype)

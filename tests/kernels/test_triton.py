@@ -42,6 +42,7 @@ from dct_plugin.compression.stream import Encoded
 from dct_plugin.config import KernelConfig
 from dct_plugin.errors import DCTError, PayloadError
 from dct_plugin.kernels import Backend, Job
+from dct_plugin.kernels.backend import mask_of
 from dct_plugin.kernels.job import SMALLEST_TAU, PartedJob, Parts, Spans
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton import backend as triton_backend
@@ -568,7 +569,7 @@ def test_nothing_waits_for_the_device() -> None:
     with HostReads() as reads:
         for payload in payloads:
             TRITON.decode_add(payload, residual)
-            TRITON.decode_mask(payload, 5000)
+            mask_of(TRITON, payload, 5000)
     assert reads.places == []
 
 
@@ -773,11 +774,11 @@ def test_planes_of_numbers_of_few_bits(groups: list[int]) -> None:
     numbers = torch.randint(-(2**31), 2**31, (count, 8), generator=generator).to(torch.int32)
     described, nbytes = (widths, torch.tensor(groups)), int((widths * torch.tensor(groups)).sum())
     with HostReads() as reads:
-        packed = TritonBackend().pack_planes(numbers, *described, nbytes)
-        found = TritonBackend().unpack_planes(packed, *described, count)
+        packed = TritonBackend().planes.pack(numbers, *described, nbytes)
+        found = TritonBackend().planes.unpack(packed, *described, count)
     assert not reads.places
-    assert torch.equal(packed, ReferenceBackend().pack_planes(numbers, *described, nbytes))
-    assert torch.equal(found, ReferenceBackend().unpack_planes(packed, *described, count))
+    assert torch.equal(packed, ReferenceBackend().planes.pack(numbers, *described, nbytes))
+    assert torch.equal(found, ReferenceBackend().planes.unpack(packed, *described, count))
 
 
 def test_a_message_that_cannot_grow_leaves_a_batch_without_the_payload(

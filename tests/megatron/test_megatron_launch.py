@@ -17,13 +17,13 @@ import torch.distributed as dist
 from support import processes
 from support.forked import forked_interpreters
 
-from dct_plugin.config import DCTConfig, ParametersConfig, options
+from dct_plugin.config import DCTConfig
 from dct_plugin.config.methods import ThresholdMethod
 from dct_plugin.errors import ConfigError, DCTError, DesyncError
 from dct_plugin.integrations.host.versions import faults
 from dct_plugin.integrations.megatron import versions
 from dct_plugin.integrations.megatron.launch import agree, hook_states
-from dct_plugin.integrations.megatron.options import help_text, launcher_rank, parse
+from dct_plugin.integrations.megatron.options import launcher_rank, parse
 from dct_plugin.recommender.links.team import free_port
 
 _PACKAGE = importlib.util.find_spec("megatron")
@@ -31,7 +31,17 @@ _FOLDERS = [Path(path, "core") for path in (_PACKAGE and _PACKAGE.submodule_sear
 INSTALLED = next((folder for folder in _FOLDERS if (folder / "__init__.py").is_file()), None)
 needs_megatron = pytest.mark.skipif(INSTALLED is None, reason="megatron-core is not installed")
 FORWARD = '{"method": "threshold", "sparsity": 0.9}'
-PIPELINE = f"--dct-model-parallel-pipeline-forward={FORWARD}"
+OFF = {"enabled": False}
+SECTION = json.dumps({"data_parallel": OFF, "model_parallel": {"pipeline": {"forward": json.loads(FORWARD)}}})
+PIPELINE = f"--dct={SECTION}"
+
+
+def section(**data: Any) -> str:
+    return f"--dct={json.dumps({'data_parallel': data})}"
+
+
+def stages(**pipeline: Any) -> str:
+    return f"--dct={json.dumps({'model_parallel': {'pipeline': pipeline}})}"
 
 
 def start(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -63,11 +73,10 @@ def write(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--dct-model-parallel-pipeline-forward", FORWARD, "x.py", "--a", "1", "b"],
-        ["x.py", "--a", "1", "--dct-model-parallel-pipeline-forward", FORWARD, "b"],
-        ["x.py", "--a", "1", "b", f"--dct-model-parallel-pipeline-forward={FORWARD}"],
-        ["x.py", "--a", "1", "b", "--dct-model-parallel-pipeline-forward", FORWARD],
-        ["x.py", "--a", "1", "b", f"--dct-model_parallel_pipeline_forward={FORWARD}"],
+        ["--dct", SECTION, "x.py", "--a", "1", "b"],
+        ["x.py", "--a", "1", "--dct", SECTION, "b"],
+        ["x.py", "--a", "1", "b", f"--dct={SECTION}"],
+        ["x.py", "--a", "1", "b", "--dct", SECTION],
     ],
 )
 def test_own_arguments_may_stand_anywhere(arguments: list[str]) -> None:
@@ -75,15 +84,6 @@ def test_own_arguments_may_stand_anywhere(arguments: list[str]) -> None:
     assert found.target == "x.py"
     assert found.arguments == ["--a", "1", "b"]
     assert found.config.model_parallel.pipeline.forward == ThresholdMethod(sparsity=0.9)
-
-
-def test_step_ahead_from_the_launch_line() -> None:
-    options = ["--dct-data-parallel-sparsity=0.99", "--dct-data-parallel-feedback", "step_ahead"]
-    config = parse(
-        [*options, "--dct-data-parallel-expert-step-ahead-coefficient=0.5", "x.py"], {}
-    ).config.data_parallel
-    assert (config.sparsity, config.feedback.label()) == (0.99, "step_ahead")
-    assert config.expert.step_ahead_coefficient == 0.5
 
 
 @pytest.mark.parametrize(
@@ -111,20 +111,14 @@ def test_modules(flag: str) -> None:
         ([PIPELINE], "no script to run"),
         ([PIPELINE, "-m"], "needs the name of a module"),
         ([PIPELINE, "--lr", "1", "x.py"], "'--lr' before the script"),
-        (["x.py"], "no configuration: give --dct-config FILE"),
+        (["x.py"], "no configuration: give --dct or --dct-config"),
         (["x.py", "--dct-config"], "--dct-config needs a value"),
-        (
-            ["x.py", "--dct-model-parallel-pipeline-forward", "--lr"],
-            "--dct-model-parallel-pipeline-forward needs a value, got '--lr'",
-        ),
-        (["x.py", "--dct-data-paralel-sparsity", "0.9"], "did you mean --dct-data-parallel-sparsity?"),
-        (["x.py", "--dct-pipeline-forward", "none"], "did you mean --dct-model-parallel-pipeline-forward?"),
-        (
-            ["x.py", "--dct-model-parallel-pipeline-forward", '{"method": "threshold", "sparsity": 1.5}'],
-            "dct.model_parallel.pipeline.forward.sparsity = 1.5: must be a number",
-        ),
-        (["x.py", "--dct-model-parallel-pipeline-evaluation", "yes"], "must be true or false"),
-        (["x.py", "--dct-embedding-sparsity", "0.9"], "is for recommenders (DLRM)"),
+        (["x.py", "--dct", "--lr"], "--dct needs a value, got '--lr'"),
+        (["x.py", "--dct-data-parallel-sparsity", "0.9"], "unknown argument --dct-data-parallel-sparsity"),
+        (["x.py", section(sparsitty=0.9)], "did you mean dct.data_parallel.sparsity?"),
+        (["x.py", stages(evaluation="yes")], "must be true or false"),
+        (["x.py", "--dct", "{sparsity"], "--dct = {sparsity: must be a JSON object"),
+        (["x.py", "--dct", "3"], "--dct = 3: must be a JSON object"),
         (["x.py", "--dct-config", "absent.json"], "absent.json: cannot be read"),
     ],
 )
@@ -135,46 +129,28 @@ def test_faults_are_named(arguments: list[str], message: str) -> None:
 
 
 def test_the_configuration_comes_from_file_environment_and_options(tmp_path: Path) -> None:
-    section = {"data_parallel": {"sparsity": 0.5}, "metrics": {"every": 7}}
-    first = write(tmp_path / "a.json", json.dumps({"dct": section}))
+    content = {"data_parallel": {"sparsity": 0.5}, "metrics": {"every": 7}}
+    first = write(tmp_path / "a.json", json.dumps({"dct": content}))
     second = write(tmp_path / "b.json", json.dumps({"metrics": {"every": 8}}))
     found = parse(["x.py", "--dct-config", str(first)], {"DCT_CONFIG": str(second)})
-    assert found.config == DCTConfig.parse(section)
+    assert found.config == DCTConfig.parse(content)
     assert found.source == str(first)
     found = parse(["x.py"], {"DCT_CONFIG": str(second)})
     assert found.config.metrics.every == 8
     assert "DCT_CONFIG" in found.source
-    found = parse(["x.py", f"--dct-config={first}", "--dct-data-parallel-sparsity", "0.25"], {})
-    assert found.config == DCTConfig.parse(section).updated({"data_parallel": {"sparsity": 0.25}})
+    found = parse(["x.py", f"--dct-config={first}", section(sparsity=0.25)], {})
+    assert found.config == DCTConfig.parse(content).updated({"data_parallel": {"sparsity": 0.25}})
 
 
-def test_without_a_file_only_what_is_named_is_on() -> None:
+def test_hooks_of_a_section() -> None:
     config = parse(["x.py", PIPELINE], {}).config
-    assert config.model_parallel.pipeline.compresses
-    assert not config.model_parallel.tensor.compresses
-    assert not config.data_parallel.enabled
     assert [name for name, reason in hook_states(config).items() if not reason] == ["pipeline"]
-    boundaries = [
-        "--dct-model-parallel-pipeline-boundary-sparsity",
-        "[0.4, 0.3]",
-        """--dct-data-parallel-parameters={"full_every": 9}""",
-    ]
-    config = parse(["x.py", PIPELINE, *boundaries], {}).config
-    assert config.data_parallel.enabled
-    assert config.data_parallel.parameters == ParametersConfig(full_every=9)
-    assert config.model_parallel.pipeline.boundary_sparsity == (0.4, 0.3)
-
-
-def test_compressor_classes_are_chosen_on_the_launch_line() -> None:
-    line = """x.py --dct-model-parallel-pipeline-forward {"method":"transform","rate":2}"""
-    config = parse(
-        [*line.split(), """--dct-model-parallel-pipeline-backward={"method":"quantise","bits":3}"""], {}
-    ).config
-    pipeline = config.model_parallel.pipeline
-    assert pipeline.summary == "transform, 2 bits per entry, gradients quantise, 3 bits"
-    assert hook_states(config)["pipeline"] == ""
-    none = parse(["x.py", "--dct-model-parallel-tensor-forward=none"], {}).config
-    assert hook_states(none)["tensor"] == 'dct.model_parallel.tensor.forward = "none"'
+    forward = {"method": "transform", "rate": 2}
+    config = parse(["x.py", stages(forward=forward, backward="quantise")], {}).config
+    assert config.model_parallel.pipeline.summary == "transform, 2 bits per entry, gradients quantise, 8 bits"
+    states = hook_states(config)
+    assert states["pipeline"] == ""
+    assert states["tensor"] == 'dct.model_parallel.tensor.forward = "none"'
 
 
 def test_reasons_why_a_hook_is_not_active() -> None:
@@ -191,17 +167,6 @@ def test_reasons_why_a_hook_is_not_active() -> None:
     assert set(hook_states(DCTConfig(enabled=False)).values()) == {"dct.enabled = false"}
     section["data_parallel"]["parameters"] = {}
     assert hook_states(DCTConfig.parse(section))["data_parallel"] == ""
-
-
-def test_help_lists_every_option() -> None:
-    text = help_text()
-    for option in options(DCTConfig()):
-        if option.path.startswith("dct.embedding."):
-            assert "--dct-embedding" not in text
-            continue
-        assert (
-            "--dct-" + option.path.removeprefix("dct.").replace(".", "-").replace("_", "-") + " VALUE" in text
-        )
 
 
 # -- the script's surroundings ------------------------------------------------------------------------------
@@ -223,9 +188,7 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     write(tmp_path / "sub" / "x.py", REPORT + "    import beside\n")
     write(tmp_path / "sub" / "beside.py", "")
     plain = report(start("sub/x.py", "--a", "1", cwd=tmp_path))
-    result = run(
-        PIPELINE, "sub/x.py", "--a", "--dct-model-parallel-tensor-warmup-steps", "5", "1", cwd=tmp_path
-    )
+    result = run(PIPELINE, "sub/x.py", "--a", "1", cwd=tmp_path)
     assert report(result) == {**plain, "argv": [str(tmp_path / "sub" / "x.py"), "--a", "1"]}
     assert "never imported megatron.core" in result.stderr
 
@@ -383,7 +346,7 @@ def test_a_changed_signature_stops_the_run_only_if_it_is_needed(tmp_path: Path) 
     assert "expected: (self, tensor_send_next, " in result.stderr
     assert "found:    (self, send_next, " in result.stderr
     with forked_interpreters():
-        result = start("-c", AFRESH, "--dct-data-parallel-sparsity=0.9", "x.py", cwd=tmp_path)
+        result = start("-c", AFRESH, section(sparsity=0.9), "x.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert f"went on from {core}" in result.stdout
 

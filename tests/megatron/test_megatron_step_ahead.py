@@ -14,6 +14,8 @@ import torch
 from support import megatron_cpu, processes
 from support.megatron_gpt import Job, Outcome, counting, train, train_all
 
+from dct_plugin.policy import memory
+
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
@@ -367,3 +369,17 @@ def test_a_second_set_up_and_detach(sharded: bool) -> None:
         assert not found["installed"]
         assert not found["patched"]
     assert torch.equal(first["weights"], second["weights"])
+
+
+def _memory_line(rank: int, world_size: int) -> list[str]:
+    memory.LARGE_SHARE = -1.0  # else small models are not worth a line
+    with processes.logged() as lines:
+        train_all(rank, world_size, [Job(steps=1).with_dct(section())])
+    return [line for line in lines if "this rank keeps" in line]
+
+
+def test_the_log_says_what_a_rank_keeps() -> None:
+    (line,), others = processes.run(2, _memory_line)
+    assert "of residual and" in line
+    assert "of displaced weights" in line
+    assert others == []

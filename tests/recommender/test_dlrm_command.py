@@ -17,10 +17,10 @@ from support.deepspeed_launch import environment, run_script
 from support.forked import forked_interpreters
 
 from dct_plugin.errors import ConfigError
-from dct_plugin.recommender.commands.dlrm import configuration, configurations
+from dct_plugin.recommender.commands.dlrm import _files, _Options, configuration, configurations
 from dct_plugin.recommender.figures import BASELINE, read_runs
 from dct_plugin.recommender.intervals import paired
-from dct_plugin.recommender.report import markdown, run_tables
+from dct_plugin.recommender.report import judged, markdown, run_tables
 
 WORKER = SUPPORT / "dlrm_worker.py"
 READY = sorted(CONFIGS.glob("hybrid_*.json"))
@@ -33,6 +33,8 @@ def test_hybrid_training_is_training_on_one_rank(tmp_path: Path) -> None:
     run_script(2, WORKER, tmp_path, str(results))
     for result in json.loads(results.read_text()):
         assert result.get("resumed", 0.0) == 0.0, result["case"]
+        if "resumed" in result:
+            assert "saved run is of other data or ranks: its digest of the training" in result["refused"]
         # It did learn, and the difference is nothing beside what it learned.
         assert result["spread"] > 0.1, result["case"]
         assert result["auc"] > 0.7, result["case"]
@@ -90,8 +92,10 @@ def test_command_compares_ready_configurations(tmp_path: Path) -> None:
     # De-duplication is exact, so only the order of sums differs from the dense run.
     assert abs(lossless["auc_difference"]["mean"]) < 1e-3
     assert "\u2026" not in done.stdout
-    # The notice of a slow start has a command to copy, in one line.
-    lines = [line for line in done.stdout.splitlines() if not line.startswith("Still starting")]
+    # The notice of a slow start has a command to copy, in one line; names of columns are listed in one.
+    unwrapped = "Still starting", "constant in the training part"
+    lines = [line for line in done.stdout.splitlines() if not line.startswith(unwrapped)]
+    assert "hybrid_dct: the AUC differs from dense by" in done.stdout
     assert max(map(len, lines)) <= 80
 
 
@@ -160,9 +164,32 @@ def test_runs_are_paired_by_seed_and_layers_multiply() -> None:
     for table in run_tables(found):
         console.print(table.rich())
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    for word in ("difference", "with ids", "lossless", "threshold", "MLP gradients"):
+    for word in ("difference", "with ids", "lossless", "MLP gradients"):
         assert word in shown
+    assert "threshold" not in shown  # no run has it
     assert "\u2026" not in shown
+
+
+def test_every_run_has_a_verdict() -> None:
+    base = [0.70, 0.74, 0.72]
+    for aucs, slower, words in (
+        (base[:1], 1.0, ["with one seed and so without", "412 test rows", "10x fewer bytes in all"]),
+        ([auc + 0.0001 for auc in base], 1.5, ["quality held", "1.50x slower here (3.0 ms, dense 2.0 ms)"]),
+        ([auc - 0.01 for auc in base], 1.0, ["quality did not hold", "-0.0100 ±0.0000 (3 seeds)"]),
+        ([0.60, 0.85, 0.72], 1.0, ["not decided", "Use more seeds"]),
+    ):
+        found = read_runs(events("b", aucs, 0.0) + events(BASELINE, base[: len(aucs)], 1350.0))
+        found[1].step_ms *= slower
+        (said,) = judged(found, rarer=412)
+        assert said.startswith("b: ")
+        for each in words:
+            assert each in said
+        assert ("slower" in said) == (slower > 1)
+        title = run_tables(found)[0].title
+        assert ("so the difference to dense has no interval" in title) == (len(aucs) == 1)
+    alone = read_runs(events("b", base, 40.0))
+    assert judged(alone, rarer=1) == []
+    assert run_tables(alone)[0].header == ["", "AUC", "log loss", "seeds"]
 
 
 def test_baseline_is_the_first_configuration_without_compression(tmp_path: Path) -> None:
@@ -175,6 +202,7 @@ def test_baseline_is_the_first_configuration_without_compression(tmp_path: Path)
     assert made[BASELINE]["dlrm"] == {"exchange": "all_to_all", "model": "dcn"}
     assert made["mine"]["dlrm"] == {"exchange": "des", "model": "dcn"}
     assert list(configurations([], ranks=2)) == [BASELINE]
+    assert _files(_Options()) == [Path("hybrid_dct")]
 
 
 def test_faults_of_configurations_are_named(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_ids_dates_and_decimal_commas(tmp_path: Path) -> None:
         "dense: price",
         "date at: year-month-day",
         "date day: year-month-day",
+        "missing cells: seen 50.0 %",
         "categorical id: left out, no test row has a value that is frequent in the training part",
         "categorical at weekday: 7 values, others in 0 % of the test rows",
         "categorical at hour: 3 values, others in 0 % of the test rows",
@@ -195,12 +196,12 @@ def test_a_ragged_row_is_named(tmp_path: Path) -> None:
     [
         (Columns("Ratng>=4"), "there are user, item, age, price, rating; did you mean 'rating'?"),
         (Columns("click"), "expected a column 'click'; there are user, item, age, price, rating"),
-        (Columns("rating"), "column 'rating': expected labels 0 and 1; compare it"),
+        (Columns("rating"), "column 'rating': expected labels 0 and 1, got 2 in line 4; compare it"),
         (Columns("rating>=many"), "expected NAME or NAME>=NUMBER"),
         (Columns("rating>=4", ["user"], ["item"]), "line 2, column 'user': expected a number, got 'u0'"),
         (Columns("rating>=4", ["age"], ["age"]), "column 'age' is given two meanings"),
         (Columns("rating>=4", ["age"]), "expected at least one categorical column"),
-        (Columns("price>=4", ["age"], ["user"]), "column 'price': expected a label in every row"),
+        (Columns("price>=4", ["age"], ["user"]), "in every row, 100 of 400 have none, the first in line 2"),
     ],
 )
 def test_faults_name_file_and_column(file: Path, columns: Columns, words: str) -> None:
@@ -234,3 +235,23 @@ def test_a_bad_cell_does_not_change_the_role_of_a_column(tmp_path: Path, cell: s
         with pytest.raises(DataFormatError, match=rf"column 'price': expected a number, got '{cell}'"):
             load("table", path, columns=Columns("label", ["price"], ["user"]))
     assert load("table", path, columns=Columns("label", [], ["user", "price"])).dense_names == (CONSTANT,)
+
+
+def test_facts_of_the_data_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "clicks.csv"
+    rows = [f"u{i % 7},{'' if i % 4 else i / 8},x,2.5,{int(i % 10 < 3)}" for i in range(400)]
+    path.write_text("\n".join(["user,price,shop,fee,click", *rows]) + "\n")
+    clicks = load("table", path, columns=Columns("click"))
+    assert "missing cells: price 75.0 %" in clicks.roles
+    assert clicks.facts() == [
+        "training part: 320 rows, 30.0 % (96) are 1",
+        "test part: 80 rows, 30.0 % (24) are 1",
+        "constant in the training part: fee, shop",
+    ]
+    rare = load("table", path, columns=Columns("click"), min_count=46)
+    assert clicks.cardinalities == (8, 2)
+    assert rare.cardinalities == (6, 2)  # 320 rows: five users occur 46 times, two 45 times
+    again = load("table", path, columns=Columns("click"), min_count=46)
+    assert clicks.digest() != rare.digest() == again.digest()
+    only_ids = load("table", path, columns=Columns("click", [], ["user"]))
+    assert len(only_ids.facts()) == 2  # its column of ones is no news

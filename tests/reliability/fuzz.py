@@ -228,14 +228,14 @@ def states(generator: random.Random) -> Iterator[str]:
         streams[name] = stream.state_dict()
     warnings.filterwarnings("ignore", message="Detected pickle protocol")  # about odd versions of pickle
     with tempfile.TemporaryDirectory() as folder:
-        path, state = checkpoint.file_of(folder, 0), {"step": 7, "loss_scale": 1.0, "streams": streams}
-        checkpoint.write(path, checkpoint.content_of(state, rank=0, world_size=1, unit=1.0))
+        path, state = checkpoint.Writer(0, 0).file(folder), {"step": 7, "loss_scale": 1.0, "streams": streams}
+        checkpoint.write(path, checkpoint.Writer(0, 1).content(state, unit=1.0))
         whole, expected = path.read_bytes(), checkpoint._sums(checkpoint.read(path))
         while True:
             data = mutated(whole, generator)
             path.write_bytes(data)
             try:
-                checkpoint.load(folder, rank=0, world_size=1, sizes={"a": 300, "b.weight": 40})
+                checkpoint.load(folder, checkpoint.Writer(0, 1), sizes={"a": 300, "b.weight": 40})
                 if checkpoint._sums(checkpoint.read(path)) != expected:
                     violated("a changed state was loaded", data)
                 yield "as written"

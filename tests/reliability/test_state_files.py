@@ -35,12 +35,12 @@ def state(seed: int = 0, step: int = 7) -> dict[str, Any]:
 def written(folder: Path, ranks: int = 2, *, identity: str = "first", step: int = 7) -> Path:
     for rank in range(ranks):
         save_state(folder, state(rank, step), rank=rank, world_size=ranks, identity=identity)
-    return checkpoint.file_of(folder, 1)
+    return checkpoint.Writer(1, 0).file(folder)
 
 
 def refused(folder: Path, rank: int = 1, world_size: int = 2) -> str:
     with pytest.raises(DCTError) as refusal:
-        checkpoint.load(folder, rank=rank, world_size=world_size, sizes=SIZES)
+        checkpoint.load(folder, checkpoint.Writer(rank, world_size), sizes=SIZES)
     return str(refusal.value)
 
 
@@ -92,11 +92,11 @@ def test_no_mutation_loads_as_something_else(tmp_path: Path) -> None:
 
 def test_swapped_files(tmp_path: Path) -> None:
     path = written(tmp_path)
-    first = checkpoint.file_of(tmp_path, 0)
+    first = checkpoint.Writer(0, 0).file(tmp_path)
     first.rename(tmp_path / "aside")
     path.rename(first)
     (tmp_path / "aside").rename(path)
-    assert refused(tmp_path) == f"{path}: written by rank 0, its name says 1"
+    assert refused(tmp_path) == f"{path}: written by rank 0; its name says rank 1"
     assert "written by rank" in refused(tmp_path, rank=2, world_size=3)
 
 
@@ -137,8 +137,8 @@ def test_what_is_missing_is_no_key_error(tmp_path: Path, change: Callable[[dict[
 def test_a_file_that_claims_a_billion_ranks(tmp_path: Path) -> None:
     path = written(tmp_path)
     rewritten(path, lambda content: content.update(world_size=10**9))
-    with pytest.raises(checkpoint.NoState, match="files are missing"):
-        checkpoint.load(tmp_path, rank=1, world_size=2)
+    with pytest.raises(checkpoint.NoState, match=r"dct_rank_00002.pt is missing"):
+        checkpoint.load(tmp_path, checkpoint.Writer(1, 2))
 
 
 def test_a_fifo_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
@@ -151,14 +151,14 @@ def test_a_fifo_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     )
     os.mkfifo(path.with_name("dct_rank_00001.pt.tmp"))
     written(tmp_path)
-    assert checkpoint.load(tmp_path, rank=1, world_size=2).state["streams"]
+    assert checkpoint.load(tmp_path, checkpoint.Writer(1, 2)).state["streams"]
 
 
 def test_streams_of_a_part_are_compared_with_their_part(tmp_path: Path) -> None:
     saved = state()
     saved["streams"] = {"a[0:600]": {**saved["streams"]["a"], "residual": torch.zeros(600)}}
     save_state(tmp_path, saved, rank=0, world_size=1)
-    checkpoint.load(tmp_path, rank=0, world_size=1, sizes=SIZES)
+    checkpoint.load(tmp_path, checkpoint.Writer(0, 1), sizes=SIZES)
     saved["streams"] = {"a[0:600]": {**saved["streams"]["a[0:600]"], "residual": torch.zeros(599)}}
     save_state(tmp_path, saved, rank=0, world_size=1)
     assert "the residual of a[0:600] has shape (599,), the model has 600" in refused(tmp_path, 0, 1)
@@ -220,7 +220,7 @@ def test_one_damaged_file_stops_all_ranks(tmp_path: Path) -> None:
 
 def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     written(tmp_path)
-    found = checkpoint.load(tmp_path, rank=1, world_size=2, sizes=SIZES)
+    found = checkpoint.load(tmp_path, checkpoint.Writer(1, 2), sizes=SIZES)
     assert found is not None
     assert found.save == "first"
     for name, stream in state(1)["streams"].items():

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dct_plugin.integrations.deepspeed import build_lock
+from torch.utils import cpp_extension
+
 from support import processes, with_local_feedback
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
@@ -41,7 +42,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def _refuse_stale_lock(variables: dict[str, str]) -> None:
     """A DeepSpeed that is killed while it compiles leaves a lock, on which all later ones wait in silence."""
-    if not build_lock.locks_stay():
+    if not hasattr(cpp_extension, "FileBaton"):  # from torch 2.15 on the lock ends with its process
         return
     folder = Path(variables.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
     for lock in folder.glob("*/deepspeed*/lock"):

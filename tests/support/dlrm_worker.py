@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 tests/support/dlrm_worker.py results.json
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from deepspeed import comm as dist
 from sklearn.metrics import roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dct_plugin.recommender.data import ClickDataset, epoch_batches
+from dct_plugin.recommender.data import ClickDataset, DataFormatError, epoch_batches
 from dct_plugin.recommender.models import build
 from dct_plugin.recommender.trainer import Training
 
@@ -74,8 +75,8 @@ def on_one_rank(model: str, data: ClickDataset) -> np.ndarray:
         return net(torch.from_numpy(test.dense), torch.from_numpy(test.categorical)).sigmoid().numpy()
 
 
-def resumed(config: dict[str, Any], data: ClickDataset, path: str) -> np.ndarray:
-    """Probabilities of the test part after as many epochs, with a break in between."""
+def resumed(config: dict[str, Any], data: ClickDataset, path: str) -> tuple[np.ndarray, str]:
+    """Probabilities of the test part after as many epochs, with a break in between; what other data meets."""
 
     def half() -> Training:
         return Training("half", config, data, seed=SEED, epochs=EPOCHS // 2, report=lambda *_, **__: None)
@@ -86,11 +87,18 @@ def resumed(config: dict[str, Any], data: ClickDataset, path: str) -> np.ndarray
     run.save(folder)
     run.close()
     run = half()
+    dist.barrier()
+    run.clicks, error = replace(data, label=1 - data.label), ""
+    try:
+        run.resume(folder)
+    except DataFormatError as found:
+        error = str(found)
+    run.clicks = data
     run.resume(folder)
     run.train(None)
     probability = run.predict(data.test)
     run.close()
-    return probability
+    return probability, error
 
 
 def main(path: str) -> None:
@@ -132,7 +140,8 @@ def main(path: str) -> None:
         )
         run.close()
         if (model, exchange) == ("dlrm", "all_to_all"):
-            results[-1]["resumed"] = float(np.abs(probability - resumed(config, data, path)).max())
+            again, results[-1]["refused"] = resumed(config, data, path)
+            results[-1]["resumed"] = float(np.abs(probability - again).max())
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(results))
     dist.barrier()

@@ -175,15 +175,28 @@ def run(world_size: int, function: Callable[..., Any], *arguments: Any, **option
     return [value for _, value in outcomes]
 
 
+class Lines(logging.Handler):
+    """What the plugin logs in this process from now on, message by message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("dct_plugin").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        """Return the lines so far, once."""
+        taken, self.lines = self.lines, []
+        return taken
+
+
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
     """What the plugin logs in this process meanwhile, message by message."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("dct_plugin")
-    logger.addHandler(handler)
+    handler = Lines()
     try:
-        yield lines
+        yield handler.lines
     finally:
-        logger.removeHandler(handler)
+        logging.getLogger("dct_plugin").removeHandler(handler)

@@ -19,7 +19,7 @@ def save_state(
     identity: str = "",
 ) -> Path:
     """Write a reducer's state of one rank; return the file."""
-    path = checkpoint.file_of(folder, rank)
-    content = checkpoint.content_of(state, rank=rank, world_size=world_size, unit=unit, identity=identity)
+    path = checkpoint.Writer(rank, 0).file(folder)
+    content = checkpoint.Writer(rank, world_size).content(state, unit=unit, identity=identity)
     checkpoint.write(path, content)
     return path

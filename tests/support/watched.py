@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Watched:
 
     Args:
         module: The attached module.
-        ahead: Displaces its weights.
+        ahead: Returns what displaces its weights; None before the first reduction.
         metrics: Those of the attachment.
 
     Attributes:
@@ -38,7 +38,7 @@ class Watched:
         wrong: Parameters whose gradient came at other weights than those of the last forward pass.
     """
 
-    def __init__(self, module: nn.Module, ahead: Any, metrics: Any) -> None:
+    def __init__(self, module: nn.Module, ahead: Callable[[], Any], metrics: Any) -> None:
         self._named, self._ahead, self._metrics = dict(module.named_parameters()), ahead, metrics
         self.passes, self.wrong = 0, set[str]()
         self._seen: dict[str, Tensor] = {}
@@ -52,7 +52,9 @@ class Watched:
 
     def displaced(self) -> list[str]:
         """Return the names of the parameters that hold displaced weights now."""
-        return [n for n, p in self._named.items() if self._ahead.weight(p).data_ptr() != p.data_ptr()]
+        ahead = self._ahead()
+        named = {} if ahead is None else self._named
+        return [n for n, p in named.items() if ahead.weight(p).data_ptr() != p.data_ptr()]
 
     @torch.compiler.disable
     def _note(self, *_: Any) -> None:

@@ -21,7 +21,6 @@ os.environ.setdefault("RUST_LOG", "error")  # which torchft reads when it is imp
 
 #: Where the plugin starts threads. All but torchft's use sockets, files and the key-value store alone.
 THREADS = {
-    "integrations/deepspeed/build_lock.py",
     "integrations/torchft/process_groups.py",
     "integrations/host/lost_peers.py",
     "transport/lost_ranks.py",

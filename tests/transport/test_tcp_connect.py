@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import socket
@@ -19,9 +18,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import launch, run
+from support.processes import launch, logged, run
 
-from dct_plugin.transport import Exchange, tcp_connect, transports
+from dct_plugin.transport import Exchange, tcp_connect
 
 pytestmark = pytest.mark.slow
 
@@ -111,20 +110,13 @@ def test_one_rank_that_is_told_to_use_gloo_is_enough() -> None:
 
 
 def unreachable(rank: int, world_size: int) -> tuple[str, list[int], list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    transports.logger.addHandler(handler)
     exchange = Exchange(None, CPU)
 
     def nowhere(endpoints: list[Any]) -> None:
         endpoints[:] = [("no address of anybody", port) for _, port in endpoints]
 
-    try:
-        with transport(_CONNECT=0.5, _exchange_invitations=before_connecting(nowhere)):
-            received = exchange.all_gather(torch.tensor([rank], dtype=torch.uint8))
-    finally:
-        transports.logger.removeHandler(handler)
+    with logged() as lines, transport(_CONNECT=0.5, _exchange_invitations=before_connecting(nowhere)):
+        received = exchange.all_gather(torch.tensor([rank], dtype=torch.uint8))
     return type(exchange._open()).__name__, [int(part) for part in received], lines
 
 

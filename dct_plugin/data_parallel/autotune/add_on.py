@@ -47,6 +47,7 @@ from .measurements import (
     reduction_seconds,
     time_codings,
     time_step_ahead,
+    unmeasured,
 )
 
 
@@ -232,31 +233,36 @@ class AutomaticSparsity(AddOn):
             yield schedule.warmup_steps + schedule.ramp_steps - step
 
     def _follow_ramp(self, chosen: Setting, seconds: dict[Setting, float], model: CostModel) -> Iterator[int]:
-        """Keep steps dense while the density of the ramp is too high to pay; for good, if the final one is.
+        """Compare the steps of thresholds with the fastest of the other settings. Run that one while the
+        density of the ramp is too high to pay; for good, if the final one is.
 
         Args:
             chosen: The setting of the training.
             seconds: Seconds of a step with each setting that was timed, the dense exchange among them.
             model: Predicts the time of a step.
         """
-        schedule, group, ratio = self._group.schedule, self._group, self.rules.equal_ratio
-        is_over = not chosen.sparsity
-        while not is_over:
-            is_over, dense = not schedule.starting(group.step), seconds[Setting()]
-            yield self.rules.window_steps
+        schedule, rules, slow = self._group.schedule, self.rules, 0
+        while chosen.sparsity:
+            otherwise = gentlest_of_fastest({s: t for s, t in seconds.items() if s != chosen}, rules)
+            is_over = not schedule.starting(self._group.step)
+            allowed = 1 / rules.equal_ratio if is_over else rules.equal_ratio
+            yield rules.window_steps
             seconds[chosen] = self._median()
-            if seconds[chosen] <= (dense / ratio if is_over else dense * ratio):
-                continue
-            yield from self._change_to(Setting())
-            if is_over:
-                self._chosen = self.current
-                self._report(self.current, seconds, model, "after the ramp")
+            slow = slow + 1 if seconds[chosen] > allowed * seconds[otherwise] else 0
+            if is_over and not slow:
                 return
-            step = group.step
+            if slow < 2:
+                continue
+            yield from self._change_to(otherwise)
+            if is_over:
+                self._chosen = otherwise
+                self._report(otherwise, seconds, model, "after the ramp")
+                return
+            step, slow = self._group.step, 0
             target = max(schedule.density(step) / 2, 1.0 - chosen.sparsity)
             end = next(later for later in itertools.count(step) if schedule.density(later) <= target)
-            yield max(self.rules.settling_steps + 1, end - step)
-            seconds[Setting()] = min(dense, self._median())
+            yield max(rules.settling_steps + rules.trial_steps, end - step)
+            seconds[otherwise] = min(seconds[otherwise], self._median())
             yield from self._change_to(chosen)
 
     def _wait_for_change(self, reference: float, link: Link) -> Generator[int, None, tuple[float, Link, str]]:
@@ -349,4 +355,5 @@ class AutomaticSparsity(AddOn):
             f"dct: step {group.step}: {what}: {took}{f' ({others})' if others else ''}; "
             f"predicted {1e3 * predicted.total:.1f} (coding {1e3 * predicted.coding:.1f}, exchange "
             f"{1e3 * predicted.exchange:.1f}); link {rate}, {1e3 * link.latency:.2f} ms ({why})"
+            + (f"; {note}" if (note := unmeasured(group.device.type)) else "")
         )

@@ -24,6 +24,16 @@ ENTRIES, PROBE_BYTES = 1 << 17, 1 << 17
 REPEATS, ENCODES = 3, 8
 
 
+def unmeasured(device: str) -> str:
+    """Return what is not known about predictions on a type of device, as a clause; empty on CPUs."""
+    if device == "cpu":
+        return ""
+    return (
+        "predictions were not checked on a GPU: codings are timed on few entries, with their launches, which "
+        "favours dense steps"
+    )
+
+
 def reduction_seconds(group: StreamGroup) -> float:
     """Return the seconds of all reductions so far, without the waits for slower ranks, which every setting
     has.

@@ -192,7 +192,17 @@ class StepAhead:
         Args:
             module: Called for forward passes; passes of its parts alone are not displaced.
             optimizers: Those of torch; other hosts call :meth:`restore` before their steps.
+
+        Raises:
+            ConfigError: A part of the module replays a CUDA graph, which reads the weights themselves.
         """
+        for name, part in module.named_modules():
+            if "make_graphed_callables" in getattr(part.__dict__.get("forward"), "__qualname__", ""):
+                raise ConfigError(
+                    f"dct.data_parallel.feedback = 'step_ahead': {name or 'the model'} replays a CUDA graph "
+                    "(make_graphed_callables), which does not see displaced weights; set it to 'local', or "
+                    "make no graph"
+                )
         register(module, self._displaced)
         self._handles += self._passes.register(module)
         for optimizer in filter(lambda each: hasattr(each, "register_step_pre_hook"), optimizers):

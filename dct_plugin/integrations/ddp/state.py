@@ -141,7 +141,8 @@ class DCTState(OptimizerAttachment):
         try:
             self._check(model)
             self._reduce_through_hook(model)
-            self._change_passes(model)
+            if self.config.data_parallel.local_steps is not None:  # from the first pass on
+                self.reducer(model.device)
         except BaseException:
             self.close()
             raise
@@ -157,6 +158,8 @@ class DCTState(OptimizerAttachment):
         own = set(map(id, reduced.values()))
         coverage = startup.coverage(model.module, model.module.parameters(), lambda p: id(p) in own)
         self._coverage = f"{coverage}, "
+        if self.config.data_parallel.feedback.looks_ahead:
+            units_of_all(self._optimizers)
         self._check_optimizers(
             model.module,
             reduced,
@@ -191,10 +194,10 @@ class DCTState(OptimizerAttachment):
         finalizer = weakref.finalize(model, self.close)
         finalizer.atexit = False
         self.ends.callback(finalizer.detach)
-
-    def _change_passes(self, model: DistributedDataParallel) -> None:
-        """Follow the passes of a model, and displace its weights or train its own ones."""
         self._before_forward(model.module, self.close_if_done)
+
+    def _change_passes(self, model: DistributedDataParallel, reducer: GradientReducer) -> None:
+        """Displace the weights of a model in its passes, or train its own ones."""
         self._buckets.next_pass.watch(model.module)
         settings = self.config.data_parallel
         if self._optimizers and settings.feedback.looks_ahead and self._ahead is None:
@@ -203,8 +206,7 @@ class DCTState(OptimizerAttachment):
             self._watch_loading(model.module, self._replicated)
         else:
             named = self._trainable(model)
-            local = self.reducer(next(iter(named.values())).device).add_ons.local_steps
-            if local is not None:
+            if (local := reducer.add_ons.local_steps) is not None:
                 local.attach(model.module, named, self._optimizers)
                 self.ends.callback(local.detach)
                 # DDP would send the first rank's buffers in every forward pass.
@@ -242,7 +244,7 @@ class DCTState(OptimizerAttachment):
         if self._ahead is not None:  # register() has displaced the same weights
             self._ahead.detach()
         units, named = units_of_all(optimizers), self.parameters.add(model.named_parameters())
-        reducer = self.reducer(next(iter(named.values())).device)
+        reducer = self._reducer or self.reducer(next(iter(named.values())).device)
         displaced = [(name, each) for name, each in named.items() if not each.is_complex()]
         self._ahead = reducer.add_ons.step_ahead.prepare(displaced, units)
         self._ahead.attach(model, *optimizers)
@@ -250,18 +252,32 @@ class DCTState(OptimizerAttachment):
         self._buckets.next_pass.watch(model)  # before weights are displaced
 
     def reducer(self, device: torch.device) -> GradientReducer:
-        """Return the reducer; the first call makes it for gradients on ``device``."""
+        """Return the reducer for gradients on ``device``. The first call makes it, and changes the passes of
+        the registered model: the first bucket makes that call, or a state that is loaded before.
+        """
         if self._reducer is None:
             self._reducer = self._make_reducer(
                 self.process_group, self._nodes(), device, self._replicated, self._not_trained
             )
             self.load_state_dict({"reducer": self._loaded})
+            if (model := self._attached) is not None:
+                self._change_passes(model, self._reducer)
         return self._reducer
+
+    @property
+    def reducers(self) -> Iterable[GradientReducer]:
+        if self._attached is not None:
+            self.reducer(self._attached.device)
+        return super().reducers
+
+    @property
+    def _attached(self) -> DistributedDataParallel | None:
+        return None if self._model is None else self._model()
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
         """Return the weights of the trainable parameters, also of those that DDP does not reduce."""
-        model, named = None if self._model is None else self._model(), dict(self.parameters.reduced())
-        if model is not None:
+        named = dict(self.parameters.reduced())
+        if (model := self._attached) is not None:
             named |= self._trainable(model)
         pairs = sorted(named.items(), key=lambda pair: pair[0])
         weight = (lambda p: p.data) if self._ahead is None else self._ahead.weight
@@ -270,12 +286,11 @@ class DCTState(OptimizerAttachment):
 
     def _not_trained(self) -> list[tuple[str, Tensor]]:
         """Return the frozen parameters and the buffers."""
-        model = None if self._model is None else self._model()
+        model = self._attached
         return [] if model is None else not_trained(model.module, (name for name, _ in self._replicated()))
 
     def weights(self) -> Iterable[Tensor]:
-        model = None if self._model is None else self._model()
-        return () if model is None else self._trainable(model).values()
+        return () if (model := self._attached) is None else self._trainable(model).values()
 
     # -- the start ---
 
@@ -299,13 +314,14 @@ class DCTState(OptimizerAttachment):
     def _agree(self, device: torch.device) -> Overlap:
         def prepare() -> str:
             self._decide("register_comm_hook does not tell the model, DCTState.register does")
+            reducer = self.reducer(device)
             if self.config.data_parallel.feedback.looks_ahead and self._ahead is None:
                 raise ConfigError(
                     "dct.data_parallel.feedback = 'step_ahead' needs the model and its optimizer: call "
                     "dct_plugin.attach(model, optimizer, section) in place of DCTState, or "
                     "state.step_ahead(model, optimizer) before the first step"
                 )
-            return f"{self.framework}, {self._coverage}{self.reducer(device).group_size} ranks"
+            return f"{self.framework}, {self._coverage}{reducer.group_size} ranks"
 
         def facts() -> dict[str, Any]:
             step = self.reducer(device).step
@@ -351,7 +367,9 @@ class DCTState(OptimizerAttachment):
         self._buckets.wait()
         self._loaded = state["reducer"] or FRESH
         self._optimizer_steps.forget()
-        if self._reducer is not None:
+        if self._reducer is None and self._loaded is not FRESH and self._attached is not None:
+            self.reducer(self._attached.device)  # the next pass is displaced by what was not sent
+        elif self._reducer is not None:
             self._reducer.load_state_dict(self._loaded, loss_scale=self._optimizer_steps.loss_scale())
             self.steps.step = self._reducer.step
 

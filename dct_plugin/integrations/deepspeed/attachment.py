@@ -36,11 +36,10 @@ from .checkpointing import CheckpointFiles, warn_of_dropped_residuals
 from .engine import EngineContext, EnginePart, has_optimizer, is_pipeline, job_of, supported, tied_weights
 from .moe import ExpertPath
 from .node_copies import NodeCopies
-from .parser import keys_read
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
-from .rules import require, training_facts, unread_keys
-from .section import SECTION, TOPIC, configuration_of, gradient_path_of_optimizer
+from .rules import require, training_facts
+from .section import SECTION, TOPIC, gradient_path_of_optimizer
 from .stage0 import Bf16Path, Stage0Path
 from .weight_updates import UpdatedWeights, WeightUpdates
 from .zero import ZeroPath
@@ -452,5 +451,3 @@ def _warn(engine: Any, attachment: EngineAttachment) -> None:
             "dct: the weights lack updates that dct.data_parallel.parameters has not sent yet: before an "
             "evaluation or export call engine.dct.gather_parameters() on all ranks; save_checkpoint does it"
         )
-    if unknown := unread_keys(configuration_of(engine) or {}, keys_read()):
-        logger.warning("dct: keys of the configuration that nothing reads: %s", ", ".join(unknown))

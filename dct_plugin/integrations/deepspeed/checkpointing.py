@@ -75,6 +75,8 @@ class CheckpointFiles(EnginePart):
             DCTError: On every rank, if a rank's file is damaged or does not fit.
         """
         state = self._files.load(self._own_folder(tag_folder), expected=expected)
+        if state is None and self._engine.load_universal_checkpoint() and self._path.reducer.group_rank == 0:
+            logger.warning("dct: add the residuals to a universal checkpoint: dct universal SAVED UNIVERSAL")
         self.load_state_dict(state or FRESH)
         return state is not None
 

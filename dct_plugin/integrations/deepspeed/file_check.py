@@ -12,14 +12,11 @@ from dct_plugin.config.validation_errors import DEEPSPEED_KEYS
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy import resolve
 from dct_plugin.policy.optimizers import OptimizerFamily, unknown_step
+from dct_plugin.policy.rules import compressors_of
 
-from ..host.versions import installed, parse
-from .parser import Answer
-from .rules import refusals, training_facts, unread_keys, without_slot
-from .section import KEYS, READ_BY_PLUGIN, SECTION, Job, backend_name, misplaced_section
-
-#: Keys that a warning names; of more it says how many there are.
-_NAMED = 8
+from ..host.versions import parse
+from .rules import refusals, training_facts, without_slot
+from .section import SECTION, Job, backend_name, misplaced_section
 
 
 @dataclass
@@ -39,48 +36,31 @@ class FileReport:
     notes: list[str] = field(default_factory=list)
 
 
-def for_deepspeed(content: Mapping[str, Any]) -> bool:
-    """Return whether DeepSpeed has to be asked about a file: it is no bare ``dct`` section."""
-    return not content.keys() <= {*KEYS, *READ_BY_PLUGIN}
-
-
-def check(content: Mapping[str, Any], answer: Answer | None = None, ranks: int = 0) -> FileReport:
-    """Return what is to be said about a DeepSpeed JSON, or about a bare ``dct`` section.
+def check(content: Mapping[str, Any], ranks: int = 0, ranks_per_node: int = 1) -> FileReport:
+    """Return what is to be said about a DeepSpeed JSON, or about a bare ``dct`` section. DeepSpeed checks its
+    own keys when the job starts.
 
     Args:
         content: The file.
-        answer: What DeepSpeed makes of the file; None where none is installed.
         ranks: Ranks of the job; 0 if they are not known.
+        ranks_per_node: Those of a machine.
     """
     report = FileReport()
-    is_deepspeed = bool((DEEPSPEED_KEYS | (answer.keys if answer else frozenset())) & content.keys())
+    is_deepspeed = bool(DEEPSPEED_KEYS & content.keys())
     found, section = _find_section(content, report, is_deepspeed)
     if found:
         try:
             report.config = DCTConfig.parse(section)
         except ConfigError as error:
             report.faults += error.faults or [str(error)]
-    if is_deepspeed and answer is None:
-        report.notes.append(f'no DeepSpeed can be imported here: only the "{SECTION}" section was judged')
-    elif is_deepspeed and answer is not None:
-        _judge_rest(content, answer, report)
     if is_deepspeed and found and (report.config is None or report.config.enabled):
-        _judge({**content, **(answer.sections if answer else {})}, report, ranks)
+        _judge(content, report, ranks, ranks_per_node)
     if report.config is not None:
         report.warnings += _dense(report.config)
     return report
 
 
-def _judge_rest(content: Mapping[str, Any], answer: Answer, report: FileReport) -> None:
-    """Add what DeepSpeed says about the file, apart from the section."""
-    report.faults += [f"DeepSpeed {installed('deepspeed')}: {fault}" for fault in answer.faults]
-    if keys := unread_keys(content, answer.keys):
-        more = f" and {len(keys) - _NAMED} more keys" if len(keys) > _NAMED else ""
-        reads = "nothing reads it" if len(keys) == 1 else "nothing reads them"
-        report.warnings.append(f"{', '.join(keys[:_NAMED])}{more}: {reads}")
-
-
-def _judge(content: Mapping[str, Any], report: FileReport, ranks: int) -> None:
+def _judge(content: Mapping[str, Any], report: FileReport, ranks: int, ranks_per_node: int) -> None:
     """Add what the start of a DeepSpeed job would say about its section."""
     job = Job.of_json(content)
     if job.exchanges_momentum and parse(job.version) > (0, 19, 6):
@@ -88,7 +68,7 @@ def _judge(content: Mapping[str, Any], report: FileReport, ranks: int) -> None:
     # A section with faults says nothing, but the job can be judged without it.
     config = report.config or DCTConfig()
     if report.config is not None and not job.exchanges_momentum:
-        config = _resolved(job, config, report, ranks)
+        config = _resolved(job, config, report, ranks, ranks_per_node)
     report.faults += refusals(job, config)
     steps = content.get("gradient_accumulation_steps")
     if job.stage == 2 and isinstance(steps, int) and steps > 1 and config.data_parallel.enabled:
@@ -110,13 +90,14 @@ def _dense(config: DCTConfig) -> list[str]:
     ]
 
 
-def _resolved(job: Job, config: DCTConfig, report: FileReport, ranks: int) -> DCTConfig:
+def _resolved(job: Job, config: DCTConfig, report: FileReport, ranks: int, ranks_per_node: int) -> DCTConfig:
     """Return the section with the feedback that suits the optimizer; add what is to be said about it."""
     training = replace(training_facts(job, config), ranks=ranks)
     if training.family is OptimizerFamily.UNTOLD:
         report.notes.append("the script makes the optimizer, which the feedback depends on")
         return config
-    made = resolve(config.data_parallel, training)
+    settings = config.data_parallel
+    made = resolve(settings, training, compressors_of(settings, ranks, ranks_per_node))
     report.notes += [made.updates] if made.updates else []
     if made.line:
         (report.warnings if made.warns else report.notes).append(made.line)

@@ -7,9 +7,8 @@ neither torch nor DeepSpeed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
 from dct_plugin.config import AutoFeedback, DataParallelConfig, DCTConfig, LocalFeedback
 from dct_plugin.config.data_parallel import refuse
@@ -17,13 +16,16 @@ from dct_plugin.config.options import show
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy import Training
 
-from .section import READ_BY_PLUGIN, SECTION, Job, unread
+from ..host.versions import parse
+from .section import SECTION, Job
 
 _SUPPORTED = (
     "Supported is DeepSpeed's ordinary engine with ZeRO stage 0 to 3 in fp32, bf16 or fp16, data parallel "
     "over all ranks, or its pipeline engine with ZeRO stage 0 or 1, without offload; set dct.enabled to "
     "false to train without it"
 )
+#: Earlier versions orthogonalise gradients inside the collectives that are replaced.
+_MUON = (0, 19, 8)
 _ALL_CHANGE = "nearly all fp32 weights change in a step"
 
 
@@ -104,14 +106,6 @@ def without_slot(version: str) -> str:
     )
 
 
-def unread_keys(content: Mapping[str, Any], read: Collection[str]) -> list[str]:
-    """Return the keys of a JSON that neither DeepSpeed, whose keys are ``read``, nor the plugin reads, with
-    suggestions.
-    """
-    inside = {key: f"{key!r} (did you mean {SECTION}.{key}?)" for key in DCTConfig.model_fields}
-    return [inside.get(key.strip("'"), key) for key in unread(content, {*read, *READ_BY_PLUGIN})]
-
-
 #: Features of DeepSpeed that are refused, worst first, by what a job says of them.
 _UNSUPPORTED = {
     "engine": "the engine {} (hybrid engine, DualPipeV)",
@@ -142,8 +136,9 @@ def _unsupported(job: Job) -> Iterator[str]:
             f"{job.own_backend!r}: it exchanges its momentum by itself ({SECTION!r} has it exchanged through "
             "the plugin)"
         )
-    if "muon" in job.optimizer.lower():
-        yield f"the optimizer {job.optimizer}: it needs whole gradient matrices"
+    is_old = bool(job.version) and parse(job.version) < _MUON
+    if "muon" in job.optimizer.lower() and (job.stage == 0 or is_old):
+        yield f"the optimizer {job.optimizer} without ZeRO, or before DeepSpeed 0.19.8"
 
 
 def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:

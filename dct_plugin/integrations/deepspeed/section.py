@@ -1,4 +1,4 @@
-"""The ``dct`` section in a DeepSpeed JSON, the facts of its job, and keys that nobody reads.
+"""The ``dct`` section in a DeepSpeed JSON, and the facts of its job.
 
 This module imports neither torch nor DeepSpeed: it is read for every engine, and by ``dct config check``.
 """
@@ -10,7 +10,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,23 +36,10 @@ def near_misses(keys: Iterable[object], section: str) -> list[str]:
     return found
 
 
-def unread(keys: Iterable[object], known: Collection[str]) -> list[str]:
-    """Return keys of the top level that are not ``known``: ``'optimzer' (did you mean 'optimizer'?)``."""
-    found = []
-    for key in map(str, keys):
-        if key not in known and key[:1] not in "_#/":
-            closest = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.75)
-            found.append(repr(key) + (f" (did you mean {closest[0]!r}?)" if closest else ""))
-    return found
-
-
 SECTION = "dct"
 
 #: Keys of the section.
 KEYS = frozenset(("enabled", "data_parallel", "model_parallel", "embedding", "kernels", "metrics"))
-
-#: Top-level keys of the JSON that the plugin reads.
-READ_BY_PLUGIN = (SECTION, "dlrm")
 
 #: The topic of the agreement between ranks at start-up, see :mod:`..host.startup`.
 TOPIC = "deepspeed"
@@ -110,11 +97,6 @@ def backend_name(config: Any) -> Any:
 def asks_for_slot(config: Any) -> bool:
     """Return whether a JSON has momentum exchanged through the plugin."""
     return bool(backend_name(config) == SECTION)
-
-
-def asks(config: Any) -> bool:
-    """Return whether a JSON asks for the plugin."""
-    return isinstance(config, dict) and (SECTION in config or asks_for_slot(config))
 
 
 def misplaced_section(config: Any) -> tuple[str, Any] | None:
@@ -233,7 +215,7 @@ class Job:
             offload=", ".join(
                 f"zero_optimization.{key}.device = {device}"
                 for key in ("offload_optimizer", "offload_param")
-                if (device := _device(_object(zero, key))) != "none"
+                if (device := _object(zero, key).get("device", "none")) != "none"
             ),
             model_parallel=f"tensor parallelism (tensor_parallel.autotp_size = {ranks})" if ranks > 1 else "",
             sequence_ranks=sequence if isinstance(sequence, int) and sequence > 1 else 0,
@@ -252,11 +234,6 @@ class Job:
 def _object(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = content.get(key)
     return value if isinstance(value, Mapping) else {}
-
-
-def _device(section: Mapping[str, Any]) -> str:
-    device = section.get("device", "none")
-    return str(getattr(device, "value", device))  # DeepSpeed has an enumeration
 
 
 def _on(content: Mapping[str, Any], key: str) -> bool:

@@ -243,7 +243,7 @@ class ZeroPath(GradientPath):
             if self.reducer_of(each.parameter) is not reducer:
                 continue
             name, gradient = self.name_of(each.group, each.parameter), flat[start:stop]
-            if self._to_owners and id(each.parameter) not in self._tied_weights:
+            if self._to_owners and not self._is_whole(each):
                 sharded.append((name, gradient, self._shards_of(each)))
             else:
                 everywhere.append((name, gradient))
@@ -251,6 +251,13 @@ class ZeroPath(GradientPath):
         return [*reductions, reducer.begin_scatter(sharded, scale=scale)] if sharded else reductions
 
     # -- parameters and their owners ---
+
+    def _is_whole(self, each: _Parameter) -> bool:
+        """Return whether all ranks need the whole gradient: that of tied weights, and of a Muon matrix with
+        several owners, which orthogonalise all of it.
+        """
+        is_muon = getattr(each.parameter, "use_muon", False) and len(self._shards_of(each)) > 1
+        return is_muon or id(each.parameter) in self._tied_weights
 
     def _parameters(self, dtype: torch.dtype) -> list[_Parameter]:
         """Return the parameters of the bucket being reduced, in its order."""

@@ -7,7 +7,6 @@ that names the rank and the file.
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin import checkpoint
-from dct_plugin.checkpoint import Loaded, NoState
+from dct_plugin.checkpoint import Folder, Loaded, NoState, State, Writer
 from dct_plugin.console import listed, logger
 from dct_plugin.errors import DCTError
 from dct_plugin.host_traffic import own_traffic
 from dct_plugin.transport import lost_ranks
-
-State = dict[str, Any]
-Folder = str | os.PathLike[str]
 
 
 def save_together(
@@ -112,13 +108,6 @@ def load_together(
     return None
 
 
-def report_spread(source: Folder, found: Loaded, ranks: int) -> None:
-    """Log that a checkpoint of another number of ranks was loaded, whose residuals are spread over these."""
-    if found.ranks not in (0, ranks):
-        before = f"the residuals of {found.ranks} ranks at step {found.state['step']}"
-        logger.warning(f"dct: {source}: {before} are spread over {ranks} ranks")
-
-
 def _warn_of_missing(source: Folder, without_state: dict[int, str], ranks: int) -> None:
     first: dict[str, int] = {}  # the first rank of each reason
     for rank, reason in without_state.items():
@@ -162,13 +151,14 @@ class ReducerFiles:
 
     Attributes:
         group: The ranks; None for all.
-        parts: The job has several such groups, for parts of the model, each with a folder of its own; all
-            ranks of the job save and load together.
+        parts: The job has several such groups, for parts of the model, with files or folders of their own;
+            all ranks of the job save and load together.
         unit: Factor that the host had multiplied into the gradients, see
-            :func:`dct_plugin.checkpoint.content_of`.
+            :meth:`dct_plugin.checkpoint.Writer.content`.
         configuration: Fingerprint of the ``dct`` section.
         sizes: Entries of the model's parameters by the names of their streams; None if they are not known.
         layout: See :func:`dct_plugin.checkpoint.load`.
+        writer: This rank as it writes; None: by its rank in the group.
     """
 
     group: dist.ProcessGroup | None = None
@@ -177,6 +167,7 @@ class ReducerFiles:
     configuration: str = ""
     sizes: Mapping[str, int] | None = None
     layout: Sequence[Sequence[int]] = ()
+    writer: Writer | None = None
 
     def save(self, folder: Folder, state: Callable[[], State]) -> str:
         """Write every rank's state; a collective.
@@ -191,7 +182,7 @@ class ReducerFiles:
         Raises:
             DCTError: On every rank, if one cannot write; names the ranks and the files.
         """
-        file = checkpoint.file_of(folder, dist.get_rank(self.group))
+        file = self._own.file(folder)
         return save_together(file, lambda identity: self._content(state(), identity), group=self._writers)
 
     def save_alone(self, folder: Folder, state: State, topic: str) -> None:
@@ -208,8 +199,7 @@ class ReducerFiles:
         # The first rank that asks leaves the identity in the key-value store.
         key = f"dct_plugin/saves/{topic}/{state['step']}"
         identity: bytes = lost_ranks.default_store().compare_set(key, "", uuid.uuid4().hex)
-        file = checkpoint.file_of(folder, dist.get_rank(self.group))
-        checkpoint.write(file, self._content(state, identity.decode()))
+        checkpoint.write(self._own.file(folder), self._content(state, identity.decode()))
 
     def load(self, folder: Folder, *, expected: str | None = None) -> State | None:
         """Read what :meth:`save` wrote; a collective, with results and errors of :func:`load_together`.
@@ -218,33 +208,33 @@ class ReducerFiles:
             folder: Of the checkpoint.
             expected: What :meth:`save` returned, from the host's own state.
         """
-        rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         model: dict[str, Any] = {"unit": self.unit, "sizes": self.sizes, "layout": self.layout}
-        read = partial(checkpoint.load, folder, rank=rank, world_size=world_size, **model)
+        read = partial(checkpoint.load, folder, self._own, **model)
         found = load_together(read, folder, group=self._writers, expected=expected)
         if found is None:
             return None
-        if rank == 0:
-            report_spread(folder, found, world_size)
         state, strange = checkpoint.known_to(self.sizes, found.state)
-        if strange and rank == 0:
+        said = []
+        if found.ranks not in (0, ranks := self._own.world_size):
+            before = f"the residuals of {found.ranks} ranks at step {found.state['step']}"
+            said.append(f"{before} are spread over {ranks} ranks")
+        if strange:
             what = f"residuals of {len(strange)} parameters that the model does not have are left"
-            logger.warning(f"dct: {folder}: {what}: {listed(strange)}")
+            said.append(f"{what}: {listed(strange)}")
+        for line in said if dist.get_rank(self.group) == 0 else ():
+            logger.warning(f"dct: {folder}: {line}")
         return state
 
     @property
     def _writers(self) -> dist.ProcessGroup | None:
         return None if self.parts else self.group
 
+    @property
+    def _own(self) -> Writer:
+        return self.writer or Writer(dist.get_rank(self.group), dist.get_world_size(self.group))
+
     def _content(self, state: State, identity: str) -> State:
-        return checkpoint.content_of(
-            state,
-            rank=dist.get_rank(self.group),
-            world_size=dist.get_world_size(self.group),
-            unit=self.unit,
-            identity=identity,
-            configuration=self.configuration,
-        )
+        return self._own.content(state, unit=self.unit, identity=identity, configuration=self.configuration)
 
 
 def device_of(backends: str) -> str:

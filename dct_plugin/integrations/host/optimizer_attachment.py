@@ -119,6 +119,7 @@ class OptimizerAttachment(HostAttachment, ABC):
         Raises:
             ConfigError: An optimizer has no parameter of the model.
         """
+        self._refuse_line_search(self.config.data_parallel)
         optimizers, own = self._optimizers, {id(parameter) for parameter in model.parameters()}
         told: set[int] = set()
         for number, optimizer in enumerate(optimizers, 1):
@@ -164,7 +165,6 @@ class OptimizerAttachment(HostAttachment, ABC):
         ``others``, which are not trained.
         """
         settings = self.config.data_parallel
-        self._refuse_line_search(settings)
         reducer = GradientReducer(
             settings,
             nodes or group,

@@ -13,53 +13,37 @@ other parts of the parameters: the residuals are left, and a message says so.
 from __future__ import annotations
 
 import inspect
-import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
-from dct_plugin import checkpoint
-from dct_plugin.checkpoint import Loaded, NoState
+from dct_plugin.checkpoint import Folder, Writer
 from dct_plugin.console import logger
-from dct_plugin.errors import DCTError, VersionError
+from dct_plugin.errors import VersionError
 from dct_plugin.transport.nodes import layout_of
 
-from ..host.checkpoint import load_together, report_spread, save_together
+from ..host.checkpoint import ReducerFiles
 from ..host.patching import Function, when_imported
 from .buckets import nodes_in
 from .session import Hook, RankCoordinates, Session
 
-State = dict[str, Any]
 _MODULE = "megatron.training.checkpointing"
 
 
-def save(session: Session, folder: str | os.PathLike[str]) -> None:
+def save(session: Session, folder: Folder) -> None:
     """Write every rank's state; a collective over all ranks.
 
     Raises:
         DCTError: On every rank, if one cannot write; names the ranks and the files.
     """
-    own = RankCoordinates.of_this_rank()
-
-    def content(identity: str) -> State:
-        return {
-            "save": identity,
-            "configuration": session.config.fingerprint(),
-            "layout": own.layout,
-            "place": own.place,
-            "expert": own.expert,
-            "world_size": own.replicas,
-            "state": session.state_dict(),
-        }
-
-    save_together(own.file(folder), content)
+    _files(session).save(folder, session.state_dict)
 
 
-def load(session: Session, folder: str | os.PathLike[str]) -> bool:
+def load(session: Session, folder: Folder) -> bool:
     """Restore every rank's state; a collective over all ranks.
 
     Returns:
@@ -68,15 +52,33 @@ def load(session: Session, folder: str | os.PathLike[str]) -> bool:
     Raises:
         DCTError: On every rank, if a file is damaged or belongs elsewhere; names the ranks and the files.
     """
-    own = RankCoordinates.of_this_rank()
-    sizes = session.reductions.models.sizes() if session.reductions else {}
-    nodes = _node_layout(session)
-    found = load_together(lambda: _read(own, Path(folder), sizes, nodes), folder)
-    session.load_state_dict(None if found is None else found.state)
-    if found is not None and dist.get_rank() == 0:
+    state = _files(session, _node_layout(session)).load(folder)
+    session.load_state_dict(state)
+    if state is not None and dist.get_rank() == 0:
         print(f"dct: residuals and thresholds of step {session.step} loaded from {folder}", flush=True)
-        report_spread(folder, found, own.replicas)
-    return found is not None
+    return state is not None
+
+
+def _files(session: Session, layout: Sequence[list[int]] = ()) -> ReducerFiles:
+    """Return the files of all ranks; only to read them needs ``layout``."""
+    return ReducerFiles(
+        configuration=session.config.fingerprint(),
+        sizes=session.reductions.models.sizes() if session.reductions else {},
+        layout=layout,
+        writer=writer_of(RankCoordinates.of_this_rank()),
+    )
+
+
+def writer_of(rank: RankCoordinates) -> Writer:
+    """Return a rank as it writes: one of the data-parallel ranks that hold the same parameters."""
+    return Writer(
+        rank.data,
+        rank.replicas,
+        "dct_tp{tensor:02d}_pp{pipeline:03d}_dp{rank:05d}.pt",
+        {"tensor": rank.tensor, "pipeline": rank.pipeline},
+        rank.layout,
+        rank.expert,
+    )
 
 
 def _node_layout(session: Session) -> list[list[int]]:
@@ -90,87 +92,6 @@ def _node_layout(session: Session) -> list[list[int]]:
             for partial in (False, True)
         )
     return layout_of(nodes_in(session.config.data_parallel, group, instance))
-
-
-def _read(
-    rank: RankCoordinates, folder: Path, sizes: Mapping[str, int], nodes: Sequence[list[int]] = ()
-) -> Loaded:
-    """Return the state for a rank and its save.
-
-    Args:
-        rank: The rank.
-        folder: Folder of the checkpoint.
-        sizes: Entries of the model's parameters by name.
-        nodes: Data-parallel ranks of each node, where gradients are summed in nodes first.
-
-    Raises:
-        NoState: There is none.
-        DCTError: A file is damaged or belongs elsewhere.
-    """
-    own = rank.file(folder)
-    # On node-local storage only the own file is here.
-    known = own if own.exists() else rank._replace(data=0).file(folder)
-    if not known.exists():
-        other = next(folder.glob("dct_tp*_pp*_dp*.pt"), None) if folder.is_dir() else None
-        if other is None:
-            raise NoState("the checkpoint holds no dct_tp*_pp*_dp*.pt files")
-        _check_layout(checkpoint.read(other), rank)
-        raise NoState(f"{known.name} is missing")
-    content = checkpoint.read(known)
-    _check_layout(content, rank)
-    saved = int(content["world_size"])
-    dense = [each for name, each in content["state"]["reducers"].items() if name.startswith("dense")]
-    same = saved == rank.replicas and all(each["state"].get("layout", []) == list(nodes) for each in dense)
-    writers = [rank] if same else [rank._replace(data=number) for number in range(saved)]
-    if missing := [each.file(folder).name for each in writers if not each.file(folder).exists()]:
-        raise NoState(f"{missing[0]} is missing")
-
-    def contents() -> Iterator[State]:
-        for each in writers:
-            file = each.file(folder)
-            part = content if file == known else checkpoint.read(file, content)
-            _check(file, part, each, sizes)
-            yield part
-
-    if same:
-        return Loaded.of(next(contents())["state"], content)
-    return Loaded.of(_resharded(contents, content["state"], rank), content)._replace(ranks=saved)
-
-
-def _check_layout(content: State, rank: RankCoordinates) -> None:
-    saved, layout = content["layout"], rank.layout
-    if saved != layout:
-        sizes = ", ".join(
-            f"{name} {saved.get(name)} -> {layout[name]}"
-            for name in layout
-            if saved.get(name) != layout[name]
-        )
-        raise NoState(f"the parameters are cut in another way ({sizes}), which residuals cannot follow")
-
-
-def _check(file: Path, content: State, rank: RankCoordinates, sizes: Mapping[str, int]) -> None:
-    """Refuse a file that is not that of ``rank``, or does not fit the model."""
-    if content["place"] != rank.place:
-        raise DCTError(f"{file}: written by the rank at {content['place']}, its name says {rank.place}")
-    for part in content["state"]["reducers"].values():
-        checkpoint.check_sizes(file, part["state"], sizes)
-
-
-def _resharded(contents: Callable[[], Iterator[State]], first: State, rank: RankCoordinates) -> State:
-    """Return the state for another number of replicas: the mean of their residuals.
-
-    Streams of activations are those of one replica.
-
-    ``contents`` reads the files one by one; every kind of gradient takes its own pass over them.
-    """
-    reducers = {}
-    for name, part in first["reducers"].items():
-        is_dense, unit = not name.startswith("expert"), part["unit"]
-        # Replicas of an expert layer are the ranks with the same experts.
-        replicas = (each for each in contents() if is_dense or each["expert"] == rank.expert)
-        states = (each["state"]["reducers"][name] for each in replicas)
-        reducers[name] = {"unit": unit, "state": checkpoint.reshard(states, unit=unit)}
-    return {"step": first["step"], "streams": first["streams"], "reducers": reducers}
 
 
 class CheckpointHook(Hook):

@@ -20,7 +20,7 @@ from dct_plugin._version import __version__
 from dct_plugin.errors import ConfigError, DesyncError, VersionError
 
 from ..host.patching import Function, Patches, when_imported
-from .options import CommandLine, help_text, hook_states, launcher_rank, parse
+from .options import USAGE, CommandLine, hook_states, launcher_rank, parse
 
 if TYPE_CHECKING:
     from dct_plugin.config import DCTConfig
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # Before the script -h and --help are ours; behind it they are the script's.
         if "--dct-help" in arguments or arguments[:1] in (["-h"], ["--help"]):
-            _print(help_text())
+            print(USAGE)
             return 0
         run(parse(arguments, os.environ))
     except (ConfigError, VersionError, _StartupError) as error:
@@ -97,14 +97,6 @@ def _find_module(name: str) -> None:
         found = None
     if found is None:
         raise ConfigError(f"cannot run module {name!r}: there is none, looking from {os.getcwd()}")
-
-
-def _print(text: str) -> None:
-    """Print to standard output, which may be closed early, as by ``head``."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _patch(core: ModuleType, launch: CommandLine) -> None:

@@ -5,33 +5,34 @@ Imports nothing but the standard library until an option or a configuration is r
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from dct_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dct_plugin.config import ActivationConfig, DCTConfig, OptionDoc
+    from dct_plugin.config import ActivationConfig, DCTConfig
 
 #: Path of a configuration file, used where no ``--dct-config`` is given.
 CONFIG_VARIABLE = "DCT_CONFIG"
-_PREFIX = "--dct-"
+_SECTION, _FILE = "--dct", "--dct-config"
 
-_USAGE = """\
-usage: torchrun ... -m dct_plugin.megatron [--dct-...] SCRIPT [ARGS...]
-       torchrun ... -m dct_plugin.megatron [--dct-...] -m MODULE [ARGS...]
-       python -m dct_plugin.megatron --dct-help
+USAGE = """\
+usage: torchrun ... -m dct_plugin.megatron [--dct SECTION] [--dct-config FILE] SCRIPT [ARGS...]
+       torchrun ... -m dct_plugin.megatron [--dct SECTION] [--dct-config FILE] -m MODULE [ARGS...]
+
+  --dct SECTION        the dct section as JSON, e.g. '{"data_parallel": {"sparsity": 0.99}}'
+  --dct-config FILE    JSON file with a dct section, or the bare section; else the file that DCT_CONFIG names
+  --dct-help           this text
+
+These arguments may stand anywhere; the script does not see them. SECTION overrides FILE. `dct config show`
+lists what may stand in a section.
 """
 
 # torch.distributed.launch and deepspeed put this before the arguments of what they start.
 _LOCAL_RANK = ("--local-rank", "--local_rank")
-
-# A section of the configuration for recommenders, which has no options here.
-_ELSEWHERE = "dct.embedding."
 
 
 class CommandLine(NamedTuple):
@@ -52,8 +53,7 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> CommandLi
     """Separate the plugin's arguments from the script's, wherever they stand, and read the configuration.
 
     Raises:
-        ConfigError: an unknown or incomplete ``--dct-`` argument, no script, no configuration, or a wrong
-        one.
+        ConfigError: an unknown or incomplete ``--dct`` argument, no script, no configuration, or a wrong one.
     """
     own, rest = _separate(arguments)
     target, is_module, rest = _find_target(rest)
@@ -61,39 +61,20 @@ def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> CommandLi
     return CommandLine(target, is_module, rest, config, source)
 
 
-def help_text() -> str:
-    """Return the usage, and every ``--dct-`` option with what it does, its default and what is allowed."""
-    lines = [
-        _USAGE,
-        "The plugin's arguments may stand anywhere; the script does not see them. The configuration comes",
-        f"from --dct-config, else from the file that {CONFIG_VARIABLE} names; single options override it.",
-        "Without a file, only the parts that an option names are active. A value is JSON or a name:",
-        """--dct-model-parallel-pipeline-forward '{"method": "threshold", "sparsity": 0.9}'""",
-        "",
-        "  --dct-config FILE    JSON file with a dct section, or the bare section",
-        "  --dct-help           this text",
-    ]
-    for option in _options():
-        lines.append(f"  {_PREFIX}{_name(option.path)} VALUE")
-        text = f"{option.description} Default {json.dumps(option.default)}; {option.allowed}."
-        lines += textwrap.wrap(text, 100, initial_indent="        ", subsequent_indent="        ")
-    return "\n".join(lines)
-
-
-def _separate(arguments: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    own, rest = [], []
-    items: Iterator[str] = iter(arguments)
+def _separate(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the values of the plugin's arguments by their names, and the script's arguments."""
+    own: dict[str, str] = {}
+    rest, items = [], iter(arguments)
     for item in items:
-        if not item.startswith(_PREFIX):
-            rest.append(item)
-            continue
         name, equals, value = item.partition("=")
-        if not equals:
-            following = next(items, None)
-            if following is None or following.startswith("--"):
-                raise ConfigError(f"{name} needs a value" + (f", got {following!r}" if following else ""))
-            value = following
-        own.append((name, value))
+        if name in (_SECTION, _FILE):
+            own[name] = value if equals else next(items, "")
+            if not own[name] or own[name].startswith("--"):
+                raise ConfigError(f"{name} needs a value" + (f", got {own[name]!r}" if own[name] else ""))
+        elif name.startswith(f"{_SECTION}-"):
+            raise ConfigError(f"unknown argument {name}\n{USAGE}")
+        else:
+            rest.append(item)
     return own, rest
 
 
@@ -110,89 +91,36 @@ def _find_target(arguments: list[str]) -> tuple[str, bool, list[str]]:
             moved.append(item)
         elif item in ("-m", "--module"):
             if not rest or rest[0].startswith("-"):
-                raise ConfigError(f"{item} needs the name of a module\n{_USAGE}")
+                raise ConfigError(f"{item} needs the name of a module\n{USAGE}")
             return rest[0], True, moved + rest[1:]
         elif item.startswith("-"):
             raise ConfigError(
-                f"argument {item!r} before the script is neither the plugin's nor a launcher's\n{_USAGE}"
+                f"argument {item!r} before the script is neither the plugin's nor a launcher's\n{USAGE}"
             )
         else:
             return item, False, moved + rest
-    raise ConfigError(f"no script to run\n{_USAGE}")
+    raise ConfigError(f"no script to run\n{USAGE}")
 
 
-def _read_config(own: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> tuple[DCTConfig, str]:
+def _read_config(own: Mapping[str, str], environment: Mapping[str, str]) -> tuple[DCTConfig, str]:
     """Return the configuration, and where it came from."""
     from dct_plugin.config import DCTConfig
 
-    paths = {_name(option.path): option.path for option in _options()}
-    file: str | None = None
-    given: dict[str, Any] = {}
-    for flag, value in own:
-        if flag == "--dct-config":
-            file = value
-        else:
-            given[_resolve(flag, paths)] = _value(value)
-    changes: dict[str, Any] = {}
-    for path, value in given.items():
-        _set(changes, path, value)
-    count = f"{len(given)} option(s)"
-    source = file
-    if file is None and (file := environment.get(CONFIG_VARIABLE)):
-        source = f"{file} (from {CONFIG_VARIABLE})"
-    if file:
-        config = DCTConfig.from_file(file, rank=launcher_rank(environment))
-        return (config.updated(changes), f"{source} and {count}") if given else (config, str(source))
-    if not given:
-        raise ConfigError(
-            "no configuration: give --dct-config FILE, or single options (see --dct-help), or set "
-            + CONFIG_VARIABLE
-        )
-    # Without a file, what has a switch of its own is off unless an option names it.
-    for path in paths.values():
-        part, _, key = path.rpartition(".")
-        if key == "enabled" and part != "dct" and path not in given:
-            _set(changes, path, any(other.startswith(f"{part}.") for other in given))
-    return DCTConfig().updated(changes), f"{count} of the command line"
-
-
-def _set(changes: dict[str, Any], path: str, value: Any) -> None:
-    *sections, key = path.split(".")[1:]
-    for section in sections:
-        changes = changes.setdefault(section, {})
-    changes[key] = value
-
-
-def _options() -> list[OptionDoc]:
-    """Return every option that means something to Megatron."""
-    from dct_plugin.config import DCTConfig, options
-
-    return [option for option in options(DCTConfig()) if not option.path.startswith(_ELSEWHERE)]
-
-
-def _name(path: str) -> str:
-    """Return ``data-parallel-sparsity`` for ``dct.data_parallel.sparsity``."""
-    return "-".join(path.split(".")[1:]).replace("_", "-")
-
-
-def _resolve(flag: str, names: Mapping[str, str]) -> str:
-    """Return the path of the option that a flag names."""
-    wanted = flag.removeprefix(_PREFIX).replace("_", "-")
-    if wanted.startswith("embedding-"):
-        raise ConfigError(f"{flag} is for recommenders (DLRM) and does nothing with Megatron")
-    if wanted in names:
-        return names[wanted]
-    close = difflib.get_close_matches(wanted, ["config", "help", *names], n=1)
-    raise ConfigError(
-        f"unknown argument {flag}; " + (f"did you mean {_PREFIX}{close[0]}?" if close else "see --dct-help")
-    )
-
-
-def _value(text: str) -> Any:
+    rank, source = launcher_rank(environment), own.get(_FILE, "")
+    if not source and (file := environment.get(CONFIG_VARIABLE)):
+        config, source = DCTConfig.from_file(file, rank=rank), f"{file} (from {CONFIG_VARIABLE})"
+    else:
+        config = DCTConfig.from_file(source, rank=rank) if source else DCTConfig()
+    if _SECTION not in own:
+        if not source:
+            raise ConfigError(f"no configuration: give {_SECTION} or {_FILE}\n{USAGE}")
+        return config, source
     try:
-        return json.loads(text)
-    except ValueError:
-        return text
+        section = dict(json.loads(own[_SECTION]))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{_SECTION} = {own[_SECTION]}: must be a JSON object: {error}") from None
+    changed = config.updated(section) if source else DCTConfig.parse(section, rank=rank)
+    return changed, " and ".join(filter(None, (source, _SECTION)))
 
 
 def launcher_rank(environment: Mapping[str, str] = os.environ) -> int | None:

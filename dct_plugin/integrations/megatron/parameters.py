@@ -126,10 +126,7 @@ class ParameterHook(Hook):
             and not ddp.ddp_config.use_distributed_optimizer
             and any(group.data_parallel_group.size() > 1 for group in groups_of(ddp))
         ):
-            raise refuse(
-                "Megatron without the distributed optimizer",
-                "every rank has the whole optimizer, no weights are gathered after a step",
-            )
+            raise refuse("Megatron without the distributed optimizer")
 
     def _make_optimizer(self, original: Function, optimizer: Any, *arguments: Any, **keywords: Any) -> None:
         original(optimizer, *arguments, **keywords)

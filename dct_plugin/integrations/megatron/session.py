@@ -7,10 +7,8 @@ start of the next training iteration, when it is known whether the optimizer too
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -62,15 +60,6 @@ class RankCoordinates(NamedTuple):
             ps.get_data_parallel_rank(with_context_parallel=True),
             ps.get_data_parallel_world_size(with_context_parallel=True),
         )
-
-    def file(self, folder: str | os.PathLike[str]) -> Path:
-        """Return the file of this rank."""
-        return Path(folder) / f"dct_tp{self.tensor:02d}_pp{self.pipeline:03d}_dp{self.data:05d}.pt"
-
-    @property
-    def place(self) -> dict[str, int]:
-        """The coordinates by which the rank's file names the rank that wrote it."""
-        return {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data}
 
 
 class Hook:
@@ -145,6 +134,11 @@ class Session(HostAttachment):
     @property
     def reducers(self) -> list[GradientReducer]:
         return [each.reducer for each in self.reductions]
+
+    def weights(self) -> list[Tensor]:
+        if not self.reductions:
+            return []
+        return [weight for group in self.reductions.models.groups() for weight in group.params]
 
     def steps_so_far(self) -> int:
         return self.step

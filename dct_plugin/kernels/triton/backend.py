@@ -56,6 +56,11 @@ class _Waiting(threading.local):
 
     batches: dict[torch.device, Batch] | None = None
 
+    def launch(self) -> None:
+        """Launch them: the next kernel may need their results."""
+        for batch in (self.batches or {}).values():
+            batch.launch()
+
 
 class TritonBackend(Backend):
     """Kernels that never wait for the host; see :class:`~dct_plugin.kernels.backend.Backend`.
@@ -72,6 +77,7 @@ class TritonBackend(Backend):
     message_entries = math.inf  # one launch writes the payloads of a whole bucket
     encodings = WRITTEN
     value_dtypes = VALUE_DTYPES
+    planes = planes
 
     def __init__(self) -> None:
         if torch.version.hip is not None:
@@ -93,7 +99,7 @@ class TritonBackend(Backend):
 
     def compress(self, job: Job) -> Stats:
         if job.encoding is IndexEncoding.RICE:
-            self._catch_up()
+            self._waiting.launch()
             return self._reference.compress(job)
         return self._batch(job.grad.device).compress(job)
 
@@ -112,14 +118,9 @@ class TritonBackend(Backend):
         if batches is None:
             return Batch(where, self._error(where), 1, at_once=True)
         if where not in batches or batches[where].full:
-            self._catch_up()
+            self._waiting.launch()
             batches[where] = Batch(where, self._error(where), ROOM)
         return batches[where]
-
-    def _catch_up(self) -> None:
-        """Launch the open batches: the next kernel may need their results."""
-        for batch in (self._waiting.batches or {}).values():
-            batch.launch()
 
     def _error(self, where: torch.device) -> Tensor:
         """Return what is wrong with payloads that were read on the current stream of a device, int64 [1]; the
@@ -134,7 +135,7 @@ class TritonBackend(Backend):
 
     def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))
-        self._catch_up()
+        self._waiting.launch()
         opened = open_payload(payload, out.numel(), verify=False)
         if opened.header.encoding is IndexEncoding.RICE:
             return self._reference.decode_add(opened, out)
@@ -143,7 +144,7 @@ class TritonBackend(Backend):
         return opened.nnz
 
     def positions(self, payload: Payload | Tensor, numel: int) -> Tensor:
-        self._catch_up()
+        self._waiting.launch()
         opened = open_payload(payload, numel, verify=False)
         if opened.header.encoding is IndexEncoding.RICE:
             return self._reference.positions(opened, numel)
@@ -160,7 +161,7 @@ class TritonBackend(Backend):
             check_vector("message", message, (torch.uint8,))
         if not messages or not outs:
             return
-        self._catch_up()
+        self._waiting.launch()
         ends = itertools.accumulate((message.numel() for message in messages), initial=0)
         batch, buffer = self._batch(outs[0].device), torch.cat([*messages])
         add_up = prepared_sum(batch, buffer, [*itertools.pairwise(ends)], outs, scale)
@@ -218,7 +219,7 @@ class TritonBackend(Backend):
     ) -> Tensor:
         samples, everything = min(num_samples, grad.numel()), num_samples >= grad.numel()
         if samples > _MOST_SAMPLES:
-            self._catch_up()
+            self._waiting.launch()
             if not everything:
                 where = sample_positions(grad.numel(), samples, seed, grad.device)
                 grad, residual = grad[where], None if residual is None else residual[where]
@@ -230,7 +231,7 @@ class TritonBackend(Backend):
         numel = grad.numel()
         k = min(k, max(numel, 1))
         if numel > _MOST_SAMPLES:
-            self._catch_up()
+            self._waiting.launch()
             return _kth_largest(grad, residual, rank=k)
         return self._batch(grad.device).threshold(grad, residual, numel, everything=True, rank=k)
 
@@ -244,22 +245,10 @@ class TritonBackend(Backend):
 
     def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
         if wanted.dtype != torch.float32 or held.dtype not in GRAD_DTYPES:
-            self._catch_up()
+            self._waiting.launch()
             self._reference.difference(wanted, held, out)
             return
         self._batch(held.device).difference(wanted, held, out)
-
-    # -- whole numbers of few bits ---
-
-    def pack_planes(self, numbers: Tensor, widths: Tensor, groups: Tensor, nbytes: int) -> Tensor:
-        out = torch.empty(nbytes, dtype=torch.uint8, device=numbers.device)
-        planes.run(planes.write_planes, numbers.contiguous(), widths, groups, out)
-        return out
-
-    def unpack_planes(self, data: Tensor, widths: Tensor, groups: Tensor, count: int) -> Tensor:
-        out = torch.empty(count, 8, dtype=torch.int32, device=data.device)
-        planes.run(planes.read_planes, out, widths, groups, data)
-        return out
 
     # -- step-ahead ---
 
@@ -290,7 +279,7 @@ class _Batched:
 
     def __exit__(self, *_: object) -> None:
         try:  # after an exception, too: streams hold residuals that only the launch writes
-            self._backend._catch_up()
+            self._backend._waiting.launch()
         finally:
             self._backend._waiting.batches = None
 

@@ -55,8 +55,22 @@ def read_planes(numbers, places, planes, count):
     tl.store(numbers + group[:, None] * 8 + lane, (number << unused) >> unused, mask=inside[:, None])
 
 
-def run(kernel: object, numbers: Tensor, widths: Tensor, groups: Tensor, planes: Tensor) -> None:
-    """Launch one of the kernels; arguments as of :func:`dct_plugin.codecs.planes.pack`."""
+def pack(numbers: Tensor, widths: Tensor, groups: Tensor, nbytes: int) -> Tensor:
+    """See :func:`dct_plugin.codecs.planes.pack`."""
+    planes = torch.empty(nbytes, dtype=torch.uint8, device=numbers.device)
+    _run(write_planes, numbers.contiguous(), widths, groups, planes)
+    return planes
+
+
+def unpack(planes: Tensor, widths: Tensor, groups: Tensor, count: int) -> Tensor:
+    """See :func:`dct_plugin.codecs.planes.unpack`."""
+    numbers = torch.empty(count, 8, dtype=torch.int32, device=planes.device)
+    _run(read_planes, numbers, widths, groups, planes)
+    return numbers
+
+
+def _run(kernel: object, numbers: Tensor, widths: Tensor, groups: Tensor, planes: Tensor) -> None:
+    """Launch one of the kernels."""
     count, where = len(numbers), planes.device
     segment = torch.arange(len(widths), device=where).repeat_interleave(groups, output_size=count)
     sizes = widths * groups

@@ -13,6 +13,7 @@ from ...codecs.payload import HEADER_NBYTES, payload_bound
 from ...codecs.values import VALUE_GROUP, ValueDtype, value_nbytes
 from ...compression.stream import Encoded, add_at, as_flat, encode_at, values_nbytes, wire_dtype
 from ...config.methods import ThresholdMethod
+from ...kernels.backend import mask_of
 from ...kernels.job import SMALLEST_TAU, Tau
 from .compressor import NUMBER_NBYTES, GradientMessages, Site, Written
 from .payloads import Whole, without_padding
@@ -129,7 +130,7 @@ class Answers(GradientMessages):
         add_at(self.compressor.backend(out.device), without_padding(message), out, kept)
 
     def pull_back(self, gradient: Tensor, kept: Tensor) -> Tensor:
-        mask = self.compressor.backend(gradient.device).decode_mask(kept, gradient.numel())
+        mask = mask_of(self.compressor.backend(gradient.device), kept, gradient.numel())
         return gradient * mask.view(gradient.shape)
 
     def _code(self, dtype: torch.dtype) -> ValueDtype:

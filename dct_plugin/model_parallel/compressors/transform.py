@@ -143,7 +143,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
         numbers, steps = round_rows(x, bits)
         groups = torch.full_like(bits, x.shape[1] // GROUP)
         kernels = backend_beside(self.site.kernels, x.device)
-        planes = kernels.pack_planes(numbers.view(-1, GROUP), bits, groups, total * x.shape[1] // GROUP)
+        planes = kernels.planes.pack(numbers.view(-1, GROUP), bits, groups, total * x.shape[1] // GROUP)
         return torch.cat([steps.to(torch.bfloat16).view(-1).view(torch.uint8), planes])
 
     def _read(self, data: Tensor, bits: Tensor, total: int, n: int) -> Tensor:
@@ -152,7 +152,7 @@ class Transformed(ActivationCompressor[TransformMethod]):
         steps = data[: 2 * count].clone().view(torch.bfloat16).to(torch.float32).unsqueeze(1)
         planes = data[2 * count : 2 * count + total * groups]
         kernels = backend_beside(self.site.kernels, data.device)
-        numbers = kernels.unpack_planes(planes, bits, torch.full_like(bits, groups), count * groups)
+        numbers = kernels.planes.unpack(planes, bits, torch.full_like(bits, groups), count * groups)
         return (numbers.view(count, -1)[:, :n] + 0.5) * steps
 
     # -- directions ---

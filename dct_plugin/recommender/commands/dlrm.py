@@ -25,6 +25,8 @@ from ..settings import EXCHANGES, MODEL_SECTION, MODELS, model_settings
 from .options import takes_options
 from .shared import Job, chosen_format, complete, launch
 
+#: The ready configuration that is compared with dense training if none is given.
+DEFAULT_CONFIG = "hybrid_dct"
 #: Epochs that suit a data set: more overfit.
 EPOCHS = {"diabetes": 2, "criteo": 1, "table": 1}
 _TABLES = (".csv", ".tsv", ".tab", ".psv", ".dat", ".data", ".parquet", ".pq")
@@ -41,7 +43,10 @@ class _Options:
     ] = None
     config: Annotated[
         Path | None,
-        typer.Option(help="DeepSpeed JSON with a dct section, and optionally a dlrm section for the model."),
+        typer.Option(
+            help="DeepSpeed JSON with a dct section, and optionally a dlrm section for the model "
+            f"({DEFAULT_CONFIG} if not given)."
+        ),
     ] = None
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare the configurations that follow, and draw a plot.")
@@ -91,6 +96,10 @@ class _Options:
     ] = None
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="Train with seeds 0 to K-1.")] = 1
     max_rows: Annotated[int | None, typer.Option(min=1, help="Read the first rows only.")] = None
+    min_count: Annotated[
+        int | None,
+        typer.Option(min=1, help="Values that occur less often in the training part become id 0 (4)."),
+    ] = None
     baseline: Annotated[bool, typer.Option(help="Also train without compression, to compare with.")] = True
     report: Annotated[
         Path | None, typer.Option(help="Write the figures: JSON, or Markdown to a .md file.")
@@ -128,6 +137,7 @@ def dlrm(options: _Options) -> None:
         columns=columns,
         save=None if options.save is None else str(options.save.resolve()),
         resume=None if options.resume is None else str(options.resume.resolve()),
+        min_count=options.min_count,
     )
     report, plot, out = options.report, options.plot, options.out
     if options.compare and plot is None:
@@ -158,7 +168,7 @@ def _files(options: _Options) -> list[Path]:
         raise typer.BadParameter("give one configuration with --config, or several with --compare")
     if options.compare and not files:
         raise typer.BadParameter("needs configurations: --compare a.json b.json", param_hint="--compare")
-    return files if config is None else [config, *files]
+    return files if config is None and files else [config or Path(DEFAULT_CONFIG), *files]
 
 
 def _format_and_columns(options: _Options) -> tuple[str, dict[str, Any] | None]:
@@ -270,7 +280,7 @@ def _train(job: Job, ranks: int, report: Path | None, plot: Path | None, folder:
     from rich.text import Text
 
     from ..figures import read_runs
-    from ..report import diverged, draw_quality, markdown, run_tables
+    from ..report import diverged, draw_quality, judged, markdown, run_tables
 
     console = Console()
     started = time.monotonic()
@@ -291,20 +301,22 @@ def _train(job: Job, ranks: int, report: Path | None, plot: Path | None, folder:
             console.print(Text(f"\n{run.name} exchanges"))
             for line in run.exchange:
                 console.print(Text(f"  {line}"))
-    broken = diverged(runs)
-    for line in broken:
+    broken, verdicts = diverged(runs), judged(runs, rarer=start["rarer"])
+    for line in [*verdicts, *broken]:
         console.print(Text(f"\n{line}"))
     written = []
     if report is not None:
         if report.suffix == ".md":
-            write(report, markdown(tables, command=command(), data=title))
+            write(report, markdown(tables, command=command(), data=title, verdicts=verdicts))
         else:
             of_data = ("data", "rows", "training_rows", "fields", "table_rows", "ranks")
             figures = {
                 **provenance(started),
                 "data": {key: start[key] for key in of_data},
+                "facts": start["roles"],
                 "job": job._asdict(),
                 "outcomes": {run.name: run.as_dict() for run in runs},
+                "verdicts": verdicts,
             }
             write(report, figures)
         written.append(str(report))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from dct_plugin.config.dct import SECTION
+from dct_plugin.config.validation_errors import DEEPSPEED_KEYS
 from dct_plugin.errors import ConfigError
-from dct_plugin.integrations.deepspeed.parser import keys_for
-from dct_plugin.integrations.deepspeed.section import near_misses, unread
+from dct_plugin.integrations.deepspeed.section import near_misses
 from dct_plugin.output import write
 
 from ..settings import MODEL_SECTION
@@ -42,6 +43,8 @@ class Job(NamedTuple):
     """Folder that runs are saved in."""
     resume: str | None = None
     """Folder of saved runs that go on."""
+    min_count: int | None = None
+    """Values that are rarer in the training part become id 0; None for the default."""
 
     def arguments(self) -> list[str]:
         """Return the arguments of the trainer, without the configurations."""
@@ -53,6 +56,7 @@ class Job(NamedTuple):
             "split-seed": self.split_seed or None,
             "save": self.save,
             "resume": self.resume,
+            "min-count": self.min_count,
             "columns": None if self.columns is None else json.dumps(self.columns),
         }
         made = ["--seeds", *map(str, self.seeds)]
@@ -120,9 +124,9 @@ def complete(
             raise ConfigError(f"{source}: {key} = {json.dumps(made[key])}: must be a JSON object")
     for key in near_misses(content, SECTION) + near_misses(content, MODEL_SECTION):
         raise ConfigError(f"{source}: {key}: unknown section; did you mean {SECTION!r} or {MODEL_SECTION!r}?")
-    for key in unread(content, {*keys_for(content), SECTION, MODEL_SECTION}):
-        if "did you mean" in key:
-            raise ConfigError(f"{source}: unknown key {key}")
+    for key in content.keys() - {*DEEPSPEED_KEYS, SECTION, MODEL_SECTION}:
+        if close := difflib.get_close_matches(key.lower(), DEEPSPEED_KEYS, n=1, cutoff=0.75):
+            raise ConfigError(f"{source}: unknown key {key!r} (did you mean {close[0]!r}?)")
     accumulation = "gradient_accumulation_steps"
     for key in (*BATCH_KEYS, accumulation):
         value = made.get(key, 1)

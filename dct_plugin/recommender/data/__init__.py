@@ -6,13 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from .criteo import load_criteo
-from .dataset import ClickDataset, DataFormatError, Rows, check_parts, epoch_batches
+from .dataset import MIN_COUNT, ClickDataset, DataFormatError, Rows, check_parts, epoch_batches
 from .diabetes import DIABETES_FILE, load_diabetes
 from .table import Columns, load_table
 
 __all__ = [
     "DIABETES_FILE",
     "FORMATS",
+    "MIN_COUNT",
     "ClickDataset",
     "Columns",
     "DataFormatError",
@@ -35,16 +36,18 @@ def load(
     seed: int = 0,
     max_rows: int | None = None,
     columns: Columns | None = None,
+    min_count: int = MIN_COUNT,
 ) -> ClickDataset:
     """Read a data set by the name of its format; without ``path``, the data that ships with the package.
 
-    ``columns`` are those of a table. Raises ``ValueError`` for an unknown format or a path left out,
+    ``columns`` are those of a table. A value that occurs fewer than *min_count* times in the training part
+    becomes id 0. Raises ``ValueError`` for an unknown format or a path left out,
     ``FileNotFoundError``, :class:`DataFormatError`.
     """
     if format not in FORMATS:
         raise ValueError(f"unknown data format {format!r}; known formats: {', '.join(FORMATS)}")
     if format == "diabetes":
-        return load_diabetes(path, seed=seed, max_rows=max_rows)
+        return load_diabetes(path, seed=seed, max_rows=max_rows, min_count=min_count)
     if path is None:
         files = {
             "criteo": "path of a train.txt or train.txt.gz file",
@@ -52,5 +55,5 @@ def load(
         }
         raise ValueError(f"format {format!r} needs the {files[format]}")
     if format == "table":
-        return load_table(path, columns or Columns(), max_rows=max_rows)
-    return load_criteo(path, max_rows=max_rows)
+        return load_table(path, columns or Columns(), max_rows=max_rows, min_count=min_count)
+    return load_criteo(path, max_rows=max_rows, min_count=min_count)

@@ -11,7 +11,7 @@ from typing import IO
 
 import numpy as np
 
-from .dataset import Array, ClickDataset, DataFormatError, first_rows, index_columns
+from .dataset import MIN_COUNT, Array, ClickDataset, DataFormatError, first_rows, index_columns
 
 # One line of Criteo's Kaggle train.txt: label, 13 integers, 26 hexadecimal hashes; empty = missing
 CRITEO_INTEGERS, CRITEO_HASHES = 13, 26
@@ -23,12 +23,12 @@ _MISSING = -1  # below every 32-bit hash
 _CHUNK_LINES = 16384
 
 
-def load_criteo(path: str | Path, *, max_rows: int | None = None) -> ClickDataset:
+def load_criteo(path: str | Path, *, max_rows: int | None = None, min_count: int = MIN_COUNT) -> ClickDataset:
     """Criteo display advertising data in the Kaggle ``train.txt`` format, plain or gzip compressed.
 
     The first 80 % of the rows, in file order (they are ordered by time), are for training.
     Integers become ``log1p(max(x, 0))``, a missing one 0. A missing hash is a value like any other; values
-    that are rare in the training part become id 0. ``max_rows`` stops early.
+    that occur fewer than *min_count* times in the training part become id 0. ``max_rows`` stops early.
     Needs about 600 bytes of memory per row while reading and 160 afterwards.
 
     Raises ``FileNotFoundError`` and :class:`DataFormatError` (file, line number, what was expected).
@@ -42,7 +42,7 @@ def load_criteo(path: str | Path, *, max_rows: int | None = None) -> ClickDatase
         hashes.append(cats)
     rows = sum(len(part) for part in labels)
     num_train = first_rows(path, rows)
-    categorical, cardinalities = index_columns(np.concatenate(hashes), num_train)
+    categorical, cardinalities = index_columns(np.concatenate(hashes), num_train, min_count)
     return ClickDataset(
         name=f"Criteo ({path.name})",
         dense=np.concatenate(integers),

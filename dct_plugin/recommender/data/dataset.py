@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,11 @@ Array = npt.NDArray[Any]
 
 #: Share of the rows that are for testing.
 TEST_FRACTION = 0.2
-#: Values that are less frequent in the training part are taken together.
+#: Values that are less frequent in the training part are taken together, by default.
 MIN_COUNT = 4
+#: Name of the dense column of ones that a purely categorical table gets: every model has a bias for dense
+#: features, and DLRM's bottom MLP then gives one learned vector for all samples.
+CONSTANT = "(constant)"
 
 
 class DataFormatError(DCTError, ValueError):
@@ -65,10 +69,29 @@ class ClickDataset:
         n = self.num_train
         return Rows(self.dense[n:], self.categorical[n:], self.label[n:])
 
+    def facts(self) -> list[str]:
+        """Return sentences on the labels of both parts and on constant columns."""
+        parts = (("training", self.train.label), ("test", self.test.label))
+        said = [
+            f"{name} part: {len(label):,} rows, {100 * label.mean():.1f} % ({int(label.sum()):,}) are 1"
+            for name, label in parts
+        ]
+        named = [*zip(self.dense_names, self.train.dense.T, strict=True)]
+        named += zip(self.categorical_names, self.train.categorical.T, strict=True)
+        constant = [name for name, column in named if (column == column[0]).all() and name != CONSTANT]
+        return [*said, f"constant in the training part: {', '.join(constant)}"] if constant else said
 
-def index_columns(raw: Array, num_train: int) -> tuple[Array, tuple[int, ...]]:
-    """Number the values of every column from 1, ascending; what occurs fewer than :data:`MIN_COUNT` times in
-    the training part becomes 0.
+    def digest(self) -> str:
+        """Return a digest of the training part: 16 hexadecimal digits."""
+        made = hashlib.sha256()
+        for column in self.train:
+            made.update(np.ascontiguousarray(column).data)
+        return made.hexdigest()[:16]
+
+
+def index_columns(raw: Array, num_train: int, min_count: int = MIN_COUNT) -> tuple[Array, tuple[int, ...]]:
+    """Number the values of every column from 1, ascending; values that occur fewer than *min_count* times in
+    the training part become 0.
 
     ``raw`` int64 [rows, F] -> (int32 [rows, F], cardinality of each column with id 0 counted).
     """
@@ -76,7 +99,7 @@ def index_columns(raw: Array, num_train: int) -> tuple[Array, tuple[int, ...]]:
     cardinalities = []
     for f in range(raw.shape[1]):
         values, counts = np.unique(raw[:num_train, f], return_counts=True)
-        values = values[counts >= MIN_COUNT]
+        values = values[counts >= min_count]
         if len(values):
             at = np.searchsorted(values, raw[:, f]).clip(max=len(values) - 1)
             ids[:, f] = np.where(values[at] == raw[:, f], at + 1, 0)

@@ -6,20 +6,24 @@ from pathlib import Path
 
 import numpy as np
 
-from .dataset import TEST_FRACTION, Array, ClickDataset, DataFormatError, index_columns
+from .dataset import MIN_COUNT, TEST_FRACTION, Array, ClickDataset, DataFormatError, index_columns
 
 DIABETES_FILE = Path(__file__).parent / "diabetes130.npz"
 
 
 def load_diabetes(
-    path: str | Path | None = None, *, seed: int = 0, max_rows: int | None = None
+    path: str | Path | None = None,
+    *,
+    seed: int = 0,
+    max_rows: int | None = None,
+    min_count: int = MIN_COUNT,
 ) -> ClickDataset:
     """Diabetes 130-US hospitals 1999-2008: 101,766 hospital stays, 37 categorical and 8 numeric fields.
 
     The label is 1 when the patient was readmitted (``readmitted != "NO"``, 46 %). Whole patients are drawn
     into the test part by ``seed``, so that no patient is in both parts; file order is kept within the parts.
-    Numeric fields are counts and become ``log1p(count)``. Values that are rare in the training part become
-    id 0. ``max_rows`` keeps the first rows only.
+    Numeric fields are counts and become ``log1p(count)``. Values that occur fewer than *min_count*
+    times in the training part become id 0. ``max_rows`` keeps the first rows only.
 
     Raises :class:`DataFormatError` when the file is not one written by ``prepare_diabetes``.
     """
@@ -39,7 +43,7 @@ def load_diabetes(
     order = np.argsort(in_test, kind="stable")
     label, dense, raw = label[order], dense[order], raw[order]
     num_train = int(len(label) - in_test.sum())
-    categorical, cardinalities = index_columns(raw, num_train)
+    categorical, cardinalities = index_columns(raw, num_train, min_count)
     return ClickDataset(
         name="Diabetes 130-US hospitals",
         dense=dense,

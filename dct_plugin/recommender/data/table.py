@@ -15,11 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .dataset import Array, ClickDataset, DataFormatError, first_rows, index_columns
-
-#: Name of the dense column of ones that a purely categorical table gets: every model has a bias for dense
-#: features, and DLRM's bottom MLP then gives one learned vector for all samples.
-CONSTANT = "(constant)"
+from .dataset import CONSTANT, MIN_COUNT, Array, ClickDataset, DataFormatError, first_rows, index_columns
 
 
 class Columns(NamedTuple):
@@ -75,14 +71,16 @@ _DAYS = {
 }
 
 
-def load_table(path: str | Path, columns: Columns, *, max_rows: int | None = None) -> ClickDataset:
+def load_table(
+    path: str | Path, columns: Columns, *, max_rows: int | None = None, min_count: int = MIN_COUNT
+) -> ClickDataset:
     """A table, as :class:`Columns` says.
 
     The first 80 % of the rows, in file order, are for training. Dense columns are scaled by
     mean and deviation of the training part, a missing value becomes 0 then. Values of categorical columns are
-    texts; a missing one is a value like any other, and those that are rare in the training part become
-    id 0. A date becomes its weekday and its hour. A table without dense columns gets one column of ones,
-    :data:`CONSTANT`.
+    texts; a missing one is a value like any other, and those that occur fewer than *min_count* times in the
+    training part become id 0. A date becomes its weekday and its hour. A table without dense columns gets one
+    column of ones, :data:`CONSTANT`.
 
     Raises ``FileNotFoundError`` and :class:`DataFormatError` (file, column, what was expected).
     """
@@ -90,29 +88,13 @@ def load_table(path: str | Path, columns: Columns, *, max_rows: int | None = Non
     name, compared = _label(columns.label, path)
     opened = _Opened(path, columns, name)
     label_name, dense_names, names = _roles(opened.kinds, name, columns, path)
-    parts: list[Any] = []
-    rows = 0
-    for batch in opened.batches([label_name, *dense_names, *names], {label_name, *dense_names}):
-        parts.append(batch)
-        rows += batch.num_rows
-        if max_rows is not None and rows >= max_rows:
-            break
-    table = opened.arrow.Table.from_batches(parts) if parts else None
-    if table is None or not table.num_rows:
-        raise DataFormatError(f"{path}: expected rows, got none")
-    table = table.slice(0, max_rows)
+    table = opened.table([label_name, *dense_names, *names], {label_name, *dense_names}, max_rows)
     train = first_rows(path, table.num_rows)
-    label = _numbers(table, label_name, path)
-    if compared is not None:
-        label = np.where(np.isnan(label), np.nan, label >= compared)
-    elif not np.isin(label, (0.0, 1.0)).all():
-        raise DataFormatError(
-            f"{path}: column {label_name!r}: expected labels 0 and 1; compare it for others: "
-            f"'{label_name}>=NUMBER'"
-        )
-    if np.isnan(label).any():
-        raise DataFormatError(f"{path}: column {label_name!r}: expected a label in every row")
-    dense = [_scaled(_numbers(table, column, path), train) for column in dense_names]
+    label = _labels(opened, table, label_name, compared)
+    numbers = {column: _numbers(table, column, path) for column in dense_names}
+    shares = {column: 1 - np.isfinite(values).mean() for column, values in numbers.items()}
+    shares |= {column: _missing_share(table.column(column)) for column in names}
+    dense = [_scaled(values, train) for values in numbers.values()]
     if not dense:
         dense, dense_names = [np.ones(len(label))], [CONSTANT]
     coded: list[tuple[str, Array]] = []
@@ -122,7 +104,7 @@ def load_table(path: str | Path, columns: Columns, *, max_rows: int | None = Non
         coded += parts
         dates += [f"date {column}: {how}"] if how else []
     raw = np.stack([codes for _, codes in coded], axis=1)
-    categorical, cardinalities = index_columns(raw, train)
+    categorical, cardinalities = index_columns(raw, train, min_count)
     unseen = (categorical[train:] == 0).mean(axis=0)
     kept = [at for at in range(len(coded)) if unseen[at] < 1 or not columns.guessed] or list(
         range(len(coded))
@@ -132,6 +114,8 @@ def load_table(path: str | Path, columns: Columns, *, max_rows: int | None = Non
         f"dense: {', '.join(dense_names)}",
         *dates,
     ]
+    if cells := [f"{column} {100 * share:.1f} %" for column, share in shares.items() if share]:
+        roles.append(f"missing cells: {', '.join(cells)}")
     for at, (column, _) in enumerate(coded):
         if at in kept:
             values = f"{cardinalities[at] - 1:,} values, others in {100 * unseen[at]:.0f} % of the test rows"
@@ -149,6 +133,25 @@ def load_table(path: str | Path, columns: Columns, *, max_rows: int | None = Non
         num_train=train,
         roles=(*opened.layout, *roles),
     )
+
+
+def _labels(opened: _Opened, table: Any, column: str, compared: float | None) -> Array:
+    """Return the labels, 0 and 1."""
+    path = opened.path
+    label = _numbers(table, column, path)
+    if (missing := np.flatnonzero(np.isnan(label))).size:
+        raise DataFormatError(
+            f"{path}: column {column!r}: expected a label in every row, {len(missing):,} of {len(label):,} "
+            f"have none, the first in {opened.place(missing[0])}"
+        )
+    if compared is not None:
+        return label >= compared
+    if (others := np.flatnonzero((label != 0) & (label != 1))).size:
+        raise DataFormatError(
+            f"{path}: column {column!r}: expected labels 0 and 1, got {label[others[0]]:g} in "
+            f"{opened.place(others[0])}; compare it for others: '{column}>=NUMBER'"
+        )
+    return label
 
 
 def _label(text: str, path: Path) -> tuple[str, float | None]:
@@ -277,7 +280,7 @@ class _Opened:
             raise DataFormatError(
                 f"{path}: tables are read by pyarrow, not installed here: pip install 'dct-plugin[tables]'"
             ) from error
-        self.arrow, self._path, self._dataset = pyarrow, path, dataset
+        self.arrow, self.path, self._dataset = pyarrow, path, dataset
         if not path.is_file():
             raise FileNotFoundError(2, "no such file", str(path))
         self._text: _Text | None = None
@@ -293,18 +296,35 @@ class _Opened:
         self.kinds = {name: "category" if first is None else _kind(first.column(name)) for name in names}
         self.layout = [] if self._text is None else [str(self._text)]
 
+    def table(self, names: list[str], numbers: set[str], max_rows: int | None) -> Any:
+        """Return the first rows of :meth:`batches` as one table."""
+        parts: list[Any] = []
+        rows = 0
+        for batch in self.batches(names, numbers):
+            parts.append(batch)
+            rows += batch.num_rows
+            if max_rows is not None and rows >= max_rows:
+                break
+        if not rows:
+            raise DataFormatError(f"{self.path}: expected rows, got none")
+        return self.arrow.Table.from_batches(parts).slice(0, max_rows)
+
+    def place(self, row: int) -> str:
+        """Return the place of a row, counted from 0, in words; lines as pyarrow counts them."""
+        return f"row {row + 1}" if self._text is None else f"line {row + 1 + self._text.skipped}"
+
     def batches(self, names: list[str], numbers: set[str]) -> Iterator[Any]:
         """Yield batches of the columns ``names``; those of a text file are numbers, or else texts."""
         with self._reading():
             if self._text is None:
-                yield from self._dataset.dataset(str(self._path), format="parquet").to_batches(columns=names)
+                yield from self._dataset.dataset(str(self.path), format="parquet").to_batches(columns=names)
             else:
                 yield from self._batches_of_text(self._text, names, numbers)
 
     def _batches_of_text(self, layout: _Text, names: list[str], numbers: set[str]) -> Any:
         from pyarrow import csv as arrow_csv
 
-        stream = self.arrow.input_stream(str(self._path))
+        stream = self.arrow.input_stream(str(self.path))
         separator, encoding = layout.separator, layout.encoding
         if encoding == "utf-16":
             stream, encoding = self.arrow.transcoding_input_stream(stream, encoding, "utf-8"), "utf-8"
@@ -342,7 +362,7 @@ class _Opened:
                 first = f"{line}column {names[int(cell[1])]!r}: expected a number, got {cell[3]!r}"
             wrong = re.sub(_RAGGED, r"line \1: expected \2 fields as in the first line, found \3: ", first)
             wrong = "".join(each if each.isprintable() else "?" for each in wrong.rpartition("Invalid: ")[2])
-            raise DataFormatError(f"{self._path}: {wrong[:300]}") from error
+            raise DataFormatError(f"{self.path}: {wrong[:300]}") from error
 
 
 class _Joined:
@@ -400,6 +420,16 @@ def _numbers(table: Any, name: str, path: Path) -> Array:
     except pyarrow.ArrowException as error:
         raise DataFormatError(f"{path}: column {name!r}: expected numbers, got {column.type}") from error
     return found
+
+
+def _missing_share(column: Any) -> float:
+    """Return the share of a categorical column's cells that are missing; text files have no nulls."""
+    import pyarrow
+    from pyarrow import compute
+
+    if not pyarrow.types.is_string(column.type):
+        return float(column.null_count / len(column))
+    return float(compute.mean(compute.is_in(column, pyarrow.array([*_MISSING, None]))).as_py())
 
 
 def _scaled(values: Array, train: int) -> Array:

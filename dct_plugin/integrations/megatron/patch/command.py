@@ -36,7 +36,7 @@ def patch(
     text: str,
     *,
     config: str | None = None,
-    scripts: Sequence[str] = (),
+    scripts: Sequence[str] | None = None,
     partial: bool = False,
     force: bool = False,
     folder: Path | None = None,
@@ -61,7 +61,7 @@ def patch(
     def imports(name: str) -> bool:
         return folder is not None and _imports_megatron(folder / name)
 
-    found = find_launches(text, scripts, force=force, imports=imports)
+    found = find_launches(text, scripts or (), force=force, imports=imports)
     if found.errors and not partial:
         rest = "\n--partial patches the rest" if found.training else ""
         raise LaunchError("\n".join([*found.errors, *found.notes]) + rest)
@@ -75,7 +75,7 @@ def patch(
         patched = (text[start:stop] if kept else new) + text[stop:end] + patched
         end = start
     patched = text[:end] + patched
-    reread = find_launches(patched, scripts).training
+    reread = find_launches(patched, scripts or ()).training
     if len(reread) != len(found.training) or not all(launch.removal for launch in reread):
         # Revert would be right, but a second run would edit the script again.
         first = next((x.line for x in reread if not x.removal), found.training[0].line)
@@ -138,52 +138,61 @@ def patch_launch(
     A launch is Megatron's by its script, options, path or imports. Jobs of DeepSpeed, Accelerate, ray and
     Hugging Face's Trainer are left alone; a note says what to do instead.
     """
+    said: list[str] = []
     try:
-        if config is not None and "$" not in config and not config.startswith("~"):
-            from dct_plugin.config import DCTConfig
-
-            if Path(config).exists():
-                _read(Path(config))
-            DCTConfig.from_file(config)  # a wrong one is refused here, before the job
-        before, said = _read(script), list[str]()
-        backup = script.with_name(script.name + BACKUP)
-        original = _read(backup) if backup.exists() else None
+        before, original = _read(script), _original(script)
         if undo:
             after = revert(before)
             if original is not None and revert(original) == after:
                 after = original  # which may have had the plugin in some launches
         else:
+            _check_section(config)
             after, found = patch(
-                before,
-                config=config,
-                scripts=scripts or (),
-                partial=partial,
-                force=force,
-                folder=script.parent,
+                before, config=config, scripts=scripts, partial=partial, force=force, folder=script.parent
             )
-            said.append(f"training launches: line {', '.join(str(each.line) for each in found.training)}")
-            said += [*found.notes, *(f"left as it is: {error}" for error in found.errors)]
+            said += found.in_words()
+            if config is None and before != after:
+                said.append("no --config: the job needs DCT_CONFIG, or --dct among the script's arguments")
         if in_place and not check and before != after:
-            if not undo and original is None:
-                shutil.copy2(script, backup)
-            script.write_bytes(after.encode("utf-8", "surrogateescape"))
-            if undo and original == after:
-                backup.unlink()
+            _write(script, after, original, undo=undo)
     except (LaunchError, ConfigError, OSError) as error:
-        lines = [x if str(script) in x else f"{script}: {x}" for x in str(error).split("\n")]
-        print_error("\n".join(lines))
+        print_error("\n".join(x if str(script) in x else f"{script}: {x}" for x in str(error).split("\n")))
         raise typer.Exit(2) from error
     if before == after:
         said.insert(0, "nothing to change")
     elif not (in_place or check):
         typer.echo(_diff(script, before, after), nl=False)
         said.insert(0, "nothing is written; --in-place writes it")
-    if not undo and config is None and before != after:
-        said.append("no --config: the job needs DCT_CONFIG, or --dct- options among the script's arguments")
-    for line in said:
-        typer.echo(f"{script}: {line}", err=True)
-    if check and before != after:
-        raise typer.Exit(1)
+    typer.echo("".join(f"{script}: {line}\n" for line in said), nl=False, err=True)
+    raise typer.Exit(int(check and before != after))
+
+
+def _check_section(config: str | None) -> None:
+    """Refuse a wrong configuration before the job does; one whose path depends on the job comes later."""
+    if config is not None and "$" not in config and not config.startswith("~"):
+        from dct_plugin.config import DCTConfig
+
+        if Path(config).exists():
+            _read(Path(config))
+        DCTConfig.from_file(config)
+
+
+def _backup(script: Path) -> Path:
+    return script.with_name(script.name + BACKUP)
+
+
+def _original(script: Path) -> str | None:
+    """Return what a script was before it was changed in place; None if it was not."""
+    return _read(_backup(script)) if _backup(script).exists() else None
+
+
+def _write(script: Path, text: str, original: str | None, *, undo: bool) -> None:
+    """Change a script in place. A copy of the original stays beside it until the script is the same again."""
+    if not undo and original is None:
+        shutil.copy2(script, _backup(script))
+    script.write_bytes(text.encode("utf-8", "surrogateescape"))
+    if undo and original == text:
+        _backup(script).unlink()
 
 
 def _diff(script: Path, before: str, after: str) -> str:

@@ -20,7 +20,9 @@ from .shell import ASSIGNMENT, Command, LaunchError, Script, Word, word_set
 MODULE = "dct_plugin.megatron"
 _SPACE = r"(?:\s|\\\r?\n)+"
 #: An insertion, also one that was written by hand.
-INSERTION = re.compile(rf"-m{_SPACE}{re.escape(MODULE)}{_SPACE}(?:--dct-[\w-]+(?:=|{_SPACE})\S+{_SPACE})*")
+INSERTION = re.compile(
+    rf"-m{_SPACE}{re.escape(MODULE)}{_SPACE}(?:--dct(?:-[\w-]+)?(?:=|{_SPACE})\S+{_SPACE})*"
+)
 
 # File names that train; others (tools, text generation, checkpoint conversion) are left alone.
 _TRAINING = re.compile(r"(?:pretrain|train|finetune|sft).*\.py|.*_(?:pretrain|train|finetune)\.py")
@@ -77,7 +79,7 @@ _FUNCTION = re.compile(
 )
 # Options without a value, and those of Python with one; other options of other launchers may take a value.
 _FLAG = re.compile(r"--$|--?[\w-]+=")
-_PYTHON_VALUE = re.compile(r"-[WX]$|--check-hash-based-pycs$|--dct-")
+_PYTHON_VALUE = re.compile(r"-[WX]$|--check-hash-based-pycs$|--dct\b")
 
 
 class Launch(NamedTuple):
@@ -99,6 +101,12 @@ class Launches(NamedTuple):
     training: list[Launch]
     notes: list[str]
     errors: list[str]
+
+    def in_words(self) -> list[str]:
+        """Return the lines that were found, and what is left as it is."""
+        lines = ", ".join(str(launch.line) for launch in self.training)
+        left = (f"left as it is: {error}" for error in self.errors)
+        return [f"training launches: line {lines}", *self.notes, *left]
 
 
 class _State(NamedTuple):
@@ -122,6 +130,93 @@ class _State(NamedTuple):
     other_host: bool = False
 
 
+class _Variables:
+    """The values of a script's variables, and the functions that hand their arguments to a launcher.
+
+    Attributes:
+        bodies: Those functions by the place of their command.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._values: dict[str, list[list[Word]]] = {}
+        self.bodies: dict[int, str] = {}
+        for loop in _LOOP.finditer(script.text):
+            for value in re.finditer(r"\S+", loop[2]):
+                start, end = (loop.start(2) + offset for offset in value.span())
+                self._add_value(loop[1], [Word(start, end, value[0].strip("\"'"))], [])
+
+    def assign(self, command: Command) -> None:
+        """Add the values of variables; one that contains the variable itself contains its last value."""
+        for word in command.words:
+            raw = self._script.text[word.start : word.end]
+            match = ASSIGNMENT.match(raw)
+            if match is None and word is command.words[0] and re.fullmatch(r"-\w+", word.text):
+                continue  # declare -a NAME=(...)
+            if match is None:
+                return
+            value = Word(word.start + match.end(), word.end, word.text[match.end() :])
+            words = [value] if value.text else []
+            if raw[match.end() : match.end() + 1] in ("'", '"', "("):
+                parts = self._script.nested(word.start, word.end)
+                words = [
+                    x for part in parts for inner in self._script.simple_commands(*part) for x in inner.words
+                ]
+            last = self._values.get(match[1], [[]])[-1]
+            self._add_value(match[1], words, last, append=match[0].endswith("+="))
+
+    def _add_value(self, name: str, words: Iterable[Word], last: list[Word], append: bool = False) -> None:
+        new = list(last) if append else []
+        for word in words:
+            match = _VARIABLE.fullmatch(word.text)
+            new += [word] if match is None or (match[1] or match[3]) != name else last or _default(match)
+            if len(new) > _LONGEST_VALUE:  # A="$A $A", again and again
+                line = self._script.line(max(word.start, 0))
+                raise LaunchError(f"line {line}: {name} has more than {_LONGEST_VALUE:,} words")
+        values = self._values.setdefault(name, [])
+        texts = [[word.text for word in value] for value in values]
+        if len(values) < _MOST_VALUES and [word.text for word in new] not in texts:
+            values.append(new)
+
+    def read_functions(self) -> None:
+        """Take the words before ``"$@"`` in a function's command as a value of the function's name."""
+        for function in _FUNCTION.finditer(self._script.text):
+            for command in self._script.simple_commands(*function.span(2)):
+                texts = [word.text for word in command.words]
+                at = next((at for at, text in enumerate(texts) if text in ("$@", "$*", "${@}")), 0)
+                if any(_launcher_of(text.rsplit("/", 1)[-1]) for text in texts[:at]):
+                    self._values.setdefault(f"{function[1]}()", []).append([*command.words[:at]])
+                    self.bodies[command.program[0].start] = function[1]
+
+    def is_function(self, text: str) -> bool:
+        """Return whether a word is the name of such a function."""
+        return f"{text}()" in self._values
+
+    def values_of(self, text: str) -> list[list[Word]]:
+        """Return the known values of a word that is one variable, or a function."""
+        if self.is_function(text):
+            return self._values[f"{text}()"]
+        match = _VARIABLE.fullmatch(text)
+        values = [*self._values.get(match[1] or match[3], []), _default(match)] if match else []
+        return [value for value in values if value] or values[:-1]
+
+    def names(self, text: str) -> set[str]:
+        """Return the file names that a word may stand for."""
+        base = text.rsplit("/", 1)[-1]
+        match = _VARIABLE.search(base)
+        values = [value[0].text for value in self.values_of(match[0]) if len(value) == 1] if match else []
+        names = {base.replace(match[0], value).rsplit("/", 1)[-1] for value in values} if match else set()
+        return names or {base}
+
+    def all_texts(self, words: Iterable[Word], seen: frozenset[str] = frozenset()) -> set[str]:
+        """Return the words, and those that their variables may hold."""
+        found = {word.text for word in words}
+        for text in found - seen:
+            for value in self.values_of(text):
+                found |= self.all_texts(value, seen | found)
+        return found
+
+
 class _Finder:
     def __init__(
         self, text: str, patterns: Sequence[str], force: bool, imports: Callable[[str], bool]
@@ -132,9 +227,7 @@ class _Finder:
         """True if the script changes to a folder of Megatron's, or imports from there."""
         self._ray: list[tuple[int, int]] = []
         """Commands of ray, from their first word to their last."""
-        self._bodies: dict[int, str] = {}
-        """Functions that hand their arguments to a launcher, by the place of its command."""
-        self.values: dict[str, list[list[Word]]] = {}
+        self._variables = _Variables(self.script)
         self.inserted = {match.end(): match.span() for match in INSERTION.finditer(text)}
         self.launches: dict[int, Launch] = {}
         # Notes and errors by offset; notes about a place with a launch give way to it, or it to them.
@@ -146,16 +239,12 @@ class _Finder:
 
     def run(self) -> Launches:
         commands = list(self.script.commands(0, len(self.script.text)))
-        for loop in _LOOP.finditer(self.script.text):
-            for value in re.finditer(r"\S+", loop[2]):
-                start, end = (loop.start(2) + offset for offset in value.span())
-                self._add_value(loop[1], [Word(start, end, value[0].strip("\"'"))], [])
         for command in commands:
-            self._assign(command)
+            self._variables.assign(command)
             self._in_megatron |= _is_in_megatron(command)
             if _starts_ray(command):
                 self._ray.append((command.words[0].start, command.words[-1].end))
-        self._read_functions()
+        self._variables.read_functions()
         for command in commands:
             if command.program and not command.is_harmless:
                 self._find(command, command.program)
@@ -170,74 +259,16 @@ class _Finder:
         lines = [f"line {self.script.line(offset)}: {found[offset]}" for offset in sorted(found)]
         return list(dict.fromkeys(lines))
 
-    # -- variables ---
-
-    def _assign(self, command: Command) -> None:
-        """Add the values of variables; one that contains the variable itself contains its last value."""
-        for word in command.words:
-            raw = self.script.text[word.start : word.end]
-            match = ASSIGNMENT.match(raw)
-            if match is None and word is command.words[0] and re.fullmatch(r"-\w+", word.text):
-                continue  # declare -a NAME=(...)
-            if match is None:
-                return
-            value = Word(word.start + match.end(), word.end, word.text[match.end() :])
-            words = [value] if value.text else []
-            if raw[match.end() : match.end() + 1] in ("'", '"', "("):
-                parts = self.script.nested(word.start, word.end)
-                words = [
-                    x for part in parts for inner in self.script.simple_commands(*part) for x in inner.words
-                ]
-            last = self.values.get(match[1], [[]])[-1]
-            self._add_value(match[1], words, last, append=match[0].endswith("+="))
-
-    def _add_value(self, name: str, words: Iterable[Word], last: list[Word], append: bool = False) -> None:
-        new = list(last) if append else []
-        for word in words:
-            match = _VARIABLE.fullmatch(word.text)
-            new += [word] if match is None or (match[1] or match[3]) != name else last or _default(match)
-            if len(new) > _LONGEST_VALUE:  # A="$A $A", again and again
-                line = self.script.line(max(word.start, 0))
-                raise LaunchError(f"line {line}: {name} has more than {_LONGEST_VALUE:,} words")
-        values = self.values.setdefault(name, [])
-        texts = [[word.text for word in value] for value in values]
-        if len(values) < _MOST_VALUES and [word.text for word in new] not in texts:
-            values.append(new)
-
-    def _read_functions(self) -> None:
-        """Take the words before ``"$@"`` in a function's command as a value of the function's name."""
-        for function in _FUNCTION.finditer(self.script.text):
-            for command in self.script.simple_commands(*function.span(2)):
-                texts = [word.text for word in command.words]
-                at = next((at for at, text in enumerate(texts) if text in ("$@", "$*", "${@}")), 0)
-                if any(_launcher_of(text.rsplit("/", 1)[-1]) for text in texts[:at]):
-                    self.values.setdefault(f"{function[1]}()", []).append([*command.words[:at]])
-                    self._bodies[command.program[0].start] = function[1]
-
-    def _values_of(self, text: str) -> list[list[Word]]:
-        """Return the known values of a word that is one variable, or a function."""
-        if f"{text}()" in self.values:
-            return self.values[f"{text}()"]
-        match = _VARIABLE.fullmatch(text)
-        values = [*self.values.get(match[1] or match[3], []), _default(match)] if match else []
-        return [value for value in values if value] or values[:-1]
-
-    def _names(self, text: str) -> set[str]:
-        """Return the file names that a word may stand for."""
-        base = text.rsplit("/", 1)[-1]
-        match = _VARIABLE.search(base)
-        values = [value[0].text for value in self._values_of(match[0]) if len(value) == 1] if match else []
-        names = {base.replace(match[0], value).rsplit("/", 1)[-1] for value in values} if match else set()
-        return names or {base}
+    # -- scripts ---
 
     def _is_script(self, text: str) -> bool:
         """Return whether a word may stand for a Python script."""
-        names = set() if text.startswith("-") or ASSIGNMENT.match(text) else self._names(text)
+        names = set() if text.startswith("-") or ASSIGNMENT.match(text) else self._variables.names(text)
         return any(name.endswith(".py") or _sounds_like_script(name) for name in names)
 
     def _trains(self, text: str) -> bool:
         """Return whether a script is one of the wanted ones."""
-        names = self._names(text)
+        names = self._variables.names(text)
         wanted = any(fnmatch(name, pattern) for pattern in self.patterns for name in (text, *names))
         trains = (_TRAINING.fullmatch(name) and not _NO_TRAINING.search(name) for name in names)
         return wanted or any(trains) or any(_sounds_like_script(name.removesuffix(".py")) for name in names)
@@ -255,7 +286,7 @@ class _Finder:
 
     def _read_word(self, word: Word, state: _State, depth: int) -> frozenset[_State]:
         """Return the states behind a word, which may be a variable."""
-        values = self._values_of(word.text) if depth < _DEEPEST_VALUE else []
+        values = self._variables.values_of(word.text) if depth < _DEEPEST_VALUE else []
         if not values:
             return frozenset([self._step(state, word)])
         placed = [[each._replace(start=word.start) for each in value[:1]] + value[1:] for value in values]
@@ -335,9 +366,9 @@ class _Finder:
         if not found and not problems and is_whole:
             problems += [f"{state.token}: no script found" for state in states if _lacks_script(state, texts)]
         other_host = any(state.other_host for state in states)
-        if len(words) == 1 and f"{texts[0]}()" in self.values:
+        if len(words) == 1 and self._variables.is_function(texts[0]):
             return  # its definition
-        if (function := self._bodies.get(start)) and not found and self._is_called(function):
+        if (function := self._variables.bodies.get(start)) and not found and self._is_called(function):
             problems = []
         if problems and other_host and any(map(self._is_script, texts)):
             self.notes[start] = _OTHER_HOST
@@ -346,24 +377,17 @@ class _Finder:
         elif not found and has_variable and _launcher_of(texts[0]) == "other":
             self.notes[start] = _OTHER_HOST
         for state in found if not problems else ():
-            self._add(state, other_host, texts, set() if self._force else self._all_texts(words))
+            self._add(state, other_host, texts, set() if self._force else self._variables.all_texts(words))
 
     def _is_called(self, function: str) -> bool:
         """Return whether a function is called with arguments."""
         call = rf"^[^#\n]*(?<![\w-]){re.escape(function)}[ \t]+[^\s(]"
         return re.search(call, self.script.text, re.MULTILINE) is not None
 
-    def _all_texts(self, words: Iterable[Word], seen: frozenset[str] = frozenset()) -> set[str]:
-        """Return the words, and those that their variables may hold."""
-        found = {word.text for word in words}
-        for text in found - seen:
-            for value in self._values_of(text):
-                found |= self._all_texts(value, seen | found)
-        return found
-
     def _is_megatrons(self, script: str, texts: set[str]) -> bool:
         """Return whether a launch, of these words, says that it is Megatron's."""
-        names, paths = self._names(script), {script, *self._all_texts([Word(0, 0, script)])}
+        names = self._variables.names(script)
+        paths = {script, *self._variables.all_texts([Word(0, 0, script)])}
         return (
             any(fnmatch(name, pattern) for pattern in self.patterns for name in (script, *names))
             or any(map(_MEGATRON_SCRIPT.fullmatch, names))
@@ -453,7 +477,7 @@ def _takes_value(option: str) -> bool | None:
     found = {options[option]} if option in options else set()
     if not found and option.startswith("--"):
         found = {takes for name, takes in options.items() if name.startswith(option)}
-    return found.pop() if len(found) == 1 else True if option.startswith("--dct-") else None
+    return found.pop() if len(found) == 1 else True if option.startswith("--dct") else None
 
 
 def _launcher_of(name: str) -> str:

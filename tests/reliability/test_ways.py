@@ -1,0 +1,92 @@
+"""The files of the package that a way enters, traced on real ranks: a change that lengthens a way is seen."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from support import ROOT
+from support.processes import run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dct_plugin
+
+SECTION = {"data_parallel": {"sparsity": 0.99, "warmup_steps": 2, "sparsity_warmup_steps": 2}}
+#: The most files, and calls, of each way; lower them when a way becomes shorter.
+MOST = {"attach": (34, 2_400), "forward": (17, 130), "backward": (49, 700), "step": (20, 180)}
+#: A file that the way must enter, so that a trace of nothing fails.
+ENTERED = {
+    "attach": "policy/resolve.py",
+    "forward": "data_parallel/step_ahead/displaced_weights.py",
+    "backward": "data_parallel/plan_exchange.py",
+    "step": "integrations/host/steps.py",
+}
+
+
+class _Trace:
+    """Counts the calls into each file of the package, in all threads that start within the block."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, int] = {}
+        self._package = os.path.realpath(ROOT / "dct_plugin") + os.sep
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and "dct_plugin" in name:
+            name = os.path.realpath(name)
+            if name.startswith(self._package):
+                name = name.removeprefix(self._package)
+                self.calls[name] = self.calls.get(name, 0) + 1
+
+    def __enter__(self) -> _Trace:
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def _traced(rank: int, world_size: int) -> dict[str, dict[str, int]]:
+    """Trace a second ``attach`` of the process, and a step of AdamW with step-ahead after the start."""
+    torch.manual_seed(0)
+    traces = {name: _Trace() for name in MOST}
+    for tracing in (False, True):  # all modules are imported by the second attachment
+        model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 64))
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+        if not tracing:
+            dct_plugin.attach(ddp, optimizer, SECTION).detach()
+            continue
+        with traces["attach"]:
+            state = dct_plugin.attach(ddp, optimizer, SECTION)
+        for _ in range(8):
+            optimizer.zero_grad()
+            ddp(torch.randn(32, 256)).square().mean().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        with traces["forward"]:
+            loss = ddp(torch.randn(32, 256)).square().mean()
+        with traces["backward"]:
+            loss.backward()
+        with traces["step"]:
+            optimizer.step()
+        state.close()
+    return {name: trace.calls for name, trace in traces.items()}
+
+
+@pytest.mark.slow
+def test_a_way_enters_no_more_files_than_today() -> None:
+    for found in run(2, _traced):
+        for way, (files, calls) in MOST.items():
+            entered = found[way]
+            assert ENTERED[way] in entered, (way, sorted(entered))
+            assert len(entered) <= files, (way, sorted(entered))
+            assert sum(entered.values()) <= calls, (way, entered)
