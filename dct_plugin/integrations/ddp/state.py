@@ -208,6 +208,7 @@ class DCTState(OptimizerAttachment):
             named = self._trainable(model)
             if (local := reducer.add_ons.local_steps) is not None:
                 local.attach(model.module, named, self._optimizers)
+                self._buckets.next_pass.watch(model.module)  # before an evaluation shows the common weights
                 self.ends.callback(local.detach)
                 # DDP would send the first rank's buffers in every forward pass.
                 self.ends.callback(setattr, model, "broadcast_buffers", model.broadcast_buffers)
@@ -389,7 +390,7 @@ class DCTState(OptimizerAttachment):
         reducer = self._reducer
         if self._optimizer_steps.is_due and reducer is not None:
             settings = self.config.data_parallel
-            if reducer.node is not None or settings.quality or settings.local_steps:
+            if reducer.node is not None or settings.quality or settings.trains_alone:
                 startup.join(
                     f"{self._topic}/save {self.steps.step}",
                     group=self.process_group,
