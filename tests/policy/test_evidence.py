@@ -73,7 +73,7 @@ def test_what_nothing_written_becomes_is_not_known_to_lose(row: MeasuredDefault)
         assert list(known_losses(settings, training, training.ranks)) == []
         parameters = {"momentum": momentum_of(row.family), "lr": training.lr}
         optimizer = {"type": NAMES[row.family], "params": parameters}
-        report = check({"optimizer": optimizer, "zero_optimization": {"stage": stage}, "dct": {}}, None, 2)
+        report = check({"optimizer": optimizer, "zero_optimization": {"stage": stage}, "dct": {}}, 2)
         # Muon's rows are for torch and Megatron; DeepSpeed's own Muon needs ZeRO.
         assert bool(report.faults) == (row.family is OptimizerFamily.MUON)
         assert report.warnings == []
@@ -195,7 +195,7 @@ def test_what_nothing_written_becomes_starts_anywhere(
     family: OptimizerFamily, stage: int, ranks: int
 ) -> None:
     optimizer = {"type": NAMES[family], "params": {"momentum": momentum_of(family)}}
-    report = check({"optimizer": optimizer, "zero_optimization": {"stage": stage}, "dct": {}}, None, ranks)
+    report = check({"optimizer": optimizer, "zero_optimization": {"stage": stage}, "dct": {}}, ranks)
     assert bool(report.faults) == (family is OptimizerFamily.MUON and stage == 0)
     assert report.warnings == []
 

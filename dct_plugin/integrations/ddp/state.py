@@ -242,10 +242,10 @@ class DCTState(OptimizerAttachment):
             self._optimizer_steps.follow(optimizers)
         self.ends.callback(attachments.note(model, self))
         self._decide()
-        if self._ahead is not None:  # register() has displaced the same weights
-            self._ahead.detach()
         units, named = units_of_all(optimizers), self.parameters.add(model.named_parameters())
         reducer = self._reducer or self.reducer(next(iter(named.values())).device)
+        if self._ahead is not None:  # the passes of a registered model are displaced already
+            self._ahead.detach()
         displaced = [(name, each) for name, each in named.items() if not each.is_complex()]
         self._ahead = reducer.add_ons.step_ahead.prepare(displaced, units)
         self._ahead.attach(model, *optimizers)
