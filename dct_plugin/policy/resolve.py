@@ -304,7 +304,8 @@ def _exchange_of_updates(written: DataParallelConfig, training: Training, count:
     made = changed(written, **{**suited, **fixed})
     if training.family is OptimizerFamily.ADAM and training.lr > FINE_TUNING_LR:
         rate = "" if training.lr == math.inf else f" at {training.lr:g}"
-        line = f"{training.name}{rate} lost 0.15 nats by an exchange of updates in pre-training (simulated): leave it out"
+        loss = "lost 0.15 nats by an exchange of updates in pre-training (simulated)"
+        line = f"{training.name}{rate} {loss}: leave it out"
         return AppliedSettings(made, count, f"{line} ({_UPDATES})", warns=True)
     return AppliedSettings(
         made,
