@@ -324,7 +324,8 @@ def known_to(sizes: Mapping[str, int] | None, state: State) -> tuple[State, list
     """
     if sizes is None or "reducers" in state:
         return state, []
-    strange = [name for name in state["streams"] if _entries(name, sizes) is None]
+    streams = (name for name in state["streams"] if not name.startswith("updates "))  # of all weights
+    strange = [name for name in streams if _entries(name, sizes) is None]
     kept = {name: stream for name, stream in state["streams"].items() if name not in strange}
     return {**state, "streams": kept}, strange
 

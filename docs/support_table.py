@@ -162,6 +162,7 @@ KEYS = (
     Key("adaptive", {"kind": "accordion", "sparsity": 0.2, "interval": 1}),
     Key("parameters", {}),
     Key("local_steps", 2, alone=True),
+    Key("exchange_of", "updates", alone=True),
     Key("verify", {"every": 1}, Effect.BYTES),
     Key("nonfinite_action", "skip", Effect.BYTES, but={"torch DDP": Effect.NONE}),
     Key("expert", {"threshold": "topk"}),

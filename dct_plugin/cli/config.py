@@ -63,9 +63,7 @@ def show(
 @app.command()
 def check(
     files: Annotated[list[str], typer.Argument(help="Files to check; - is the standard input.")],
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of the job [default: as the batch sizes say].")
-    ] = None,
+    ranks: Annotated[int, typer.Option(min=0, help="Ranks of the job; 0: not known.")] = 0,
     ranks_per_node: _RanksPerNode = 1,
 ) -> None:
     """Check the section of DeepSpeed JSONs, or bare sections; exit with 1 if it would stop a job.
@@ -86,7 +84,7 @@ def check(
             print_error(error)
             failed = True
             continue
-        report = file_check.check(content, ranks or 0, ranks_per_node)
+        report = file_check.check(content, ranks, ranks_per_node)
         if not strict:
             report.notes.append("not strict JSON, which Hugging Face's Trainer and Accelerate want")
         failed |= not _print(report, file)

@@ -1,5 +1,5 @@
 """Value section of a payload: fp32, bf16, fp16, int8 with one scale per 256 values, 4 and 2 bits with two, or
-4 bits on a logarithmic scale with one per 32.
+4 bits on a logarithmic scale with one per 32, or signs with the mean magnitude of 256 values.
 
 Rounding is to nearest, ties to even; what a type cannot hold is clamped to its largest finite value. Plain
 torch, any device; the compiled kernels write the same bytes.
@@ -32,6 +32,7 @@ class ValueDtype(Labelled):
     INT4 = 4
     INT2 = 5
     LOG4 = 6
+    SIGN = 7
 
     @property
     def bits(self) -> int:
@@ -206,6 +207,38 @@ class _LogLevels(_ValueCodec):
         return torch.where(code >= 8, -value, value)
 
 
+class _Sign(_ValueCodec):
+    """A sign per value, and the mean magnitude (fp32) of each group of 256.
+
+    Magnitudes are added as whole 32767ths of the largest one, so every order of addition has the same sum.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1, 2.0**127, scales=4)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        n, table = x.numel(), _in_groups(x, 0.0)
+        whole = torch.full((), 32767.0, device=x.device)
+        step = table.abs().amax(dim=1) / whole if n else table[:, 0]
+        parts = torch.round(table.abs() / step.unsqueeze(1))
+        parts = torch.where(step.unsqueeze(1) > 0, parts, torch.zeros_like(parts)).clamp(max=32767.0)
+        scale = parts.sum(dim=1) / _in_groups(torch.ones_like(x), 0.0).sum(dim=1) * step
+        negative = (table < 0).view(-1)[:n]
+        return torch.cat([scale.view(torch.uint8), _packed(negative, n, 1)]), self._decoded(negative, scale)
+
+    def decode(self, data: Tensor, nnz: int) -> Tensor:
+        groups = -(-nnz // VALUE_GROUP)
+        scale = data[: 4 * groups].view(torch.float32)
+        if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
+            raise PayloadError("value section holds scales that no encoder writes")
+        return self._decoded(_unpacked(data[4 * groups :], nnz, 1) > 0, scale)
+
+    @staticmethod
+    def _decoded(negative: Tensor, scale: Tensor) -> Tensor:
+        magnitude = scale.repeat_interleave(VALUE_GROUP)[: negative.numel()]
+        return torch.where(negative, -magnitude, magnitude)
+
+
 def _in_groups(x: Tensor, padding: float, group: int = VALUE_GROUP) -> Tensor:
     """Return ``x``, fp32 [n], as [groups, group]."""
     padded = x.new_full((-(-x.numel() // group) * group,), padding)
@@ -241,6 +274,7 @@ VALUE_CODECS: Mapping[ValueDtype, _ValueCodec] = {
     ValueDtype.INT4: _Levels(4, 0.0, 1.0),
     ValueDtype.INT2: _Levels(2, 0.125, 0.5),
     ValueDtype.LOG4: _LogLevels(),
+    ValueDtype.SIGN: _Sign(),
 }
 
 

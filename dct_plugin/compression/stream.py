@@ -170,7 +170,7 @@ class Compressor(Stream):
         self._saved_threshold: dict[str, Any] | None = None
         self._loaded: Saved | None = None
 
-    def set_value_dtype(self, value_dtype: str) -> None:
+    def set_value_dtype(self, value_dtype: str | ValueDtype) -> None:
         """Send values in another type from now on."""
         self._value_dtype = ValueDtype.parse(value_dtype)
 

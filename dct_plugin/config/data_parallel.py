@@ -232,7 +232,8 @@ class DataParallelConfig(Section):
     `false` to compress only activations or embeddings.
     """
     sparsity: float = Field(default=0.99, ge=0, lt=1)
-    """Share of the gradient entries that are not sent in one step; 0 sends all. If none of `sparsity`,
+    """Share of the gradient entries (with `exchange_of` updates, of the weights' progress) that are not sent
+    in one step; 0 sends all. If none of `sparsity`,
     `value_dtype`, `quality` and `adaptive` is written, a training gets what lost nothing when it was
     measured, if that is faster than dense: with Adam 0.99 between up to 4 ranks (or nodes), 0.96 in `int4`
     between up to 8, and all entries in `int8` between more, in fine-tuning, and with optimizers that are not
@@ -252,10 +253,11 @@ class DataParallelConfig(Section):
 
     If the speed of the link is not known or changes ([how it decides](automatic.md)).
     """
-    value_dtype: GradientType = "bf16"
+    value_dtype: Literal[GradientType, "sign"] = "bf16"
     """Type of the sent values on the wire. The rounding error stays in the residual. int8 has one scale per
     256 values; int4 and int2 have a sign and 8 or 2 levels between two scales; log4 has a sign and powers of
-    2^-0.75 in 4 bits, with one scale per 32 values, for all entries (sparsity 0).
+    2^-0.75 in 4 bits, with one scale per 32 values, for all entries (sparsity 0); sign has
+    the mean magnitude of 256 values, for `exchange_of` updates.
 
     `int8` or `int4` for fewer bytes: an entry and its position take 16 or 12 bits at 0.99 instead of 24.
     `fp32` to see whether rounding matters.
@@ -344,6 +346,13 @@ class DataParallelConfig(Section):
 
     30 for links of 10 to 300 Mbit/s with long delays ([guide](local-steps.md)).
     """
+    exchange_of: Literal["gradients", "updates"] = "gradients"
+    """Tensors that the ranks exchange in each step: gradients, or the progress of weights (updates). With
+    updates each rank makes its own optimizer's step; with Adam a sixteenth of the progress crosses in each
+    step in `int4`, with Muon all of it in `sign`, unless `sparsity` or `value_dtype` is written.
+
+    updates for fine-tuning with Adam at 1e-4 or less, and for Muon ([guide](updates.md)).
+    """
     verify: Annotated[VerifyConfig | None, OR_FALSE] = _VERIFY
     """If it is not written, differences are logged (`{"action": "warn"}`). null is off."""
     nonfinite_action: Literal["pass", "skip"] = "pass"
@@ -378,25 +387,40 @@ class DataParallelConfig(Section):
             yield f"residual_dtype = '{self.residual_dtype}' has nothing to keep with {feedback}"
         if self.quality is not None and self.adaptive is not None:
             yield f"quality = '{self.quality}' does not go with adaptive: both choose the sparsity"
-        if self.local_steps is not None:
+        updates = self.exchange_of == "updates"
+        if self.trains_alone:
             others = {
                 "parameters": self.parameters is not None,
                 "quality": self.quality is not None,
                 "adaptive": self.adaptive is not None,
                 f"nodes = {self.nodes}": self.nodes not in ("auto", 1),
-                f"sparsity = {self.sparsity}": "sparsity" in self.model_fields_set and self.sparsity > 0,
-                feedback: self.feedback.keeps_residual and self.feedback.label() != "auto",
+                f"sparsity = {self.sparsity}": not updates
+                and "sparsity" in self.model_fields_set
+                and self.sparsity > 0,
+                f"residual_dtype = {self.residual_dtype}": updates
+                and self.residual_dtype in ("bf16", "int8"),
+                feedback: self.feedback.label() not in (("auto", "local") if updates else ("auto", "none")),
             }
+            name = "exchange_of = 'updates'" if updates else "local_steps"
             for other in (name for name, given in others.items() if given):
-                yield f"local_steps does not go with {other}: progress is sent whole, and no gradients are"
+                yield f"{name} does not go with {other}: progress of weights is sent, and no gradients are"
+        if self.value_dtype == "sign" and not updates:
+            yield "value_dtype = 'sign' does not go with exchange_of = 'gradients', whose quality it loses"
         if self.adaptive is not None and self.adaptive.sparsity > self.sparsity:
             yield f"adaptive.sparsity = {self.adaptive.sparsity} is above sparsity = {self.sparsity}"
+
+    @property
+    def trains_alone(self) -> bool:
+        """True if each rank's optimizer uses this rank's own gradients."""
+        return self.local_steps is not None or self.exchange_of == "updates"
 
     @property
     def summary(self) -> str:
         """The share of entries sent, and the feedback for the others, in words."""
         if self.quality == "dense":
             return "quality dense, nothing left out"
+        if self.exchange_of == "updates":
+            return f"an exchange of updates, 1/{1 / self.density:.0f} in each step, {self.value_dtype} values"
         if self.local_steps is not None:
             return f"an exchange of progress every {self.local_steps.every} steps, {self.value_dtype} values"
         if self.quality not in (None, "if_faster"):

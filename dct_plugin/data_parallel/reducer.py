@@ -74,6 +74,7 @@ class GradientReducer(StreamGroup):
         transactional = transactional or config.nonfinite_action == "skip"
         super().__init__(config, ranks, transactional=transactional, **options)
         self.config, self.loss_scale = self.settings, loss_scale
+        self._sends_gradients = config.exchange_of == "gradients"
         self.flushed = False
         """True if a step has brought all that residuals held, after :meth:`flush`."""
         self._flushes = False
@@ -159,6 +160,11 @@ class GradientReducer(StreamGroup):
         reducer; call it on every rank.
         """
         self._flushes = True
+        local = self.add_ons.local_steps
+        if local is not None and local.has_unsent:
+            self.set_value_dtype("int8")
+            self.all_reduce(local.progress(last=True), scale=1.0 / self.group_size)
+            local.step()
         for each in self.add_ons:
             each.flush()
         self.set_value_dtype("fp32")
@@ -220,8 +226,8 @@ class GradientReducer(StreamGroup):
             return False
         for _, tensor in entries if factor != 1.0 else ():
             tensor.mul_(factor)
-        if self.metrics is not None and not local.ends:  # the exchange of progress counts for this step
-            nbytes = sum(tensor.nbytes for _, tensor in entries)
+        if self.metrics is not None and local.counted < 1:  # the exchange of progress counts for the rest
+            nbytes = (1 - local.counted) * sum(tensor.nbytes for _, tensor in entries)
             dense = bytes_sent("all_reduce", nbytes, self.world_size, gloo=self.device.type == "cpu")
             self.metrics.record(Record("gradient_local", dense))
         return True
@@ -257,6 +263,9 @@ class GradientReducer(StreamGroup):
         if loss_scale is not None:
             self.rescale(loss_scale)
         self.step += 1
+        self._exchange_progress()
+
+    def _exchange_progress(self) -> None:
         local = self.add_ons.local_steps
         if local is not None and local.due:
             self.all_reduce(local.progress(), scale=1.0 / self.group_size)
@@ -283,6 +292,7 @@ class GradientReducer(StreamGroup):
         self.finish()
         for stream in self.streams_of(names) if self.transactional else ():
             stream.end_step()
+        self._exchange_progress()
 
     def residual_bytes(self, sizes: Mapping[str, int]) -> float:
         """Return the memory of one residual of the tensors with these numbers of entries."""
@@ -303,7 +313,7 @@ class GradientReducer(StreamGroup):
         thresholds follow where they lie (exact for powers of 2).
         """
         ratio, self.loss_scale = loss_scale / self.loss_scale, loss_scale
-        if ratio != 1.0:
+        if ratio != 1.0 and self._sends_gradients:
             self.loaded = dict(checkpoint.in_unit({"streams": self.loaded}, ratio)["streams"])
             kept: list[Compressor | AddOn] = [*self.streams.values(), *self.add_ons]
             for each in kept:  # a list, since add-ons may change streams
@@ -312,7 +322,7 @@ class GradientReducer(StreamGroup):
     def _close(self, *, skipped: bool) -> None:
         self.add_ons.earlier.clear()
         # Streams that cannot be undone have nothing to keep or to restore.
-        streams = self.streams if self.transactional else {}
+        streams = self.streams if self.transactional and self._sends_gradients else {}
         waiting = set(self.streams_of(self.waiting)) if self.waiting else ()
         for stream in list(streams.values()):
             if stream not in waiting:
@@ -352,7 +362,8 @@ class GradientReducer(StreamGroup):
         self._dense.forget()
         scale = state["loss_scale"] if loss_scale is None else loss_scale
         self.step, self.loss_scale = state["step"], scale
-        state = checkpoint.in_unit(state, scale / state["loss_scale"])
+        if self._sends_gradients:
+            state = checkpoint.in_unit(state, scale / state["loss_scale"])
         self.streams.clear()
         self.loaded = dict(state["streams"])
         if self.node is not None:

@@ -81,7 +81,7 @@ class ResidualChecks(AddOn):
     @classmethod
     def configured(cls, context: ReducerContext) -> ResidualChecks | None:
         config, group = context.config, context.group
-        keeps = config.feedback.keeps_residual and config.local_steps is None
+        keeps = config.feedback.keeps_residual and not config.trains_alone
         # Where lengths stay on a device, sums are complete only at the end of the step.
         served = keeps and group.world_size > 1 and group.backend.lengths_on_host
         return cls(context, config.verify) if served and config.verify is not None else None

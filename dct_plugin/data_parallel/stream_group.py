@@ -187,9 +187,18 @@ class StreamGroup:
             for stream in self.streams.values():
                 stream.arm()
 
-    def most_bytes(self, bounds: Key | None, numel: int, density: float) -> Sequence[int]:
+    @property
+    def answer_dtype(self) -> ValueDtype:
+        """The type of the sums that owners send back; signs lose too much of them."""
+        return ValueDtype.INT2 if self._value_dtype is ValueDtype.SIGN else self._value_dtype
+
+    def most_bytes(
+        self, bounds: Key | None, numel: int, density: float, value_dtype: ValueDtype | None = None
+    ) -> Sequence[int]:
         """Return the most bytes of the payloads that :meth:`.Compressor.encode` writes of parts."""
-        return parts_of(bounds, numel, density, self._value_dtype, self.backend.most_kept).nbytes
+        return parts_of(
+            bounds, numel, density, value_dtype or self._value_dtype, self.backend.most_kept
+        ).nbytes
 
     def take_writers(self) -> tuple[MessageWriter, MessageWriter]:
         """Return empty message writers: of a message for each rank, and of one for all of them."""

@@ -169,6 +169,7 @@ class _Answers(Phase):
             encoded = encode_all(self.group.backend, total, writer, _sum_dtype(tensor), clear=True)
         else:
             stream = self.group.stream(_stream_of(tensor.name, shard))
+            stream.set_value_dtype(self.group.answer_dtype)
             encoded = stream.encode(total, writer, self._density(tensor), clear=True)
         receivers, cls = self.group.world_size - 1, "gradient_small" if tensor.small else "gradient_answer"
         dense = receivers * total.numel() * tensor.tensor.element_size()
@@ -181,7 +182,8 @@ class _Answers(Phase):
         numels = [stop - start for _, start, stop in tensor.parts]
         if tensor.small:
             return [payload_bound(numel, numel, _sum_dtype(tensor)) for numel in numels]
-        return [self.group.most_bytes(None, numel, self._density(tensor))[0] for numel in numels]
+        density, dtype = self._density(tensor), self.group.answer_dtype
+        return [self.group.most_bytes(None, numel, density, dtype)[0] for numel in numels]
 
     def destinations(self, plan: ReductionPlan) -> list[Destination]:
         return [

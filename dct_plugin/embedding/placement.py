@@ -82,9 +82,8 @@ def check_memory(placement: Sequence[Sequence[int]], tables: Sequence[Table], na
     total = psutil.virtual_memory().total
     if (largest := max(needed)) > total:
         raise ValueError(
-            f"{name}: the tables of rank {needed.index(largest)} take {format_bytes(largest)}, and this "
-            f"machine has {format_bytes(total)} of memory; all tables take {format_bytes(sum(needed))}. Take "
-            "more ranks on more machines, or smaller tables: a table lies on one rank"
+            f"{name}: the tables of rank {needed.index(largest)} take {format_bytes(largest)} of "
+            f"{format_bytes(sum(needed))}, and this machine has {format_bytes(total)}: take more machines"
         )
 
 

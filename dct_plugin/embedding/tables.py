@@ -31,9 +31,7 @@ from .request_message import Bags, RowRequest
 from .requests import RequestExchange
 
 Pooling = Literal["sum", "mean"]
-_COLLECTIVE = (
-    "a look-up is a collective, in evaluation too: every rank makes as many, all with gradients or none"
-)
+_ALONE = "a look-up is a collective, in evaluation too: all ranks make it, with gradients or without"
 
 
 class TableShard(nn.Module):
@@ -188,7 +186,7 @@ class ShardedTables(nn.Module):
         try:
             lookup, requests = self._requests.exchange(categorical, exchange, record)
         except DesyncError as error:
-            raise DesyncError(f"{error}. {self.name}: {_COLLECTIVE}") from error
+            raise DesyncError(f"{error}. {self.name}: {_ALONE}") from error
         if self.metrics is not None and self.world_size > 1:
             ids = self._requests.ids_to_peers(lookup)
             self.metrics.record(replace(record, dense_bytes=4 * ids, numel=ids, nnz=ids))

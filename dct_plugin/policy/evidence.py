@@ -208,6 +208,8 @@ KNOWN_LOSSES = TypeAdapter(tuple[KnownLoss, ...]).validate_python(_DATA["known_l
 #: The first row for an optimizer and a number of compressors counts: loss grows with that number at one
 #: density, and fewer bits pay for a higher one.
 THRESHOLDS = TypeAdapter(tuple[MeasuredThresholds, ...]).validate_python(_DATA["thresholds"])
+#: An exchange of updates by optimizer.
+MEASURED_UPDATES = TypeAdapter(dict[OptimizerFamily, Measured]).validate_python(_DATA["exchange_of_updates"])
 EXACT_UPDATES = TypeAdapter(Measured).validate_python(_DATA["exact_updates"])
 
 

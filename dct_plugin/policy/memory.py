@@ -88,13 +88,15 @@ def kept_in_words(settings: DataParallelConfig, entries: float, weights: float, 
     parts = {
         "residual": copies * _RESIDUAL[dtype] * entries,
         "displaced weights": weights * feedback.looks_ahead,
+        "common weights": weights * settings.trains_alone,
     }
     kept = sum(parts.values())
     if kept <= LARGE_SHARE * free:
         return ""
     words = " and ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
     int8 = format_bytes(copies * _RESIDUAL["int8"] * entries + parts["displaced weights"])
-    smaller = [f'"residual_dtype": "int8" keeps {int8}'] if dtype != "int8" else []
+    can_pack = dtype != "int8" and not settings.trains_alone
+    smaller = [f'"residual_dtype": "int8" keeps {int8}'] if can_pack else []
     smaller.append('"sparsity": 0, "value_dtype": "int8", "feedback": "none" keeps nothing')
     share = f"{100 * kept / free:.0f} % of the free memory" if free else "no memory is free"
     return f"this rank keeps {words} ({share}); smaller: {', or '.join(smaller)}"

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import AutoFeedback, DataParallelConfig, LocalFeedback, NoFeedback
 from ..config.data_parallel import StepAheadFeedback
-from .evidence import EXACT_UPDATES, Training, known_losses, measured_with, size_of
+from ..errors import ConfigError
+from .evidence import (
+    EXACT_UPDATES,
+    FINE_TUNING_LR,
+    MEASURED_UPDATES,
+    Training,
+    known_losses,
+    measured_with,
+    size_of,
+)
 from .optimizers import OptimizerFamily
 from .rules import DENSITY_OPTIONS, changed, safe_sparsity, says_density, thresholds_of, with_thresholds
 from .settings import bits_of
@@ -22,6 +32,12 @@ FALL = 1.5
 SHORT = 862
 #: All entries in few bits: where thresholds lose quality, or their loss was not measured.
 ALL_ENTRIES: dict[str, object] = {"sparsity": 0.0, "value_dtype": "int8"}
+#: What crosses of updates in each step: a sixteenth in int4, or all in signs.
+UPDATES: dict[OptimizerFamily, dict[str, object]] = {
+    OptimizerFamily.ADAM: {"sparsity": 0.9375, "value_dtype": "int4"},
+    OptimizerFamily.MUON: {"sparsity": 0.0, "value_dtype": "sign"},
+}
+_UPDATES = "docs/updates.md"
 _ALL_ENTRIES = (
     "all entries are sent, in int8, 3.9x fewer bytes than fp32 (AdamW lost 0.0002 nats so, "
     "docs/quality.md#fine-tuning)"
@@ -68,6 +84,8 @@ def resolve(
     count = training.ranks if compressors is None else compressors
     if not written.enabled:
         return AppliedSettings(written, count)
+    if written.exchange_of == "updates":
+        return _exchange_of_updates(written, training, count)
     if written.local_steps is not None:
         return _local_steps(written, training, count)
     if training.shares_copy:
@@ -166,7 +184,7 @@ def _suited(written: DataParallelConfig, training: Training, count: int) -> Appl
         # A residual would take a byte per parameter, and bring nothing (docs/quality.md#one-mesh).
         feedback = NoFeedback() if training.stage == 3 else LocalFeedback()
         made = changed(written, feedback=feedback, **ALL_ENTRIES)
-        return AppliedSettings(made, count, f"{reason}: {_ALL_ENTRIES}")
+        return AppliedSettings(made, count, f"{reason}: {_ALL_ENTRIES}{_offer(training)}")
     family = training.family
     is_ahead = family.loses_by_delay and not training.step_ahead_unavailable
     settings = changed(written, feedback=StepAheadFeedback() if is_ahead else LocalFeedback())
@@ -267,6 +285,46 @@ def _local_steps(written: DataParallelConfig, training: Training, count: int) ->
         f"{written.local_steps.every} steps, and train alone in between"
     )
     return AppliedSettings(made, count, line)
+
+
+def _exchange_of_updates(written: DataParallelConfig, training: Training, count: int) -> AppliedSettings:
+    """Return the settings of an exchange of updates, and a line about them.
+
+    Raises:
+        ConfigError: It was not measured with this optimizer.
+    """
+    if training.family not in UPDATES:
+        raise ConfigError(
+            f"dct.data_parallel.exchange_of = 'updates' was not measured with {training.name}; it is for "
+            "Adam, AdamW and Muon: leave it out"
+        )
+    suited = {**UPDATES[training.family], "warmup_steps": 0} | written.model_dump(exclude_unset=True)
+    every_step = {"every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+    fixed = {"feedback": LocalFeedback(), "nodes": 1, "local_steps": every_step}
+    made = changed(written, **{**suited, **fixed})
+    if training.family is OptimizerFamily.ADAM and training.lr > FINE_TUNING_LR:
+        rate = "" if training.lr == math.inf else f" at {training.lr:g}"
+        line = (
+            f"{training.name}{rate} loses 0.15 nats by an exchange of updates in pre-training: leave it out"
+        )
+        return AppliedSettings(made, count, f"{line} ({_UPDATES})", warns=True)
+    return AppliedSettings(
+        made,
+        count,
+        f"exchange of updates for {training.name}: each rank's optimizer uses its own gradients, so .grad "
+        f"and the optimizer's states differ; detach() at the end exchanges what was not sent ({_UPDATES})",
+    )
+
+
+def _offer(training: Training) -> str:
+    """Return what an exchange of updates was measured to save and to lose, in words; empty where it cannot be
+    had, or the optimizer should not have it.
+    """
+    measured = MEASURED_UPDATES.get(training.family)
+    can = not training.stage and training.exact_unavailable is None
+    if measured is None or not can or training.family.loses_by_delay > training.is_fine_tuning:
+        return ""
+    return f'; "exchange_of": "updates" sends {measured.what} (docs/{measured.source})'
 
 
 def _sharing_copy(written: DataParallelConfig, training: Training, count: int) -> AppliedSettings:

@@ -102,8 +102,8 @@ def test_the_commands_count_nodes_as_a_job_does(tmp_path: Path) -> None:
     assert f"it becomes: {few.settings.summary}" in suggested
     assert "4 nodes" in suggested
     job = {"optimizer": {"type": "AdamW"}, "dct": {}}
-    flat, nodes = (check(job, None, 32, ranks_per_node).config for ranks_per_node in (1, 8))
-    written = check({**job, "dct": {"data_parallel": {"nodes": 8}}}, None, 32).config
+    flat, nodes = (check(job, 32, ranks_per_node).config for ranks_per_node in (1, 8))
+    written = check({**job, "dct": {"data_parallel": {"nodes": 8}}}, 32).config
     assert flat is not None
     assert nodes is not None
     assert written is not None

@@ -211,6 +211,11 @@ def test_values_round_trip(dtype: ValueDtype, count: int) -> None:
         for lo in range(0, count, 256):
             group, got = values[lo : lo + 256], decoded[lo : lo + 256]
             assert float((group - got).abs().max()) <= float(group.abs().max()) * share[dtype] * 1.0001
+    elif dtype is ValueDtype.SIGN:
+        for lo in range(0, count, 256):
+            group, got = values[lo : lo + 256], decoded[lo : lo + 256]
+            torch.testing.assert_close(got.abs(), group.abs().mean().expand(len(group)), rtol=1e-4, atol=0)
+            assert torch.equal(got < 0, group < 0)
     elif dtype is ValueDtype.LOG4:
         for lo in range(0, count, 32):
             group, got = values[lo : lo + 32], decoded[lo : lo + 32]
@@ -255,6 +260,9 @@ def test_int8_scale_that_is_subnormal() -> None:
         (ValueDtype.INT4, struct.pack("<HHB", 0x3F80, 0x3F80, 0x10)),  # trailing bits
         (ValueDtype.INT2, struct.pack("<HHB", 0x7FC0, 0x7FC0, 0)),
         (ValueDtype.INT2, struct.pack("<HHB", 0x3F80, 0x3F80, 0x04)),
+        (ValueDtype.SIGN, struct.pack("<fB", -1.0, 1)),
+        (ValueDtype.SIGN, struct.pack("<fB", float("inf"), 1)),
+        (ValueDtype.SIGN, struct.pack("<fB", 1.0, 2)),  # trailing bits
         (ValueDtype.LOG4, struct.pack("<HB", 0xBF80, 1)),
         (ValueDtype.LOG4, struct.pack("<HB", 0x7F80, 1)),
         (ValueDtype.LOG4, struct.pack("<HB", 0x3F80, 0x10)),  # trailing bits
@@ -434,7 +442,7 @@ def test_changed_payloads_with_right_checksums(data: st.DataObject) -> None:
         (0, b"\x7a\xdd", "magic"),
         (2, b"\x02", "version 2"),
         (3, b"\x06", "index encoding 6"),
-        (4, b"\x07", "value dtype 7"),
+        (4, b"\x08", "value dtype 8"),
         (5, b"\x02", "flags"),
         (6, b"\x1f", "parameter 31"),
         (7, b"\x01", "reserved"),
@@ -503,7 +511,7 @@ def test_bounds_hold_for_every_choice(backend: Backend) -> None:
 
 @pytest.mark.parametrize("name", ["fp64", "BF17", 9])
 def test_unknown_names_list_the_allowed_ones(name: str | int) -> None:
-    with pytest.raises(ValueError, match="fp32, bf16, fp16, int8, int4, int2, log4"):
+    with pytest.raises(ValueError, match="fp32, bf16, fp16, int8, int4, int2, log4, sign"):
         ValueDtype.parse(name)
     with pytest.raises(ValueError, match="dense, bitmap, gaps8, block16, rice"):
         IndexEncoding.parse(name)
@@ -534,6 +542,7 @@ def test_numbers_on_the_wire_are_stable() -> None:
         "int4": 4,
         "int2": 5,
         "log4": 6,
+        "sign": 7,
     }
 
 

@@ -187,7 +187,7 @@ def test_any_json_as_section(section: Any) -> None:
         ("enabled", 1, "true or false"),
         ("enabled", "true", "true or false"),
         ("min_numel", -1, "an integer >= 0"),
-        ("value_dtype", "fp8", 'one of "fp32", "bf16", "fp16", "int8", "int4", "int2", "log4"'),
+        ("value_dtype", "fp8", 'one of "fp32", "bf16", "fp16", "int8", "int4", "int2", "log4", "sign"'),
         ("feedback", "global", FEEDBACK),
         ("feedback", {"kind": "global"}, FEEDBACK),
         ("feedback", {"every": 5}, FEEDBACK),

@@ -521,9 +521,7 @@ def test_tables_that_cannot_be_are_refused_on_every_rank() -> None:
         "tables: table 1 has -1 rows; allowed: 1 to 2**31 - 1",
         "tables: table 1 has 2147483648 rows; allowed: 1 to 2**31 - 1",
     ]
-    assert re.match(
-        r"tables: the tables of rank 0 take 549.8 GB, and this machine has .* of memory", first[3]
-    )
+    assert "tables: the tables of rank 0 take 549.8 GB of 549.8 GB, and this machine has " in first[3]
 
 
 def _float_ids(rank: int, world_size: int) -> None:

@@ -77,7 +77,7 @@ def fsdp2(section: dict[str, Any], rank: int) -> Outcome:
 def deepspeed(section: dict[str, Any], rank: int) -> Outcome:
     import deepspeed as host
 
-    stage = 0 if "local_steps" in section else 1
+    stage = 0 if {"local_steps", "exchange_of"} & section.keys() else 1
     model = model_of()
     content = {
         "train_micro_batch_size_per_gpu": 8,

@@ -353,16 +353,17 @@ def test_deepspeed_zero_0_trains_saves_and_resumes_bitwise(tmp_path: Path) -> No
     run(2, _engine, str(tmp_path))
 
 
-def _ends_early(rank: int, world_size: int, is_killed: bool) -> None:
-    model, optimizer, _ = ddp({**SECTION, "verify": None})
+def _ends_early(rank: int, world_size: int, is_killed: bool, section: dict[str, Any]) -> None:
+    model, optimizer, _ = ddp({**section, "verify": None})
     train(model, optimizer, rank, range(5 if rank == 1 else 9))
     if is_killed:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.parametrize("section", [SECTION, {"exchange_of": "updates"}], ids=["local", "updates"])
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_the_exchange_names_a_rank_that_has_ended(is_killed: bool) -> None:
-    (kind, text), (ended, _) = launch(2, _ends_early, is_killed, killed=1)
+def test_the_exchange_names_a_rank_that_has_ended(is_killed: bool, section: dict[str, Any]) -> None:
+    (kind, text), (ended, _) = launch(2, _ends_early, is_killed, section, killed=1)
     assert kind == "error"
     assert ended == ("killed" if is_killed else "value")
     assert text.startswith("DesyncError: rank 0: ")

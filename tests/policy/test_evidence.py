@@ -14,12 +14,14 @@ from typer.testing import CliRunner
 
 from dct_plugin import cli
 from dct_plugin.config import DataParallelConfig, DCTConfig, ParametersConfig
+from dct_plugin.errors import ConfigError
 from dct_plugin.integrations.deepspeed.file_check import check
 from dct_plugin.policy import resolve
 from dct_plugin.policy.evidence import (
     EXACT_UPDATES,
     KNOWN_LOSSES,
     MEASURED_DEFAULTS,
+    MEASURED_UPDATES,
     THRESHOLDS,
     MeasuredDefault,
     Training,
@@ -71,10 +73,35 @@ def test_what_nothing_written_becomes_is_not_known_to_lose(row: MeasuredDefault)
         assert list(known_losses(settings, training, training.ranks)) == []
         parameters = {"momentum": momentum_of(row.family), "lr": training.lr}
         optimizer = {"type": NAMES[row.family], "params": parameters}
-        report = check({"optimizer": optimizer, "zero_optimization": {"stage": stage}, "dct": {}}, None, 2)
+        report = check({"optimizer": optimizer, "zero_optimization": {"stage": stage}, "dct": {}}, 2)
         # Muon's rows are for torch and Megatron; DeepSpeed's own Muon needs ZeRO.
         assert bool(report.faults) == (row.family is OptimizerFamily.MUON)
         assert report.warnings == []
+
+
+def test_updates_are_offered_where_they_were_measured() -> None:
+    for measured in MEASURED_UPDATES.values():
+        figures = re.findall(r"[\d.]+x|[+-][\d.]+", measured.what)
+        assert len(figures) >= 2
+        assert all(figure in section_of(*measured.source.split("#")) for figure in figures)
+    offer = '"exchange_of": "updates" sends'
+    for facts, is_offered in (
+        ({"optimizer": ["AdamW"], "lr": 1e-5}, True),
+        ({"optimizer": ["Muon"], "lr": 1e-2}, True),
+        ({"optimizer": ["AdamW"], "lr": 1e-3}, False),
+        ({"optimizer": ["AdamW"], "lr": 1e-5, "stage": 1}, False),
+        ({"optimizer": ["SGD"], "lr": 1e-2}, False),
+        ({"optimizer": ["Lion"], "lr": 1e-5}, False),
+    ):
+        assert (offer in resolve(DataParallelConfig(), Training(ranks=2, **facts)).line) == is_offered
+        written = DataParallelConfig.of({"exchange_of": "updates"})
+        if facts["optimizer"][0] in ("SGD", "Lion"):
+            with pytest.raises(ConfigError, match="was not measured with"):
+                resolve(written, Training(ranks=2, **facts))
+        else:
+            made = resolve(written, Training(ranks=2, **facts))
+            assert made.warns == (facts.get("lr") == 1e-3)
+            assert made.settings.value_dtype == ("sign" if facts["optimizer"] == ["Muon"] else "int4")
 
 
 def test_changed_weights_alone_cross_by_default() -> None:
@@ -168,7 +195,7 @@ def test_what_nothing_written_becomes_starts_anywhere(
     family: OptimizerFamily, stage: int, ranks: int
 ) -> None:
     optimizer = {"type": NAMES[family], "params": {"momentum": momentum_of(family)}}
-    report = check({"optimizer": optimizer, "zero_optimization": {"stage": stage}, "dct": {}}, None, ranks)
+    report = check({"optimizer": optimizer, "zero_optimization": {"stage": stage}, "dct": {}}, ranks)
     assert bool(report.faults) == (family is OptimizerFamily.MUON and stage == 0)
     assert report.warnings == []
 

@@ -34,6 +34,7 @@ from torchft.process_group import (
 )
 
 from dct_plugin.errors import ConfigError
+from dct_plugin.policy import memory
 from dct_plugin.torchft import ProcessGroupGloo, ProcessGroupNCCL
 
 pytestmark = pytest.mark.slow
@@ -357,6 +358,18 @@ def test_settings_that_need_parameters(settings: dict[str, Any], expected: str) 
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_the_log_says_what_a_rank_keeps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory, "LARGE_SHARE", -1.0)  # else small models are not worth a line
+    optimizer = torch.optim.SGD(nn.Linear(500, 500, bias=False).parameters(), lr=0.1)
+    group_of(SPARSE, optimizer=optimizer)
+    assert "dct: this rank keeps 1.0 MB of residual" in caplog.text
+    caplog.clear()
+    group_of(SPARSE)  # it does not know the weights
+    assert "this rank keeps" not in caplog.text
+
+
 def test_nccl_is_missing() -> None:
     with pytest.raises(ConfigError, match="this torch has no NCCL; take ProcessGroupGloo"):
         ProcessGroupNCCL(SPARSE)

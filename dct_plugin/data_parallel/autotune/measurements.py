@@ -26,12 +26,8 @@ REPEATS, ENCODES = 3, 8
 
 def unmeasured(device: str) -> str:
     """Return what is not known about predictions on a type of device, as a clause; empty on CPUs."""
-    if device == "cpu":
-        return ""
-    return (
-        "predictions were not checked on a GPU: codings are timed on few entries, with their launches, which "
-        "favours dense steps"
-    )
+    why = "predictions were not checked on a GPU, where timing few entries favours dense steps"
+    return "" if device == "cpu" else why
 
 
 def reduction_seconds(group: StreamGroup) -> float:

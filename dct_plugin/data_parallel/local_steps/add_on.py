@@ -4,6 +4,8 @@ A rank trains its own weights, which are the model's parameters. After some step
 progress, which is own minus common weights. An outer optimizer, SGD with Nesterov momentum, moves the common
 weights by its mean. Evaluation and ``state_dict`` of the model see the common weights, which all ranks hold.
 
+In an exchange of updates (:mod:`.updates`) ranks do so in every step, and no outer optimizer moves them.
+
 Source: Douillard et al., *DiLoCo: Distributed Low-Communication Training of Language Models*, 2023. All
 entries are sent: thresholded progress lost quality in every form that was tried (docs/local-steps.md).
 """
@@ -24,9 +26,10 @@ from ...errors import ConfigError
 from ..add_on import AddOn, ReducerContext
 from ..module_hooks import ModuleHook, register, remove, unregister
 from ..passes import around_passes
-from ..plan import Entries
+from ..plan import Entries, Sparsity
 from ..step_units import stepping, unwrapped
 from .buffers import AveragedBuffers, average
+from .updates import SKETCH_EVERY, UnsentUpdates, decay_of
 
 #: Makes the value in a ``state_dict`` from a name and common weights, 1-D.
 _Saved = Callable[[str, Tensor], Tensor]
@@ -43,8 +46,21 @@ class LocalSteps(AddOn):
     key = "local"
 
     def __init__(self, context: ReducerContext, rule: LocalStepsConfig) -> None:
-        self._group, self._rule = context.group, rule
+        self._group, self._rule, self._context = context.group, rule, context
         self._start = context.config.dense_steps
+        self._option = "exchange_of" if context.config.exchange_of == "updates" else "local_steps"
+        self._updates: UnsentUpdates | None = None
+        """What was not sent, in an exchange of updates; else None."""
+        self._names: dict[int, str] = {}
+        """The names of the parameters, by identity."""
+        self._groups: dict[str, tuple[Any, Any]] = {}
+        """The optimizer and the parameter group that train the weights of a name."""
+        self._decays: dict[str, float] = {}
+        """Shares by which weights have decayed since the last exchange."""
+        self._averages_states = False
+        """True if the optimizer's states are to be averaged before the next step."""
+        self._exchanged: int | None = None
+        """The step of the last exchange."""
         self._held: dict[str, Any] = {}
         self._buffers = AveragedBuffers(context.group)
         self._optimizers: Sequence[Any] = ()
@@ -93,23 +109,31 @@ class LocalSteps(AddOn):
         """
         if not optimizers:
             raise ConfigError(
-                "dct.data_parallel.local_steps needs the optimizer: call "
+                f"dct.data_parallel.{self._option} needs the optimizer: call "
                 "dct_plugin.attach(model, optimizer, section)"
             )
         if sharded := [each for each in optimizers if stepping(each) is not unwrapped(each)]:
             raise ConfigError(
-                f"dct.data_parallel.local_steps: {type(sharded[0]).__name__} sends every rank's weights to "
-                "the others in each step; use the optimizer that it is made of"
+                f"dct.data_parallel.{self._option}: {type(sharded[0]).__name__} sends every rank's weights "
+                "to the others in each step; use the optimizer that it is made of"
             )
         for name, held in weights.items():
             if held.data.dtype != torch.float32 or not held.data.is_contiguous():
                 found = f"{held.data.dtype}, contiguous: {held.data.is_contiguous()}"
                 raise ConfigError(
-                    f"dct.data_parallel.local_steps: {name} must be contiguous and of torch.float32 (is "
-                    f"{found}); train in fp32 with torch.autocast"
+                    f"dct.data_parallel.{self._option}: {name} must be contiguous and of torch.float32 "
+                    f"(is {found}); train in fp32 with torch.autocast"
                 )
         self._held, self._optimizers = dict(weights), optimizers
         self._buffers.follow(module)
+        self._names = {id(parameter): name for name, parameter in (parameters or weights).items()}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                mine = (self._names[id(p)] for p in group["params"] if id(p) in self._names)
+                self._groups |= dict.fromkeys(mine, (optimizer, group))
+            if self._option == "exchange_of" and isinstance(optimizer, torch.optim.Optimizer):
+                self._handles.append(optimizer.register_step_pre_hook(self._see_gradients))
+                self._handles.append(optimizer.register_step_post_hook(self._note_decay))
         self._register(module, parameters or weights, saved or (lambda name, w: w.view(weights[name].shape)))
 
     def _register(self, module: torch.nn.Module, parameters: Mapping[str, Any], saved: _Saved) -> None:
@@ -128,7 +152,7 @@ class LocalSteps(AddOn):
         self._handles.append(around_passes(module, before, after))
 
         def loads(*_: Any) -> None:
-            self._weights, self._loaded = {}, None
+            self._weights, self._updates, self._loaded = {}, None, None
 
         names = {id(parameter): name for name, parameter in parameters.items()}
         for part in module.modules():
@@ -141,6 +165,22 @@ class LocalSteps(AddOn):
                 part.register_state_dict_post_hook(ModuleHook(replace, part)),
                 part.register_load_state_dict_post_hook(ModuleHook(loads, part)),
             ]
+
+    def _see_gradients(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """See gradients as the optimizer does: clipped, and without a loss scale."""
+        if self._updates is None or not self._updates.factors.is_due(self._exchanged or 0):
+            return
+        trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
+        gradients = [(self._names[id(p)], p.grad) for p in trained if p.grad is not None]
+        local = [(name, g.to_local() if hasattr(g, "to_local") else g) for name, g in gradients]
+        self._updates.factors.see(local, self._exchanged or 0, steps=False)
+
+    def _note_decay(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if bool(getattr(optimizer, "found_inf", None)):  # a fused optimizer, which skips the step
+            return
+        for group in optimizer.param_groups:
+            decayed = (p for p in group["params"] if p.grad is not None and id(p) in self._names)
+            self._decays |= dict.fromkeys((self._names[id(p)] for p in decayed), decay_of(optimizer, group))
 
     def detach(self) -> None:
         """Undo :meth:`attach`."""
@@ -183,36 +223,69 @@ class LocalSteps(AddOn):
         return self._steps >= 0 and not self._exchanges
 
     @property
-    def ends(self) -> bool:
-        """True if this step ends with an exchange of progress."""
-        return (self._steps + 1) % self._rule.every == 0
+    def counted(self) -> float:
+        """Share of the weights whose exchange of progress counts for this step in the metrics."""
+        if self._updates is not None:
+            return self._context.config.density
+        return float((self._steps + 1) % self._rule.every == 0)
 
     @property
     def due(self) -> bool:
-        """True if the step that was counted last ends with an exchange of progress."""
-        return bool(self._weights) and self._steps > 0 and self._steps % self._rule.every == 0
+        """True if progress is to be exchanged now. Optimizers that have not made the step yet are waited for,
+        by one exchange at most.
+        """
+        steps, every = self._steps, self._rule.every
+        is_due = bool(self._weights) and steps > 0 and steps % every == 0 and self._exchanged != steps
+        waits = not self._groups.keys().isdisjoint(self._group.waiting)
+        return is_due and not (waits and steps - (self._exchanged or 0) == every)
+
+    def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
+        return Sparsity(1.0) if self._updates is not None else otherwise
 
     def before_compression(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         if not self._held:
             raise ConfigError(
-                "dct.data_parallel.local_steps: this host does not say which weights are trained; DDP, FSDP2 "
-                "(dct_plugin.attach with the optimizer) and DeepSpeed's ZeRO stage 0 do. Leave it out"
+                f"dct.data_parallel.{self._option}: this host does not say which weights are trained; DDP, "
+                "FSDP2 (dct_plugin.attach with the optimizer) and DeepSpeed's ZeRO stage 0 do. Leave it out"
             )
+        if self._averages_states:  # they are not needed if no step follows
+            average(self._group, list(self._of_rank()["optimizer"].values()))
+            self._averages_states = False
         if self.alone and not self._weights:
             self._adopt()
 
-    def progress(self) -> Entries:
+    @property
+    def has_unsent(self) -> bool:
+        """True if there is progress that did not cross at the last exchange."""
+        return self._updates is not None
+
+    def progress(self, *, last: bool = False) -> Entries:
         """Return own minus common weights by name, in the memory of the own ones, and the buffers that
         change; their mean over the ranks is to be there when :meth:`step` is called.
+
+        Args:
+            last: Return all of the unsent progress, at the end of an exchange of updates.
         """
         self._hide()
         self._exchanges = True
+        if self._updates is not None:
+            step, decays = self._steps - 1, [self._decays.pop(name, 0.0) for name in self._held]
+            self._updates.take_step([self._flat(name) for name in self._held], decays, step)
+            buffers = self._buffers.entries() if last or not step % SKETCH_EVERY else ()
+            return [*self._updates.entries(None if last else step), *buffers]
         own = [(name, self._flat(name).sub_(self.weight(name))) for name in self._held]
         return [*own, *self._buffers.entries()]
 
     @torch.no_grad()
     def step(self) -> None:
         """Move the common weights by the mean progress, and continue from them; a collective."""
+        self._exchanged = self._steps
+        if self._updates is not None:
+            self._updates.take_over()
+            self._updates.show([self._flat(name) for name in self._held])
+            self._buffers.take_over()
+            self._exchanges = False
+            return
         rule, common, momentum = self._rule, list(self._weights.values()), list(self._momentum.values())
         mean = [self._flat(name) for name in self._held]
         if momentum:
@@ -227,9 +300,14 @@ class LocalSteps(AddOn):
     def flush(self) -> None:
         if self._weights:
             self._hide()
-            own = [tensor for tensors in self._of_rank().values() for tensor in tensors.values()]
-            average(self._group, [*own, *self._buffers.all().values()])
-            self._weights, self._start = {}, sys.maxsize
+            if self._updates is not None:  # nothing is unsent
+                torch._foreach_copy_([self._flat(name) for name in self._held], list(self._weights.values()))
+                self._averages_states = True
+                self._group.streams.clear()
+            else:
+                own = [tensor for tensors in self._of_rank().values() for tensor in tensors.values()]
+                average(self._group, [*own, *self._buffers.all().values()])
+            self._weights, self._updates, self._start = {}, None, sys.maxsize
 
     @property
     def _steps(self) -> int:
@@ -242,7 +320,12 @@ class LocalSteps(AddOn):
         Raises:
             ConfigError: The optimizer has not the states that are in it.
         """
-        self._weights = {name: self._flat(name).clone() for name in self._held}
+        flat = torch.cat([self._flat(name) for name in self._held])
+        parts = flat.split([self._flat(name).numel() for name in self._held])
+        self._weights = dict(zip(self._held, parts, strict=True))
+        if self._option == "exchange_of":
+            self._updates = UnsentUpdates(self._context, self._weights, flat, self._groups)
+        self._exchanged = self._steps // self._rule.every * self._rule.every
         self._buffers.note()
         self._momentum = {
             n: torch.zeros_like(w) for n, w in self._weights.items() if self._rule.outer_momentum
@@ -251,11 +334,14 @@ class LocalSteps(AddOn):
         for kind, tensors in loaded.items():
             if tensors.keys() != targets[kind].keys():
                 raise ConfigError(
-                    "dct.data_parallel.local_steps: a saved state has other tensors than this training "
+                    f"dct.data_parallel.{self._option}: a saved state has other tensors than this training "
                     f"({kind}); load the model and its optimizer before it"
                 )
             for name, tensor in tensors.items():
                 targets[kind][name].copy_(tensor)
+        if self._updates is not None:
+            self._updates.restore()
+            self._updates.show([self._flat(name) for name in self._held])
 
     def _of_rank(self) -> dict[str, dict[str, Tensor]]:
         """Return what differs from rank to rank: weights, and states of the optimizers."""
@@ -267,7 +353,8 @@ class LocalSteps(AddOn):
 
     def _all(self) -> dict[str, dict[str, Tensor]]:
         """Return all tensors of a saved state."""
-        return {**self._of_rank(), "common": self._weights, "momentum": self._momentum}
+        factors = {} if self._updates is None else {"factors": self._updates.factors.saved}
+        return {**self._of_rank(), "common": self._weights, "momentum": self._momentum, **factors}
 
     # -- state ---
 
@@ -278,10 +365,10 @@ class LocalSteps(AddOn):
 
     def load_state_dict(self, state: Any, *, step: int) -> None:
         if state is None and step > self._start and not self._group.group_rank:
-            logger.warning(
-                "dct: every rank starts at the common weights; what ranks had trained since the last "
-                "exchange, and the outer momentum, are lost"
-            )
-        self._weights, self._loaded = {}, state
+            lost = "what ranks had trained since the last exchange, and the outer momentum, are lost"
+            if self._option == "exchange_of":
+                lost = "with the mean of what was not sent, and new states of the optimizer where it has none"
+            logger.warning(f"dct: every rank starts at the common weights; {lost}")
+        self._weights, self._updates, self._loaded = {}, None, state
         if state is not None and self._held:
             self._adopt()

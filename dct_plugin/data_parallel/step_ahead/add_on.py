@@ -199,9 +199,8 @@ class StepAhead:
         for name, part in module.named_modules():
             if "make_graphed_callables" in getattr(part.__dict__.get("forward"), "__qualname__", ""):
                 raise ConfigError(
-                    f"dct.data_parallel.feedback = 'step_ahead': {name or 'the model'} replays a CUDA graph "
-                    "(make_graphed_callables), which does not see displaced weights; set it to 'local', or "
-                    "make no graph"
+                    f"dct.data_parallel.feedback = 'step_ahead': {name or 'the model'} replays a CUDA graph, "
+                    "which does not see displaced weights; set it to 'local', or make no graph"
                 )
         register(module, self._displaced)
         self._handles += self._passes.register(module)

@@ -208,6 +208,7 @@ class DCTState(OptimizerAttachment):
             named = self._trainable(model)
             if (local := reducer.add_ons.local_steps) is not None:
                 local.attach(model.module, named, self._optimizers)
+                self._buckets.next_pass.watch(model.module)  # before an evaluation shows the common weights
                 self.ends.callback(local.detach)
                 # DDP would send the first rank's buffers in every forward pass.
                 self.ends.callback(setattr, model, "broadcast_buffers", model.broadcast_buffers)
@@ -241,10 +242,10 @@ class DCTState(OptimizerAttachment):
             self._optimizer_steps.follow(optimizers)
         self.ends.callback(attachments.note(model, self))
         self._decide()
-        if self._ahead is not None:  # register() has displaced the same weights
-            self._ahead.detach()
         units, named = units_of_all(optimizers), self.parameters.add(model.named_parameters())
         reducer = self._reducer or self.reducer(next(iter(named.values())).device)
+        if self._ahead is not None:  # the passes of a registered model are displaced already
+            self._ahead.detach()
         displaced = [(name, each) for name, each in named.items() if not each.is_complex()]
         self._ahead = reducer.add_ons.step_ahead.prepare(displaced, units)
         self._ahead.attach(model, *optimizers)
@@ -389,7 +390,7 @@ class DCTState(OptimizerAttachment):
         reducer = self._reducer
         if self._optimizer_steps.is_due and reducer is not None:
             settings = self.config.data_parallel
-            if reducer.node is not None or settings.quality or settings.local_steps:
+            if reducer.node is not None or settings.quality or settings.trains_alone:
                 startup.join(
                     f"{self._topic}/save {self.steps.step}",
                     group=self.process_group,

@@ -151,10 +151,11 @@ def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:
     if settings.feedback.looks_ahead and job.trains and (why := step_ahead_unavailable(job, config)):
         yield f"dct.data_parallel.feedback = {show(settings.feedback)}: {why}; leave it out"
     plain = job.stage == 0 and job.precision == "fp32" and not (job.pipeline or job.experts)
-    if settings.local_steps is not None and not plain:
+    if settings.trains_alone and not plain:
+        key = "exchange_of" if settings.exchange_of == "updates" else "local_steps"
         yield (
-            "dct.data_parallel.local_steps: every rank trains weights of its own, which needs ZeRO stage 0 "
-            'with fp32 weights ("torch_autocast" computes in bf16), without pipeline stages and experts'
+            f"dct.data_parallel.{key}: every rank trains weights of its own, which needs ZeRO stage 0 with "
+            'fp32 weights ("torch_autocast" computes in bf16), without pipeline stages and experts'
         )
     if job.trains:
         if job.stage == 3:

@@ -157,10 +157,14 @@ class HostAttachment:
         summary = settings.summary if settings.enabled else "dense gradients"
         fingerprint = self.config.fingerprint()
         logger.warning("dct: active on %s, %s, config %s", what, summary, fingerprint)
-        for line in (*self.applied.lines, self._memory()):
-            if line:
-                logger.warning("dct: %s", line)
+        for line in self.lines:
+            logger.warning("dct: %s", line)
         self.metrics.event("settings", config=fingerprint, data_parallel=settings.model_dump(mode="json"))
+
+    @property
+    def lines(self) -> list[str]:
+        """The reasons of the settings, and what the plugin keeps on this rank if that is much."""
+        return list(filter(None, (*self.applied.lines, self._memory())))
 
     def weights(self) -> Iterable[Tensor]:
         """Return the weights whose gradients are compressed, as this rank trains with them; empty if it does

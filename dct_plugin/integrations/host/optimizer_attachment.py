@@ -59,7 +59,8 @@ class OptimizerAttachment(HostAttachment, ABC):
         self._reducers: dict[tuple[int, ...], GradientReducer] = {}
         """The key of a reducer is the ranks whose gradients it sums."""
         self.steps = StepHooks(self._reducers.values())
-        poisoned = PoisonedSteps(self.config.data_parallel, gradients, agree=sharded)
+        differ = sharded or self.config.data_parallel.exchange_of == "updates"
+        poisoned = PoisonedSteps(self.config.data_parallel, gradients, agree=differ)
         self._optimizer_steps = OptimizerSteps(
             self.steps, self._reducers.values(), scaler, poisoned, sharded=sharded
         )
@@ -143,7 +144,7 @@ class OptimizerAttachment(HostAttachment, ABC):
             ConfigError: Names it.
         """
         is_exact = settings.value_dtype == "fp32" and (settings.sparsity == 0 or settings.quality == "exact")
-        if is_exact or settings.local_steps is not None:
+        if is_exact or settings.trains_alone:
             return
         for each in self._optimizers:
             if isinstance(each, torch.optim.LBFGS):

@@ -44,16 +44,20 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
     "torch DDP": (Refusal("parameters", _WHOLE_OPTIMIZER),),
     "FSDP2": (Refusal("parameters", _MESH), Refusal("nodes", _MESH)),
     "FSDP2 on one mesh": tuple(
-        Refusal(key, _WHOLE) for key in ("sparsity", "feedback", "adaptive", "quality", "local_steps")
+        Refusal(key, _WHOLE)
+        for key in ("sparsity", "feedback", "adaptive", "quality", "local_steps", "exchange_of")
     ),
     "torchft": tuple(
         Refusal(key, _BARE)
         for key in (
             "feedback", "nodes", "nonfinite_action", "parameters", "local_steps", "verify", "adaptive",
-            "quality",
+            "quality", "exchange_of",
         )
     ),
-    "Megatron": (Refusal("local_steps", _MEGATRON), Refusal("parameters", _NO_INT8, value="int8")),
+    "Megatron": (
+        Refusal("local_steps", _MEGATRON), Refusal("exchange_of", _MEGATRON),
+        Refusal("parameters", _NO_INT8, value="int8"),
+    ),
     "DeepSpeed": (Refusal("parameters", _NO_INT8, value="int8"),),
 }  # fmt: skip
 
@@ -69,7 +73,7 @@ def asks_for(key: str, settings: DataParallelConfig) -> bool:
         return value not in ("auto", 1)
     if key == "verify":
         return settings.asks_to_verify
-    return value not in (None, "pass")
+    return value not in (None, "pass", "gradients")
 
 
 def refused(framework: str, settings: DataParallelConfig) -> Iterator[Refusal]:

@@ -57,7 +57,7 @@ class ReplicaChecksums:
     ) -> None:
         self._verify, self._dense_steps = config.verify, config.dense_steps
         self._weights, self._others, self._group, self._agree = weights, others, group, agree
-        self._compares_others = config.local_steps is None  # else they are a rank's own
+        self._compares_others = not config.trains_alone  # else they are a rank's own
         self._left_out: set[str] = set()
         """Names of tensors that are a rank's own, or have been logged."""
         self._is_first = True

@@ -128,7 +128,7 @@ def nodes_of(
         DesyncError: A rank did not report its machine.
     """
     # The size first: torchft's group of a wrapped model is unknown to torch.
-    if config.nodes == 1 or config.local_steps or not config.enabled or dist.get_world_size(group) == 1:
+    if config.nodes == 1 or config.trains_alone or not config.enabled or dist.get_world_size(group) == 1:
         return None
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     limit = time_limit(group) if limit is None else limit

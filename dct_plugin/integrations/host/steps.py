@@ -6,7 +6,7 @@ Gradients are reduced, the optimizer steps or skips, step counters move on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -390,6 +390,14 @@ class OptimizerSteps:
             self._adopt(scaler)
         for each in asked:
             each.asked = True
+
+    def scaler_found(self, optimizer: Any, found: Mapping[Any, Tensor]) -> None:
+        """Let all ranks skip a step that one of them skips, where progress is exchanged in every step."""
+        for reducer in self._reducers if self._of(optimizer) else ():
+            if reducer.config.exchange_of == "updates" and not reducer.flushed:
+                for flag in found.values():
+                    reducer.exchange.all_reduce(flag)
+                    flag.clamp_(max=1.0)
 
     def _adopt(self, scaler: Any) -> None:
         """Follow a scaler that was not passed. The gradients that were reduced so far are in its unit."""

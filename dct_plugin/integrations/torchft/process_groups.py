@@ -31,6 +31,7 @@ from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training
 
 from ..host.attachment import HostAttachment, switched_off
+from ..host.settings import optimizers_of
 from .quorum import QuorumPeers, Statement
 from .residuals import NO_AVERAGE, AveragedWeights, Counts, ReplicaResiduals
 
@@ -43,6 +44,11 @@ class ReplicaAttachment(HostAttachment):
     """The settings of a replica, whose quorums torchft makes anew: there is no agreement at start."""
 
     framework = "torchft"
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+
+    def weights(self) -> list[Tensor]:
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return [getattr(weight, "_local_tensor", weight) for group in groups for weight in group["params"]]
 
 
 class _ThresholdedGroup(ProcessGroupWrapper):
@@ -81,9 +87,10 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         )
         attachment = ReplicaAttachment(section)
         attachment.resolve(optimizer, training)
+        attachment.optimizers = optimizers_of(optimizer, type(self).__name__)
         self.config = attachment.config
         self._off = switched_off(self.config)
-        for line in (f"nothing to do: {self._off}",) if self._off else attachment.applied.lines:
+        for line in (f"nothing to do: {self._off}",) if self._off else attachment.lines:
             logger.warning("dct: %s", line)
         super().__init__(timeout)
         self._limit = timeout

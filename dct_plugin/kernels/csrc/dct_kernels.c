@@ -39,7 +39,7 @@
 #define OVERFLOW_FP16 0x7C00 /* infinity: fp16 does not reach 2**126 */
 
 enum { GRAD_FP32, GRAD_BF16, GRAD_FP16 };
-enum { VALUE_FP32, VALUE_BF16, VALUE_FP16, VALUE_INT8, VALUE_INT4, VALUE_INT2, VALUE_LOG4, VALUE_COUNT };
+enum { VALUE_FP32, VALUE_BF16, VALUE_FP16, VALUE_INT8, VALUE_INT4, VALUE_INT2, VALUE_LOG4, VALUE_SIGN, VALUE_COUNT };
 enum { ENC_AUTO = -1, ENC_DENSE, ENC_BITMAP, ENC_GAPS8, ENC_BLOCK16, ENC_RICE };
 enum { ISA_GENERIC, ISA_AVX2, ISA_AVX512, ISA_NEON = 1 };
 
@@ -158,7 +158,7 @@ static const struct {
     uint8_t scales;
 } VALUE_TYPES[VALUE_COUNT] = {[VALUE_FP32] = {32, 0, 0},        [VALUE_BF16] = {16, 0, 0},    [VALUE_FP16] = {16, 0, 0},
                               [VALUE_INT8] = {8, GROUP, 4},     [VALUE_INT4] = {4, GROUP, 4}, [VALUE_INT2] = {2, GROUP, 4},
-                              [VALUE_LOG4] = {4, LOG_GROUP, 2}};
+                              [VALUE_LOG4] = {4, LOG_GROUP, 2}, [VALUE_SIGN] = {1, GROUP, 4}};
 
 static uint64_t value_bits(int dtype) { return VALUE_TYPES[dtype].bits; }
 
@@ -591,6 +591,32 @@ static void encode_levels(const float *restrict x, size_t n, int bits, uint8_t *
     }
 }
 
+/* Signs and the mean magnitude of a group, added as whole 32767ths of the largest: any order has the same sum. */
+static void encode_signs(const float *restrict x, size_t n, uint8_t *restrict out, uint8_t *restrict scales,
+                         float *restrict left) {
+    memset(out, 0, ceil_div(n, 8));
+    for (size_t lo = 0; lo < n; lo += GROUP) {
+        const size_t m = n - lo < GROUP ? n - lo : GROUP;
+        float top = 0.0f, sum = 0.0f;
+        for (size_t j = 0; j < m; j++) {
+            const float v = magnitude(clampf(x[lo + j], 0x1p127f));
+            top = v > top ? v : top;
+        }
+        const float step = top / 32767.0f;
+        for (size_t j = 0; step > 0.0f && j < m; j++) {
+            const float q = round_even(magnitude(clampf(x[lo + j], 0x1p127f)) / step);
+            sum += q < 32767.0f ? q : 32767.0f;
+        }
+        const float scale = sum / (float)m * step;
+        store32(scales + lo / GROUP * 4, bits_of(scale));
+        for (size_t j = lo; j < lo + m; j++) {
+            const float v = clampf(x[j], FLT_MAX);
+            out[j / 8] |= (uint8_t)((v < 0.0f) << j % 8);
+            if (left) left[j] = v - (v < 0.0f ? -scale : scale);
+        }
+    }
+}
+
 /* The levels of log4, codecs/values.py, as shares of the largest magnitude of a group; and what lies between them. */
 static const float LOG_LEVELS[8] = {0.0f,           0x1.6a09e6p-5f, 0x1.306fep-4f, 0x1p-3f,
                                     0x1.ae89fap-3f, 0x1.6a09e6p-2f, 0x1.306fep-1f, 0x1p+0f};
@@ -648,6 +674,8 @@ static void encode_values(const float *restrict x, size_t n, int dtype, uint8_t 
         }
     } else if (dtype == VALUE_LOG4) {
         encode_log4(x, n, out, scales, left);
+    } else if (dtype == VALUE_SIGN) {
+        encode_signs(x, n, out, scales, left);
     } else if (dtype != VALUE_INT8) {
         encode_levels(x, n, (int)value_bits(dtype), out, scales, left);
     } else {
@@ -690,7 +718,8 @@ static int check_values(const uint8_t *p, uint64_t nnz, int dtype) {
         if (nnz % 2) bad |= codes[nnz / 2] == 8 || codes[nnz / 2] >> 4;
     } else if (dtype != VALUE_INT8) {
         for (const uint8_t *ends = p; ends < p + scales_nbytes(nnz, dtype); ends += 4) {
-            const float low = from_bf16(load16(ends)), high = from_bf16(load16(ends + 2));
+            const float low = dtype == VALUE_SIGN ? 0.0f : from_bf16(load16(ends));
+            const float high = dtype == VALUE_SIGN ? loadf(ends) : from_bf16(load16(ends + 2));
             if (!(low >= 0.0f && high >= low && high <= FLT_MAX)) return ERR_SCALE;
         }
         const uint64_t used = nnz * value_bits(dtype) % 8;
@@ -715,6 +744,10 @@ static inline float value_at(const uint8_t *p, uint64_t j, int dtype, const uint
         const int code = codes[j / 2] >> j % 2 * 4 & 15;
         const float v = LOG_LEVELS[code & 7] * from_bf16(load16(p + j / LOG_GROUP * 2));
         return code >= 8 ? -v : v;
+    }
+    if (dtype == VALUE_SIGN) {
+        const float scale = loadf(p + j / GROUP * 4);
+        return codes[j / 8] >> j % 8 & 1 ? -scale : scale;
     }
     if (dtype != VALUE_INT8) {
         const int bits = (int)value_bits(dtype), levels = 1 << (bits - 1);
@@ -750,6 +783,7 @@ static void add_values(float *out, const uint32_t *idx, const uint8_t *p, uint64
     case VALUE_INT4: add_typed(out, idx, p, nnz, VALUE_INT4, scale); break;
     case VALUE_INT2: add_typed(out, idx, p, nnz, VALUE_INT2, scale); break;
     case VALUE_LOG4: add_typed(out, idx, p, nnz, VALUE_LOG4, scale); break;
+    case VALUE_SIGN: add_typed(out, idx, p, nnz, VALUE_SIGN, scale); break;
     }
 }
 

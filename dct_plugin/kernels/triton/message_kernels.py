@@ -41,6 +41,7 @@ from .selection_kernels import (
     LOG_GROUP,
     MAGIC_AND_VERSION,
     ROW,
+    SIGN,
     STEP,
     _as_position,
     _before,
@@ -126,7 +127,7 @@ def _read_header(buffer, at, end, numel):
     low = tl.where(kind == BLOCK16, (numel + BLOCK - 1) // BLOCK * 4 + 2 * nnz, low)
     high = tl.where(kind == GAPS8, nnz + (numel - nnz) // 255, low)
     least = tl.where(kind == DENSE, numel, 0)
-    bad = (_field(byte, lane, 0, 3) != MAGIC_AND_VERSION) | (kind > BLOCK16) | (value > LOG4)
+    bad = (_field(byte, lane, 0, 3) != MAGIC_AND_VERSION) | (kind > BLOCK16) | (value > SIGN)
     bad = bad | (flagged > 1) | (param != 0) | (_field(byte, lane, 7, 1) != 0) | (entries != numel)
     body_bad = (nnz < least) | (nnz > numel) | (index < low) | (index > high)
     flag_bad = (kind != 0) | (nnz != 0) | (index != 0)
@@ -408,6 +409,10 @@ def _values(body, values_at, rank, nnz, kept, VALUE: tl.constexpr):
         code = _load_bytes(body, codes_at + rank, kept, 1)
         code = tl.where(code >= 128, code - 256, code)
         return code.to(tl.float32) * scales.to(tl.float32, bitcast=True)
+    if VALUE == SIGN:
+        byte = _load_bytes(body, codes_at + rank // 8, kept, 1)
+        value = scales.to(tl.float32, bitcast=True)
+        return tl.where(((byte >> (rank % 8).to(tl.int32)) & 1) != 0, -value, value)
     WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
     LEVELS: tl.constexpr = 8 if VALUE == INT4 else 2
     byte = _load_bytes(body, codes_at + (rank * WIDTH) // 8, kept, 1)
@@ -485,7 +490,7 @@ def add(
                 at = rank + lanes
                 kept = at < last
                 read = tl.full((CHUNK,), float("nan"), tl.float32)  # stays so if the payload is poisoned
-                for kind in tl.static_range(7):
+                for kind in tl.static_range(8):
                     if value == kind:
                         read = _values(body, tl.load(here + INDEX), at, tl.load(here + COUNT), kept, kind)
                 if SCALED:

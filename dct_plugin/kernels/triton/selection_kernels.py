@@ -49,8 +49,9 @@ SAMPLES, SEED, ALL, SHARE, RANK = map(tl.constexpr, (2, 3, 5, 6, 7))
 SECOND_AT, THIRD_AT = map(tl.constexpr, (1, 2))
 
 #: Types of values that these kernels write and read: a new one is refused until it has its branches here.
-VALUE_DTYPES = tuple(ValueDtype[name] for name in ("FP32", "BF16", "FP16", "INT8", "INT4", "INT2", "LOG4"))
-FP32, BF16, FP16, INT8, INT4, INT2, LOG4 = map(tl.constexpr, map(int, VALUE_DTYPES))
+_NAMES = ("FP32", "BF16", "FP16", "INT8", "INT4", "INT2", "LOG4", "SIGN")
+VALUE_DTYPES = tuple(ValueDtype[name] for name in _NAMES)
+FP32, BF16, FP16, INT8, INT4, INT2, LOG4, SIGN = map(tl.constexpr, map(int, VALUE_DTYPES))
 DENSE, BITMAP, GAPS8, BLOCK16, RICE = map(tl.constexpr, map(int, IndexEncoding))
 #: What is wrong with a payload, see :data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`.
 BAD_CHECKSUM, _, _, BAD_POSITION, BAD_COUNT, BAD_ORDER, BAD_HEADER = map(tl.constexpr, KERNEL_ERRORS)
@@ -281,7 +282,7 @@ def _levels_of(bits, VALUE: tl.constexpr):
 @triton.jit
 def _value_nbytes(nnz, value):
     """Return the bytes of a value section."""
-    width = tl.where(value == INT8, 8, tl.where(value == INT2, 2, 4))
+    width = tl.where(value == INT8, 8, tl.where(value == INT2, 2, tl.where(value == SIGN, 1, 4)))
     width = tl.where(value == FP32, 32, tl.where(value < INT8, 16, width))
     scales = tl.where(value == LOG4, (nnz + LOG_GROUP - 1) // LOG_GROUP * 2, (nnz + GROUP - 1) // GROUP * 4)
     return (nnz * width + 7) // 8 + tl.where(value >= INT8, scales, 0)
@@ -696,17 +697,37 @@ def _to_log4(x):
 
 
 @triton.jit
+def _to_sign(x, kept):
+    """Do what :func:`_to_int8` does, for the mean magnitude of a group; see codecs/values.py."""
+    magnitude = tl.abs(_clamp(x, GROUPED_MAX))
+    largest = tl.max(magnitude, axis=1)
+    step = tl.math.div_rn(largest, tl.full(largest.shape, 32767.0, tl.float32))
+    by = tl.where(step > 0, step, 1.0)[:, None]
+    part = _round(tl.minimum(tl.math.div_rn(magnitude, tl.broadcast_to(by, x.shape)), 32767.0))
+    total = tl.sum(tl.where((step > 0)[:, None], part, 0.0), axis=1)
+    count = tl.maximum(tl.sum(kept.to(tl.float32), axis=1), 1.0)
+    scale = tl.math.div_rn(total, count) * step
+    decoded = tl.where(x < 0, -scale[:, None], scale[:, None])
+    return scale.to(tl.int32, bitcast=True), (x < 0).to(tl.int32), decoded
+
+
+@triton.jit
 def _put_codes(body, values_at, chunk, code, rank, nnz, VALUE: tl.constexpr):
-    """Write a chunk of codes of 8, 4 or 2 bits; return what they add to both checksums."""
+    """Write a chunk of codes of 8 to 1 bits; return what they add to both checksums."""
     kept = rank < nnz
     code = tl.where(kept, code, 0)
     if VALUE == INT8:  # returned at the end: all returns of a function have one type
         checks = _put(body, values_at + rank, code, kept, 1)
     else:
-        PER_BYTE: tl.constexpr = 4 if VALUE == INT2 else 2
+        PER_BYTE: tl.constexpr = 8 if VALUE == SIGN else (4 if VALUE == INT2 else 2)
         # Not by a sum along an axis: its result lies twice in a warp, and Triton 3.6 then counts some of it
         # twice in the checksums (seen on an H100; its interpreter does not show it).
-        if VALUE != INT2:
+        if VALUE == SIGN:
+            even, odd = tl.split(tl.reshape(code, (CHUNK // 8, 2, 2, 2)))
+            first, third = tl.split(even | (odd << 1))
+            even, odd = tl.split(first | (third << 2))
+            byte = even | (odd << 4)
+        elif VALUE != INT2:
             first, second = tl.split(tl.reshape(code, (CHUNK // 2, 2)))
             byte = first | (second << 4)
         else:
@@ -767,6 +788,8 @@ def write(
                 scales, code, decoded = _to_int8(acc)
             elif VALUE == LOG4:
                 scales, code, decoded = _to_log4(acc)
+            elif VALUE == SIGN:
+                scales, code, decoded = _to_sign(acc, kept)
             else:
                 scales, code, decoded = _to_levels(acc, kept, VALUE)
             SIZE: tl.constexpr = 2 if VALUE == LOG4 else 4

@@ -97,18 +97,12 @@ def load_table(
     dense = [_scaled(values, train) for values in numbers.values()]
     if not dense:
         dense, dense_names = [np.ones(len(label))], [CONSTANT]
-    coded: list[tuple[str, Array]] = []
-    dates = []
-    for column in names:
-        how, parts = _coded(table.column(column), column, opened.kinds[column])
-        coded += parts
-        dates += [f"date {column}: {how}"] if how else []
+    coded, dates = _coded_columns(table, names, opened.kinds)
     raw = np.stack([codes for _, codes in coded], axis=1)
     categorical, cardinalities = index_columns(raw, train, min_count)
     unseen = (categorical[train:] == 0).mean(axis=0)
-    kept = [at for at in range(len(coded)) if unseen[at] < 1 or not columns.guessed] or list(
-        range(len(coded))
-    )
+    every = range(len(coded))
+    kept = [at for at in every if unseen[at] < 1 or not columns.guessed] or list(every)
     roles = [
         f"label {columns.label}: {100 * label.mean():.0f} % of {len(label):,} rows are 1",
         f"dense: {', '.join(dense_names)}",
@@ -133,6 +127,19 @@ def load_table(
         num_train=train,
         roles=(*opened.layout, *roles),
     )
+
+
+def _coded_columns(
+    table: Any, names: Sequence[str], kinds: dict[str, Kind]
+) -> tuple[list[tuple[str, Array]], list[str]]:
+    """Return the codes of categorical columns by name, and how dates were read, in words."""
+    coded: list[tuple[str, Array]] = []
+    dates = []
+    for column in names:
+        how, parts = _coded(table.column(column), column, kinds[column])
+        coded += parts
+        dates += [f"date {column}: {how}"] if how else []
+    return coded, dates
 
 
 def _labels(opened: _Opened, table: Any, column: str, compared: float | None) -> Array:

@@ -1,0 +1,358 @@
+"""Exchange of updates: real processes whose optimizers step on their own gradients and exchange progress."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import run
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dct_plugin
+from dct_plugin.codecs.values import ValueDtype, encode_values
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.errors import ConfigError
+from dct_plugin.integrations.host.refusals import refuse
+
+pytestmark = pytest.mark.slow
+
+LR, DECAY, TURNS = 1e-2, 0.1, 3
+SECTION: dict[str, Any] = {
+    "exchange_of": "updates",
+    "sparsity": 1 - 1 / TURNS,
+    "min_numel": 64,
+    "verify": {"every": 1, "action": "stop"},
+}
+SIGNS = {**SECTION, "sparsity": 0, "value_dtype": "sign"}
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 33), nn.Tanh(), nn.Linear(33, 3))
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    points = torch.randn(16, 24, generator=torch.Generator().manual_seed(1000 * step + rank))
+    loss: Tensor = (model(points) - points[:, :3].sin()).square().mean()
+    return loss
+
+
+def attached(section: dict[str, Any], **options: Any) -> tuple[nn.Module, Any, Any]:
+    model = DistributedDataParallel(model_of())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
+    return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": section}, **options)
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range, scaler: Any = None) -> None:
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    for step in steps:
+        loss = loss_of(model, step, rank)
+        scaler.scale(loss * torch.inf if scaler.is_enabled() and step == 6 and rank == 0 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def own(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+
+
+def common(model: nn.Module) -> Tensor:
+    module = model.module
+    state = module.state_dict()
+    return torch.cat([state[name].view(-1) for name, _ in module.named_parameters()])
+
+
+def everyones(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def add_on(state: Any) -> Any:
+    (reducer,) = state.reducers
+    return reducer.add_ons.local_steps
+
+
+def _by_hand(rank: int, world_size: int, value: str, turns: int) -> None:
+    """All ranks in plain torch, in this process, beside the real ones, with the factors that these have."""
+    model, optimizer, state = attached({**SECTION, "sparsity": 1 - 1 / turns, "value_dtype": value})
+    models = [model_of() for _ in range(world_size)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=LR, weight_decay=0.0) for each in models]
+    weights = own(models[0])
+    unsent = [torch.zeros_like(weights) for _ in models]
+    sizes = [parameter.numel() for parameter in models[0].parameters()]
+    share = -(-len(weights) // (256 * turns)) * 256
+    for step in range(9):
+        train(model, optimizer, rank, range(step, step + 1))
+        factors = add_on(state)._updates._factors
+        spread = torch.cat([torch.full((n,), f) for n, f in zip(sizes, factors, strict=True)])
+        first = step % turns * share
+        part, total = slice(first, first + share), 0
+        for number, each in enumerate(models):
+            before = own(each)
+            each.zero_grad()
+            loss_of(each, step, number).backward()
+            optimizers[number].step()
+            unsent[number] += spread * (own(each) - before)
+            if len(unsent[number][part]) < SECTION["min_numel"]:
+                sent = unsent[number][part].clone()
+            else:
+                _, sent = encode_values(unsent[number][part], ValueDtype.parse(value))
+            unsent[number][part] -= sent
+            total = total + sent / world_size
+        weights *= 1 - LR * DECAY
+        weights[part] += total
+        for number, each in enumerate(models):
+            nn.utils.vector_to_parameters(weights + unsent[number], each.parameters())
+        torch.testing.assert_close(common(model), weights, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(own(model), own(models[rank]), rtol=1e-5, atol=2e-6)
+        assert all(torch.equal(each, common(model)) for each in everyones(common(model)))
+    assert torch.equal(*everyones(own(model))) == (value == "fp32")
+
+
+@pytest.mark.parametrize(("value", "turns"), [("int4", 3), ("sign", 1), ("fp32", 1)])
+def test_two_ranks_do_what_plain_torch_does(value: str, turns: int) -> None:
+    run(2, _by_hand, value, turns)
+
+
+def _factors(rank: int, world_size: int) -> None:
+    model, optimizer, state = attached({**SECTION, "sparsity": 0, "value_dtype": "fp32"})
+    squares = {"own": 0.0, "mean": 0.0}
+    for step in range(3):
+        loss_of(model, step, rank).backward()
+        gradients = everyones([parameter.grad.clone() for parameter in model.parameters()])
+        for name, of in (
+            ("own", lambda g: g.square().sum(1).mean()),
+            ("mean", lambda g: g.mean(0).square().sum()),
+        ):
+            values = [of(torch.stack([g.view(-1) for g in each])) for each in zip(*gradients, strict=True)]
+            squares[name] = squares[name] * 0.999 + 0.001 * torch.stack(values)
+        optimizer.step()
+        optimizer.zero_grad()
+    exact = (squares["own"] / squares["mean"]).sqrt().clamp(1, world_size)
+    found = torch.tensor(add_on(state)._updates._factors)
+    torch.testing.assert_close(found, exact, rtol=0.15, atol=0)
+    assert exact[0] > 1.05  # else this shows nothing
+    torch.testing.assert_close(found[1:], exact[1:], rtol=1e-4, atol=0)  # their sketches are the tensors
+
+
+def test_factors_are_those_of_exact_norms() -> None:
+    run(2, _factors)
+
+
+def _resumes(rank: int, world_size: int, section: dict[str, Any], folder: str) -> None:
+    model, optimizer, state = attached(section)
+    train(model, optimizer, rank, range(7))
+    mine = own(model)
+    state.save(f"{folder}/dct")
+    torch.save(optimizer.state_dict(), f"{folder}/optimizer{rank}")
+    of_model = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train(model, optimizer, rank, range(7, 14))
+    model_again, optimizer_again, state_again = attached(section)
+    model_again.load_state_dict(of_model)
+    optimizer_again.load_state_dict(torch.load(f"{folder}/optimizer{rank}", weights_only=False))
+    assert state_again.load(f"{folder}/dct")
+    assert torch.equal(own(model_again), mine)
+    train(model_again, optimizer_again, rank, range(7, 14))
+    assert torch.equal(own(model_again), own(model))
+    assert torch.equal(common(model_again), common(model))
+    # The end of a run: the mean of the ranks' own weights, and of what owners of sums had not sent.
+    (reducer,) = state_again.reducers
+    owns = any("[" in name for name in reducer.streams)
+    assert any(everyones(owns)) == (world_size > 2)
+    weights = own(model_again)
+    for name, stream in reducer.streams.items():
+        if "[" in name:
+            start = int(name.split()[1].split(":")[0]) + int(name.split("[")[1].split(":")[0])
+            weights[start : start + stream.residual.numel] += stream.residual.current
+    mean = torch.stack(everyones(weights)).mean(0)
+    state_again.detach()
+    assert all(torch.equal(each, own(model_again)) for each in everyones(own(model_again)))
+    torch.testing.assert_close(own(model_again), mean, rtol=0, atol=float((weights - mean).abs().max()) / 50)
+    train(model_again, optimizer_again, rank, range(14, 17))
+    assert all(torch.equal(each, own(model_again)) for each in everyones(own(model_again)))
+
+
+@pytest.mark.parametrize(("section", "ranks"), [(SECTION, 2), (SIGNS, 3)], ids=["int4", "sign"])
+def test_resumes_bitwise_and_detaches(section: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    run(ranks, _resumes, section, str(tmp_path))
+
+
+def _skips(rank: int, world_size: int) -> tuple[float, int]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model, optimizer, _ = attached(SECTION, scaler=scaler)
+    train(model, optimizer, rank, range(6), scaler)
+    train(model, optimizer, rank, range(6, 12), scaler)  # step 6 overflows on the first rank
+    model.eval()  # the step of the scaler has ended before the common weights are shown
+    with torch.no_grad():
+        losses = everyones(loss_of(model.module, 0, 0))
+    assert torch.equal(*losses)
+    assert torch.isfinite(own(model)).all()
+    steps = next(iter(optimizer.state.values()))["step"]
+    return scaler.get_scale(), int(steps)
+
+
+def test_a_step_that_a_scaler_skips_on_one_rank_is_skipped_on_all() -> None:
+    assert run(2, _skips) == [(512.0, 11)] * 2
+
+
+def _refuses(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(model_of())
+    with pytest.raises(ConfigError, match=r"exchange_of = 'updates' was not measured with Adafactor"):
+        dct_plugin.attach(model, torch.optim.Adafactor(model.parameters()), {"data_parallel": SECTION})
+
+
+def test_what_does_not_go_with_updates_is_named() -> None:
+    for other, value in {
+        "parameters": {},
+        "quality": "safe",
+        "adaptive": "accordion",
+        "nodes": 2,
+        "feedback": "step_ahead",
+        "residual_dtype": "int8",
+    }.items():
+        with pytest.raises(ConfigError, match=f"exchange_of = 'updates' does not go with {other}"):
+            DataParallelConfig.of({"exchange_of": "updates", other: value})
+    with pytest.raises(ConfigError, match="value_dtype = 'sign' does not go with exchange_of = 'gradients'"):
+        DataParallelConfig.of({"value_dtype": "sign"})
+    with pytest.raises(ConfigError, match="exchange_of"):
+        DataParallelConfig.of({"exchange_of": "weights"})
+    for framework in ("torchft", "Megatron"):
+        with pytest.raises(ConfigError, match=rf"dct\.data_parallel\.exchange_of = 'updates': {framework}"):
+            refuse(framework, DataParallelConfig.of({"exchange_of": "updates"}))
+
+
+def test_optimizers_that_were_not_measured_are_refused_by_name() -> None:
+    run(2, _refuses)
+
+
+def _engine(rank: int, world_size: int, folder: str) -> None:
+    import deepspeed
+
+    optimizer = {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY, "torch_adam": True}}
+    config = {"train_micro_batch_size_per_gpu": 16, "optimizer": optimizer, "dct": {"data_parallel": SECTION}}
+
+    def made(**more: Any) -> Any:
+        model = model_of()
+        parameters = model.parameters()
+        return deepspeed.initialize(model=model, model_parameters=parameters, config={**config, **more})[0]
+
+    def steps(engine: Any, which: range) -> None:
+        for step in which:
+            engine.backward(loss_of(engine, step, rank))
+            engine.step()
+
+    engine = made()
+    steps(engine, range(7))
+    # The same as under torch DDP.
+    model, adamw, _ = attached(SECTION)
+    train(model, adamw, rank, range(7))
+    torch.testing.assert_close(own(engine.module), own(model), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(*everyones(own(engine.module)))
+    engine.save_checkpoint(folder, tag="saved")
+    steps(engine, range(7, 14))
+    again = made()
+    again.load_checkpoint(folder, tag="saved")
+    steps(again, range(7, 14))
+    assert torch.equal(own(again.module), own(engine.module))
+    assert torch.equal(*everyones(common(again)))
+    dct_plugin.detach(again)
+    steps(again, range(14, 17))
+    assert torch.equal(*everyones(own(again.module)))
+    for more in ({"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}):
+        with pytest.raises(ConfigError, match=r"exchange_of: .* ZeRO stage 0 with fp32 weights"):
+            made(**more)
+
+
+def test_deepspeed_zero_0_does_what_ddp_does_and_resumes_bitwise(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    run(2, _engine, str(tmp_path))
+
+
+def _replicas(rank: int, world_size: int, folder: str) -> None:
+    def made() -> tuple[nn.Module, Any, Any]:
+        model = model_of()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
+        return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": SECTION})
+
+    def shards(model: nn.Module) -> Tensor:
+        return torch.cat([p.to_local().detach().reshape(-1) for p in model.parameters()])
+
+    def whole(model: nn.Module) -> list[Tensor]:
+        return [each.full_tensor() for each in model.state_dict().values()]
+
+    model, optimizer, state = made()
+    train(model, optimizer, rank, range(7))
+    mine = shards(model)
+    assert not torch.equal(*[everyones(mine)[number] for number in (rank % 2, rank % 2 + 2)])
+    of_model = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state.save(f"{folder}/dct")
+    torch.save(optimizer.state_dict(), f"{folder}/optimizer{rank}")
+    train(model, optimizer, rank, range(7, 14))
+    model_again, optimizer_again, state_again = made()
+    model_again.load_state_dict(of_model)
+    optimizer_again.load_state_dict(torch.load(f"{folder}/optimizer{rank}", weights_only=False))
+    assert state_again.load(f"{folder}/dct")
+    assert torch.equal(shards(model_again), mine)
+    train(model_again, optimizer_again, rank, range(7, 14))
+    assert torch.equal(shards(model_again), shards(model))
+    saved = torch.cat([each.view(-1) for each in whole(model_again)])
+    assert all(torch.equal(each, saved) for each in everyones(saved))
+    state_again.detach()
+    train(model_again, optimizer_again, rank, range(14, 17))
+    found = everyones(shards(model_again))
+    assert torch.equal(found[rank % 2], found[rank % 2 + 2])
+
+
+def test_replicas_of_fsdp_exchange_updates_and_resume_bitwise(tmp_path: Path) -> None:
+    run(4, _replicas, str(tmp_path))
+
+
+def _two_optimizers(rank: int, world_size: int, value: str) -> None:
+    """Muon and AdamW, whose steps cross together; with the data of one rank they do what it does alone."""
+
+    def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() == 1]
+        muon = torch.optim.Muon(matrices, lr=LR, weight_decay=DECAY)
+        return [muon, torch.optim.AdamW(others, lr=LR, weight_decay=DECAY)]
+
+    def step_all(model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int, data: int) -> None:
+        loss_of(model, step, data).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+
+    section: dict[str, Any] = {"exchange_of": "updates", "min_numel": 64}
+    model = DistributedDataParallel(model_of())
+    optimizers = optimizers_of(model)
+    state = dct_plugin.attach(model, optimizers, {"data_parallel": {**section, "value_dtype": value}})
+    alone = model_of()
+    alone_optimizers = optimizers_of(alone)
+    for step in range(6):
+        step_all(model, optimizers, step, 0 if value == "fp32" else rank)
+        step_all(alone, alone_optimizers, step, 0)
+        assert all(torch.equal(each, common(model)) for each in everyones(common(model)))
+        if value == "fp32":
+            torch.testing.assert_close(common(model), own(alone), rtol=1e-5, atol=1e-6)
+    factors = add_on(state)._updates._factors
+    assert (max(factors) == 1.0) == (value == "fp32")
+    assert max(factors) <= world_size
+
+
+@pytest.mark.parametrize("value", ["fp32", "sign"])
+def test_steps_of_muon_and_adamw_cross_together(value: str) -> None:
+    run(2, _two_optimizers, value)
