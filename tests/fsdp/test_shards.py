@@ -365,6 +365,23 @@ def test_resumed_on_the_same_mesh(tmp_path: Path, nodes: int) -> None:
     assert run(4, _resumed, str(tmp_path / "saved"), nodes) == [(True, True, 3)] * 4
 
 
+def _detached(rank: int, world_size: int) -> tuple[bool, bool]:
+    plain, ours = sharded(), sharded()
+    optimizers = adamw(plain), adamw(ours)
+    attached: Any = dct_plugin.attach(ours, optimizers[1], {"data_parallel": EXACT})
+    for model, optimizer in ((plain, optimizers[0]), (ours, optimizers[1])):
+        train(model, optimizer, 2)
+        if model is ours:
+            attached.detach()
+        train(model, optimizer, range(2, 5))
+    kinds = {type(group.fsdp._all_gather_comm).__name__ for group in attached.groups}
+    return same(plain, ours), kinds == {"DefaultAllGather"}
+
+
+def test_a_detached_model_is_plain_again() -> None:
+    assert run(2, _detached) == [(True, True)] * 2
+
+
 def _odd_operations(rank: int, world_size: int) -> tuple[list[float], bool]:
     model = sharded(factor=3.0, sums=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
