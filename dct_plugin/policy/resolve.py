@@ -182,7 +182,8 @@ def _suited(written: DataParallelConfig, training: Training, count: int) -> Appl
     steps = written.total_steps or training.steps
     if is_free and (reason := _unmeasured(training, count, steps)):
         # A residual would take a byte per parameter, and bring nothing (docs/quality.md#one-mesh).
-        feedback = NoFeedback() if training.stage == 3 else LocalFeedback()
+        keeps_none = training.stage == 3 and written.residual_dtype == "auto"
+        feedback = NoFeedback() if keeps_none else LocalFeedback()
         made = changed(written, feedback=feedback, **ALL_ENTRIES)
         return AppliedSettings(made, count, f"{reason}: {_ALL_ENTRIES}{_offer(training)}")
     family = training.family
