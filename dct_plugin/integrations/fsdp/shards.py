@@ -109,7 +109,7 @@ def _factor(operation: Any, ranks: int) -> float:
 
 
 class _Collective:
-    """What FSDP calls in place of a collective; it has the memory that torch's own would have.
+    """A collective that FSDP calls in place of its own; it returns memory as torch's own does.
 
     Args:
         group: The parameter group.
