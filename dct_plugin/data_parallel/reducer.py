@@ -22,6 +22,7 @@ from ..errors import DCTError
 from ..host_traffic import bytes_sent
 from ..kernels.checks import PACK_BLOCK
 from ..metrics import Record
+from ..transport.transports import GroupPeers
 from .add_on import AddOn, ReducerContext
 from .add_ons import AddOns
 from .dense_sums import DenseSums
@@ -374,7 +375,9 @@ class GradientReducer(StreamGroup):
                 saved = each.in_unit(state.get(each.key), state.get("ratio", 1.0))
                 each.load_state_dict(saved, step=self.step)
         kept = sum(each.get("residual") is not None for each in self.loaded.values())
-        if self.step and (kept or not self.loaded) and dist.get_rank() == 0:
+        # torchft restores states in mid-run, and may have no default process group.
+        is_first = isinstance(self.exchange.peers, GroupPeers) and dist.get_rank() == 0
+        if self.step and (kept or not self.loaded) and is_first:
             what = f"the residuals of {kept} tensors, for {self.world_size} ranks or nodes"
             logger.warning(f"dct: resumed at step {self.step} with {what}; {self.schedule.rest(self.step)}")
 
