@@ -514,7 +514,7 @@ def test_refusals_say_what_to_do_instead() -> None:
         assert "Linear is not wrapped" in unwrapped
         assert "DistributedDataParallel(model)" in unwrapped
         assert "Linear is no DistributedDataParallel" in no_ddp
-        assert "Pass fully_shard a mesh of two dimensions" in fsdp2
+        assert "make it after fully_shard, which replaces the parameters" in fsdp2
         assert "FullyShardedDataParallel (FSDP1)" in fsdp1
         assert "dct_plugin.attach(model, optimizer, section)" in hook
         assert "needs dct.data_parallel.feedback = 'step_ahead', it is 'local'" in local

@@ -196,7 +196,7 @@ def test_a_resumed_run_goes_on_bitwise(four: Results, name: str) -> None:
         assert half["losses"] + rest["losses"] == whole["losses"]
         assert rest["hash"] == whole["hash"]
         assert rest["steps"] == whole["steps"] == 4
-        said = ("known to lose", "updated weights cross where")
+        said = ("known to lose", "updated weights cross where", "dct: resumed at step 2")
         told = [line for line in rest["log"][1:] if not any(words in line for words in said)]
         assert not [line for line in told if "uncompressed" not in line]  # no word of a missing state
 

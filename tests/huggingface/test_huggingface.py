@@ -245,7 +245,7 @@ def test_lightning(tmp_path: Path) -> None:
     results, printed = run(plan, tmp_path)
     for name in ("first", "rest"):
         assert results[0][name]["hash"] == results[1][name]["hash"]
-        assert "step-ahead for AdamW" in results[0][name]["log"][1]
+        assert any("step-ahead for AdamW" in line for line in results[0][name]["log"])
     assert results[0]["first"]["losses"][-1] < results[0]["first"]["losses"][0]
     assert len(results[0]["rest"]["losses"]) == 10
     assert "dct: 20 steps, rank 0 sent" in printed

@@ -85,7 +85,7 @@ def test_limited_links_that_cannot_be_made_are_skipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    plan = Plan(["ddp", "deepspeed"], [2, 4], ["1gbit", "100mbit"], 60, tmp_path)
+    plan = Plan(["ddp", "deepspeed"], [2, 4], ["1gbit", "100mbit"], 60, tmp_path, optimizers=["sgd"])
     cells = measure(plan, lambda cell: None)
     assert [(cell.workload, cell.ranks) for cell in cells if cell.rate == "1gbit"] == [
         ("ddp", 2),
@@ -195,7 +195,7 @@ def namespaces() -> None:
 def test_the_suite_on_one_link(namespaces: None, tmp_path: Path) -> None:
     out = tmp_path / "links"
     arguments = ["--workload", "ddp", "--ranks", "2", "--rate", "100mbit", "--parameters", "0.5"]
-    arguments += ["--minutes", "0.2", "--out", str(out)]
+    arguments += ["--minutes", "0.2", "--optimizer", "sgd", "--out", str(out)]
     with forked_interpreters():
         command = [sys.executable, "-m", "benchmarks.links", *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
