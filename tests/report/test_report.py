@@ -411,7 +411,9 @@ def test_the_share_of_displaced_tensors_is_said(tmp_path: Path) -> None:
     metrics.close()
     assert "75 % of the tensors displaced by step-ahead" in metrics.summary_line()
     assert metrics.summary().density == pytest.approx(0.01)
-    assert "step-ahead displaced 75 % of the tensors" in report(tmp_path / "m.jsonl")
+    assert "step-ahead displaced 75 % of the tensors" in report(
+        tmp_path / "m.jsonl", "--out", tmp_path / "r.html"
+    )
 
 
 def test_a_good_run_gets_no_advice_and_a_slow_rank_is_named() -> None:
