@@ -584,3 +584,22 @@ def test_configuration_log_and_bytes_agree(count: int, sparsity: float, values: 
             assert f"sparsity {sparsity:g}, {values} values" in line
             assert line.endswith(f", config {fingerprint}")
     assert len(results[0][2]) >= (count > 1)
+
+
+def _displaced_before_it_is_registered(rank: int, world_size: int) -> list[str]:
+    log, ddp = Lines(), model()
+    optimizer, first = torch.optim.AdamW(ddp.parameters(), lr=1e-2), copy.deepcopy(ddp.module.state_dict())
+    section = {**SPARSE, "warmup_steps": 2, "sparsity_warmup_steps": 0, "feedback": "step_ahead"}
+    state = DCTState({"data_parallel": section}, optimizer=optimizer)
+    state.step_ahead(ddp.module, optimizer)
+    state.register(ddp)
+    train(ddp, optimizer, rank, range(6))
+    ddp.module.load_state_dict(first)
+    train(ddp, optimizer, rank, range(6, 8))
+    return log.take()
+
+
+@pytest.mark.slow
+def test_a_model_that_is_displaced_before_it_is_registered_is_watched_all_the_same() -> None:
+    said = run(2, _displaced_before_it_is_registered)[0]
+    assert any("load_state_dict has changed the weights of" in line for line in said)

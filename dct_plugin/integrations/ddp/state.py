@@ -141,7 +141,9 @@ class DCTState(OptimizerAttachment):
         try:
             self._check(model)
             self._reduce_through_hook(model)
-            if self.config.data_parallel.local_steps is not None:  # from the first pass on
+            if self._reducer is not None:  # step_ahead was called before
+                self._change_passes(model, self._reducer)
+            elif self.config.data_parallel.local_steps is not None:  # from the first pass on
                 self.reducer(model.device)
         except BaseException:
             self.close()
@@ -243,7 +245,7 @@ class DCTState(OptimizerAttachment):
         self.ends.callback(attachments.note(model, self))
         self._decide()
         units, named = units_of_all(optimizers), self.parameters.add(model.named_parameters())
-        reducer = self._reducer or self.reducer(next(iter(named.values())).device)
+        reducer = self.reducer(next(iter(named.values())).device)
         if self._ahead is not None:  # the passes of a registered model are displaced already
             self._ahead.detach()
         displaced = [(name, each) for name, each in named.items() if not each.is_complex()]
