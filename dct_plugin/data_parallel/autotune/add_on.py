@@ -194,17 +194,15 @@ class AutomaticSparsity(AddOn):
         """Time some settings and return the best one; ``seconds`` gets the time of a step with each."""
         rules, settings = self.rules, self._settings
         predictions = [model.predict(each) for each in settings]
-        if self._once:
-            thresholds = {each.setting: each.total for each in predictions if each.setting.sparsity}
-            predictions = [each for each in predictions if each.setting not in thresholds]
-            seconds |= yield from self._time_in_turns(settings_to_try(predictions, rules))
-            return gentlest_of_fastest(seconds | thresholds, rules)
+        untried = {each.setting: each.total for each in predictions if self._once and each.setting.sparsity}
+        predictions = [each for each in predictions if each.setting not in untried]
         seconds |= yield from self._time_in_turns(settings_to_try(predictions, rules))
-        chosen = gentlest_of_fastest(seconds, rules)
-        if not chosen.is_dense:
-            seconds |= yield from self._time_in_turns(
-                [each for each in settings[1:] if each.sparsity == chosen.sparsity and each not in seconds]
-            )
+        chosen = gentlest_of_fastest(seconds | untried, rules)
+        if self._once or chosen.is_dense:
+            return chosen
+        seconds |= yield from self._time_in_turns(
+            [each for each in settings[1:] if each.sparsity == chosen.sparsity and each not in seconds]
+        )
         return gentlest_of_fastest(seconds, rules)
 
     def _time_in_turns(self, settings: Sequence[Setting]) -> Generator[int, None, dict[Setting, float]]:
