@@ -63,25 +63,25 @@ class ShardGroup:
         self._order = [rank for ranks in zip(*layout, strict=True) for rank in ranks]
         """The ranks, by position in their nodes, then by node: a position reduces what is adjoined."""
         self._place = self._order.index(reducer.group_rank)
+        self._rows = torch.tensor(self._order, device=reducer.device)
 
     def reduce_scatter(self, output: Tensor, table: Tensor, operation: Any) -> None:
         """Fill ``output`` [n] with the sum, or what ``operation`` says, of row ``rank`` of ``table``
         [ranks, n] over the ranks; a collective of all ranks.
         """
         scale = _factor(operation, self.reducer.group_size)
-        numels = [each.padded_numel for each in self.parameters if each.sharded.requires_grad]
         named = [each for each in self.parameters if each.sharded.requires_grad]
+        numels = [each.padded_numel for each in named]
         if sum(numels) == output.numel():
             names = [each.name for each in named]
         else:  # some have no gradient, and FSDP does not say which
             numels, names = [output.numel()], [f"{self.name} and others, {output.numel()} entries"]
         finishes_later = self._owner._begin_exchange(self, named)
-        order = torch.tensor(self._order, device=table.device)
         entries = []
         for name, part in zip(names, table.split(numels, dim=1), strict=True):
             n = part.shape[1]
             shards = [Shard(rank, i * n, (i + 1) * n) for i, rank in enumerate(self._order)]
-            entries.append((name, part.index_select(0, order).view(-1), shards))
+            entries.append((name, part.index_select(0, self._rows).view(-1), shards))
         self.reducer.begin_scatter(entries, scale=scale).finish()
         if not finishes_later:
             self.reducer.finish()
