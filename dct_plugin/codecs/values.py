@@ -63,6 +63,18 @@ class _ValueCodec(ABC):
     def nbytes(self, nnz: int) -> int:
         return self.scales * -(-nnz // self.group) + -(-nnz * self.bits // 8)
 
+    def stored_scales(self, data: Tensor, nnz: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the scales of a section that begins with one per group, fp32 [groups], and its other bytes.
+
+        Raises:
+            PayloadError: A scale is negative or not finite.
+        """
+        nbytes = self.scales * -(-nnz // self.group)
+        scale = data[:nbytes].view(dtype).to(torch.float32)
+        if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
+            raise PayloadError("value section holds scales that no encoder writes")
+        return scale, data[nbytes:]
+
     @abstractmethod
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return section, uint8, and decoded values, fp32 [nnz], of ``x``, fp32 [nnz] within the limit."""
@@ -192,14 +204,11 @@ class _LogLevels(_ValueCodec):
         return torch.cat([scale.view(torch.uint8).view(-1), _packed(code, x.numel(), 4)]), decoded
 
     def decode(self, data: Tensor, nnz: int) -> Tensor:
-        groups = -(-nnz // self.group)
-        scale = data[: 2 * groups].view(torch.bfloat16).view(groups, 1).to(torch.float32)
-        if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
-            raise PayloadError("value section holds scales that no encoder writes")
-        code = _unpacked(data[2 * groups :], nnz, 4)
+        scale, data = self.stored_scales(data, nnz, torch.bfloat16)
+        code = _unpacked(data, nnz, 4)
         if bool((code == 8).any()):
             raise PayloadError("value section holds a negative zero, which no encoder writes")
-        factor = scale.expand(-1, self.group).reshape(-1)[:nnz]
+        factor = scale.repeat_interleave(self.group)[:nnz]
         return self._decoded(code.to(torch.int64), factor)
 
     def _decoded(self, code: Tensor, factor: Tensor) -> Tensor:
@@ -227,11 +236,8 @@ class _Sign(_ValueCodec):
         return torch.cat([scale.view(torch.uint8), _packed(negative, n, 1)]), self._decoded(negative, scale)
 
     def decode(self, data: Tensor, nnz: int) -> Tensor:
-        groups = -(-nnz // VALUE_GROUP)
-        scale = data[: 4 * groups].view(torch.float32)
-        if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
-            raise PayloadError("value section holds scales that no encoder writes")
-        return self._decoded(_unpacked(data[4 * groups :], nnz, 1) > 0, scale)
+        scale, data = self.stored_scales(data, nnz, torch.float32)
+        return self._decoded(_unpacked(data, nnz, 1) > 0, scale)
 
     @staticmethod
     def _decoded(negative: Tensor, scale: Tensor) -> Tensor:
