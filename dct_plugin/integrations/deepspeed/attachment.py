@@ -35,7 +35,7 @@ from ..host.steps import FrozenParameters, PoisonedSteps, StepHooks
 from .checkpointing import CheckpointFiles, warn_of_dropped_residuals
 from .engine import EngineContext, EnginePart, has_optimizer, is_pipeline, job_of, supported, tied_weights
 from .moe import ExpertPath
-from .node_copies import NodeCopies
+from .node_copies import NodeCopies, layout_of_copies
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
 from .rules import require, training_facts
@@ -219,9 +219,9 @@ class EngineAttachment(HostAttachment):
             group = engine.seq_data_parallel_group
             nodes = nodes_of(written.data_parallel, group, unsupported=path.without_nodes)
             ranks, size = dist.get_world_size(group), job.ranks_per_copy
-            copies = [list(range(first, first + size)) for first in range(0, ranks, max(1, size))]
+            has_copies = size > 1 and layout_of(nodes) == layout_of_copies(ranks, size)
             training = replace(
-                training_facts(job, written, node_copies=size > 1 and layout_of(nodes) == copies),
+                training_facts(job, written, node_copies=has_copies),
                 ranks=ranks,
                 steps=steps_of(engine.lr_scheduler),
             )

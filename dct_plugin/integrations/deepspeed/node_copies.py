@@ -44,6 +44,11 @@ _KEY = "zero_optimization.zero_hpz_partition_size"
 _GATHERED = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", "")
 
 
+def layout_of_copies(ranks: int, size: int) -> list[list[int]]:
+    """Return the ranks of each copy that DeepSpeed keeps: so many (``size``) consecutive ones."""
+    return [list(range(first, first + size)) for first in range(0, ranks, size)]
+
+
 class HeldSlice(GatheredSlice):
     """This rank's slice of the copy of a parameter in its node; the shape is the whole parameter's.
 
@@ -150,7 +155,7 @@ class NodeCopies(WeightUpdates):
                 f"{start}{KEY} = {settings.nodes!r} makes no nodes of the {ranks} ranks, and a copy is kept "
                 f"in each {size} of them; set {KEY} to {size}"
             )
-        if reducer.layout != [list(range(first, first + size)) for first in range(0, ranks, size)]:
+        if reducer.layout != layout_of_copies(ranks, size):
             found = ", ".join(str(list(node)) for node in nodes.ranks)
             raise ConfigError(
                 f"{start}DeepSpeed keeps a copy in each {size} consecutive ranks, but the nodes are {found} "
