@@ -50,7 +50,7 @@ class LocalSteps(AddOn):
         self._start = context.config.dense_steps
         self._option = "exchange_of" if context.config.exchange_of == "updates" else "local_steps"
         self._updates: UnsentUpdates | None = None
-        """What was not sent, in an exchange of updates; else None."""
+        """The unsent progress in an exchange of updates; else None."""
         self._names: dict[int, str] = {}
         """The names of the parameters, by identity."""
         self._groups: dict[str, tuple[Any, Any]] = {}
@@ -58,7 +58,7 @@ class LocalSteps(AddOn):
         self._decays: dict[str, float] = {}
         """Shares by which weights have decayed since the last exchange."""
         self._shortened: dict[str, float] = {}
-        """By name, the factor of gradients that no optimizer has used."""
+        """The factor of gradients that no optimizer has used, by name."""
         self._averages_states = False
         """True if the optimizer's states are to be averaged before the next step."""
         self._exchanged: int | None = None
@@ -175,7 +175,7 @@ class LocalSteps(AddOn):
             return
         trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
         gradients = [(self._names[id(p)], p.grad) for p in trained if p.grad is not None]
-        local = [(name, g.to_local() if hasattr(g, "to_local") else g) for name, g in gradients]
+        local = [(name, _local(gradient)) for name, gradient in gradients]
         for name, gradient in local:
             if (ratio := self._shortened.pop(name, 1.0)) != 1.0:
                 gradient.div_(ratio)
@@ -370,9 +370,8 @@ class LocalSteps(AddOn):
         """Return what differs from rank to rank: weights, and states of the optimizers."""
         values = [v for each in self._optimizers for state in each.state.values() for v in state.values()]
         states = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.dim()]
-        local = [each.to_local() if hasattr(each, "to_local") else each for each in states]
         own = {name: self._flat(name) for name in self._held}
-        return {"own": own, "optimizer": {str(number): each for number, each in enumerate(local)}}
+        return {"own": own, "optimizer": {str(number): _local(each) for number, each in enumerate(states)}}
 
     def _all(self) -> dict[str, dict[str, Tensor]]:
         """Return all tensors of a saved state."""
@@ -395,3 +394,9 @@ class LocalSteps(AddOn):
         self._weights, self._updates, self._loaded = {}, None, state
         if state is not None and self._held:
             self._adopt()
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
