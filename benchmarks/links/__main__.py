@@ -13,7 +13,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -106,7 +106,7 @@ class _Options:
 def links(options: _Options) -> None:
     """Step times on links of limited rate, all methods of a workload in turns within one run."""
     quick = options.quick
-    names = _workloads(options.workload or (None if options.nodes is None else list(SPREAD)))
+    names = _chosen(options.workload or (None if options.nodes is None else SPREAD), WORKLOADS, "--workload")
     counts = list(dict.fromkeys(options.ranks or (QUICK_RANKS if quick else RANKS)))
     format = options.format
     if "dlrm" in names:
@@ -129,7 +129,7 @@ def links(options: _Options) -> None:
         stages=list(dict.fromkeys(options.zero_stage or (QUICK_STAGES if quick else STAGES))),
         nodes=options.nodes,
         methods=options.method or (),
-        optimizers=_optimizers(options.optimizer),
+        optimizers=_chosen(options.optimizer, OPTIMIZERS, "--optimizer"),
     )
     _measure(plan)
 
@@ -142,21 +142,12 @@ def _check_nodes(nodes: int, counts: Sequence[int], workloads: Sequence[str]) ->
         raise typer.BadParameter(f"{others[0]}: only {allowed} run on nodes", param_hint="--workload")
 
 
-def _workloads(given: list[str] | None) -> list[str]:
-    names = list(dict.fromkeys(given or WORKLOADS))
+def _chosen(given: Sequence[str] | None, allowed: Collection[str], option: str) -> list[str]:
+    """Return the given names, each once; all that are allowed if none is given."""
+    names = list(dict.fromkeys(given or allowed))
     for name in names:
-        if name not in WORKLOADS:
-            allowed = ", ".join(WORKLOADS)
-            raise typer.BadParameter(f"{name!r}: must be one of {allowed}", param_hint="--workload")
-    return names
-
-
-def _optimizers(given: list[str] | None) -> list[str]:
-    names = list(dict.fromkeys(given or OPTIMIZERS))
-    for name in names:
-        if name not in OPTIMIZERS:
-            allowed = ", ".join(OPTIMIZERS)
-            raise typer.BadParameter(f"{name!r}: must be one of {allowed}", param_hint="--optimizer")
+        if name not in allowed:
+            raise typer.BadParameter(f"{name!r}: must be one of {', '.join(allowed)}", param_hint=option)
     return names
 
 

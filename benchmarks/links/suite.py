@@ -56,7 +56,7 @@ class Plan:
     methods: Sequence[str] = ()
     """Names of the methods that take turns; empty for all."""
     optimizers: Sequence[str] = OPTIMIZERS
-    """Of ddp and deepspeed."""
+    """The optimizers of ddp and deepspeed."""
 
     def by_optimizer(self, variants: Sequence[str]) -> list[str]:
         """Return the variants with each optimizer, in words."""
