@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from support.alone import everyones
 from support.processes import run
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -188,9 +189,7 @@ class _Seen:
         self.sums.append(float((whole * torch.arange(1, len(whole) + 1)).sum()))
 
     def alike(self) -> bool:
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, self.sums)
-        return bool(self.sums) and all(each == self.sums for each in everyones)
+        return bool(self.sums) and all(each == self.sums for each in everyones(self.sums))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -243,7 +242,7 @@ def test_two_nodes_of_two_ranks_compute_with_the_same_weights() -> None:
 
 
 def _gathered(model: nn.Module, rounding: float) -> tuple[bool, bool]:
-    """Whether what a rank gathers is what the shards have, and the same on all ranks."""
+    """Return whether a rank gathers the weights of the shards, and whether all ranks gather the same."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.reshard()
@@ -253,12 +252,11 @@ def _gathered(model: nn.Module, rounding: float) -> tuple[bool, bool]:
     held = [p.detach().clone() for p in model.parameters()]
     for module in modules:
         module.reshard()
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, [each.float().double().sum().item() for each in held])
+    sums = everyones([each.float().double().sum().item() for each in held])
     within = all(
         bool((a - b).abs().max() <= rounding * a.abs().max()) for a, b in zip(wanted, held, strict=True)
     )
-    return within, all(each == everyones[0] for each in everyones)
+    return within, all(each == sums[0] for each in sums)
 
 
 def _weights_changed(rank: int, world_size: int, nodes: int) -> dict[str, tuple[bool, bool]]:
@@ -291,8 +289,8 @@ def test_copies_follow_the_weights_whatever_changes_them(nodes: int) -> None:
 
 
 def _crossings(rank: int, world_size: int) -> tuple[list[list[bool]], set[int], int]:
-    """Whether bytes left a node in forward and backward passes of a step's micro-batches; the sizes of the
-    groups in which FSDP's own collectives ran.
+    """Return whether bytes left a node in forward and backward passes of a step's micro-batches, and the
+    sizes of the groups in which FSDP's own collectives ran.
     """
     model, sizes = sharded(reshard=True), set()
     for name in (

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.alone import everyones, loss_of, sharded, train
 from support.processes import launch, run
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,22 +41,6 @@ def model_of() -> nn.Sequential:
     return nn.Sequential(nn.Linear(24, 33), nn.BatchNorm1d(33), nn.Tanh(), nn.Linear(33, 3))
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
-    points = torch.randn(16, 24, generator=torch.Generator().manual_seed(1000 * step + rank))
-    loss: Tensor = (model(points) - points[:, :3].sin()).square().mean()
-    return loss
-
-
-def train(model: nn.Module, optimizer: Any, rank: int, steps: range, scaler: Any = None) -> None:
-    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    for step in steps:
-        loss = loss_of(model, step, rank)
-        scaler.scale(loss * torch.inf if scaler.is_enabled() and step == 6 and rank == 0 else loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-
 def own(model: nn.Module) -> list[Tensor]:
     """Return this rank's weights."""
     return [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in model.parameters()]
@@ -70,12 +52,6 @@ def saved(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: getattr(each, "full_tensor", lambda each=each: each)().clone() for name, each in state.items()
     }
-
-
-def everyones(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
@@ -90,12 +66,7 @@ def ddp(section: dict[str, Any], **options: Any) -> tuple[nn.Module, Any, Any]:
 
 
 def fsdp(section: dict[str, Any]) -> tuple[nn.Module, Any, Any]:
-    model, mesh = model_of(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
+    model = sharded(model_of())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": section})
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.alone import everyones, loss_of, sharded, train
 from support.processes import run
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
@@ -37,26 +37,10 @@ def model_of() -> nn.Sequential:
     return nn.Sequential(nn.Linear(24, 33), nn.Tanh(), nn.Linear(33, 3))
 
 
-def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
-    points = torch.randn(16, 24, generator=torch.Generator().manual_seed(1000 * step + rank))
-    loss: Tensor = (model(points) - points[:, :3].sin()).square().mean()
-    return loss
-
-
 def attached(section: dict[str, Any], **options: Any) -> tuple[nn.Module, Any, Any]:
     model = DistributedDataParallel(model_of())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
     return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": section}, **options)
-
-
-def train(model: nn.Module, optimizer: Any, rank: int, steps: range, scaler: Any = None) -> None:
-    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    for step in steps:
-        loss = loss_of(model, step, rank)
-        scaler.scale(loss * torch.inf if scaler.is_enabled() and step == 6 and rank == 0 else loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
 
 
 def own(model: nn.Module) -> Tensor:
@@ -67,12 +51,6 @@ def common(model: nn.Module) -> Tensor:
     module = model.module
     state = module.state_dict()
     return torch.cat([state[name].view(-1) for name, _ in module.named_parameters()])
-
-
-def everyones(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def add_on(state: Any) -> Any:
@@ -150,21 +128,38 @@ def test_factors_are_those_of_exact_norms() -> None:
     run(2, _factors)
 
 
-def _resumes(rank: int, world_size: int, section: dict[str, Any], folder: str) -> None:
-    model, optimizer, state = attached(section)
+def resumed(
+    made: Callable[[], tuple[nn.Module, Any, Any]],
+    of_rank: Callable[[nn.Module], Tensor],
+    rank: int,
+    folder: str,
+) -> tuple[Tensor, nn.Module, nn.Module, Any, Any]:
+    """Train 14 steps, and the last seven again from files; both runs must have the same weights.
+
+    Returns:
+        The weights of this rank after seven steps, the model, and those of the second run: model, optimizer
+        and state.
+    """
+    model, optimizer, state = made()
     train(model, optimizer, rank, range(7))
-    mine = own(model)
+    mine = of_rank(model)
     state.save(f"{folder}/dct")
     torch.save(optimizer.state_dict(), f"{folder}/optimizer{rank}")
     of_model = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     train(model, optimizer, rank, range(7, 14))
-    model_again, optimizer_again, state_again = attached(section)
+    model_again, optimizer_again, state_again = made()
     model_again.load_state_dict(of_model)
     optimizer_again.load_state_dict(torch.load(f"{folder}/optimizer{rank}", weights_only=False))
     assert state_again.load(f"{folder}/dct")
-    assert torch.equal(own(model_again), mine)
+    assert torch.equal(of_rank(model_again), mine)
     train(model_again, optimizer_again, rank, range(7, 14))
-    assert torch.equal(own(model_again), own(model))
+    assert torch.equal(of_rank(model_again), of_rank(model))
+    return mine, model, model_again, optimizer_again, state_again
+
+
+def _resumes(rank: int, world_size: int, section: dict[str, Any], folder: str) -> None:
+    made = functools.partial(attached, section)
+    _, model, model_again, optimizer_again, state_again = resumed(made, own, rank, folder)
     assert torch.equal(common(model_again), common(model))
     # The end of a run: the mean of the ranks' own weights, and of what owners of sums had not sent.
     (reducer,) = state_again.reducers
@@ -281,13 +276,7 @@ def test_deepspeed_zero_0_does_what_ddp_does_and_resumes_bitwise(tmp_path: Path)
 
 def _replicas(rank: int, world_size: int, folder: str) -> None:
     def made() -> tuple[nn.Module, Any, Any]:
-        model = model_of()
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        fully_shard(model[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
+        model = sharded(model_of())
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)
         return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": SECTION})
 
@@ -297,21 +286,8 @@ def _replicas(rank: int, world_size: int, folder: str) -> None:
     def whole(model: nn.Module) -> list[Tensor]:
         return [each.full_tensor() for each in model.state_dict().values()]
 
-    model, optimizer, state = made()
-    train(model, optimizer, rank, range(7))
-    mine = shards(model)
+    mine, _, model_again, optimizer_again, state_again = resumed(made, shards, rank, folder)
     assert not torch.equal(*[everyones(mine)[number] for number in (rank % 2, rank % 2 + 2)])
-    of_model = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    state.save(f"{folder}/dct")
-    torch.save(optimizer.state_dict(), f"{folder}/optimizer{rank}")
-    train(model, optimizer, rank, range(7, 14))
-    model_again, optimizer_again, state_again = made()
-    model_again.load_state_dict(of_model)
-    optimizer_again.load_state_dict(torch.load(f"{folder}/optimizer{rank}", weights_only=False))
-    assert state_again.load(f"{folder}/dct")
-    assert torch.equal(shards(model_again), mine)
-    train(model_again, optimizer_again, rank, range(7, 14))
-    assert torch.equal(shards(model_again), shards(model))
     saved = torch.cat([each.view(-1) for each in whole(model_again)])
     assert all(torch.equal(each, saved) for each in everyones(saved))
     state_again.detach()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run
-from support.watched import Watched, equal_on_ranks
+from support.watched import AHEAD, Watched, equal_on_ranks
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -18,15 +18,7 @@ from dct_plugin.data_parallel import weights
 
 pytestmark = pytest.mark.slow
 
-SECTION = {
-    "data_parallel": {
-        "sparsity": 0.95,
-        "min_numel": 16,
-        "warmup_steps": 2,
-        "sparsity_warmup_steps": 0,
-        "feedback": "step_ahead",
-    }
-}
+SECTION = {"data_parallel": AHEAD}
 
 
 def net() -> nn.Module:

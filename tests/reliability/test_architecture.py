@@ -12,14 +12,13 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from support import ROOT
 from support.forked import forked_interpreters
 from support.processes import run
+from support.trace import Trace
 
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
@@ -77,18 +76,9 @@ def test_every_file_of_a_way_imports_one_that_comes_before_or_after(way: str) ->
 def _traced(rank: int, world_size: int) -> list[str]:
     """The files of the package that a reduction enters, in the order in which it first enters them."""
     reducer = GradientReducer(DataParallelConfig(sparsity=0.9))
-    entered: dict[str, None] = {}
-    package = str(ROOT / "dct_plugin") + os.sep
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(package):
-            entered[name.removeprefix(package)] = None
-
-    sys.setprofile(note)
-    reducer.all_reduce([("weight", torch.ones(50_000))])
-    sys.setprofile(None)
-    return list(entered)
+    with Trace() as trace:
+        reducer.all_reduce([("weight", torch.ones(50_000))])
+    return list(trace.calls)
 
 
 @pytest.mark.slow

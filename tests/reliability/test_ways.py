@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-from types import FrameType
-from typing import Any
-
 import pytest
 import torch
-from support import ROOT
 from support.processes import run
+from support.trace import Trace
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,35 +23,10 @@ ENTERED = {
 }
 
 
-class _Trace:
-    """Counts the calls into each file of the package, in all threads that start within the block."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, int] = {}
-        self._package = os.path.realpath(ROOT / "dct_plugin") + os.sep
-
-    def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and "dct_plugin" in name:
-            name = os.path.realpath(name)
-            if name.startswith(self._package):
-                name = name.removeprefix(self._package)
-                self.calls[name] = self.calls.get(name, 0) + 1
-
-    def __enter__(self) -> _Trace:
-        threading.setprofile(self._note)
-        sys.setprofile(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-        threading.setprofile(None)
-
-
 def _traced(rank: int, world_size: int) -> dict[str, dict[str, int]]:
     """Trace a second ``attach`` of the process, and a step of AdamW with step-ahead after the start."""
     torch.manual_seed(0)
-    traces = {name: _Trace() for name in MOST}
+    traces = {name: Trace() for name in MOST}
     for tracing in (False, True):  # all modules are imported by the second attachment
         model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 64))
         ddp = DistributedDataParallel(model)

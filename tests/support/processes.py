@@ -176,7 +176,7 @@ def run(world_size: int, function: Callable[..., Any], *arguments: Any, **option
 
 
 class Lines(logging.Handler):
-    """What the plugin logs in this process from now on, message by message."""
+    """The messages that the plugin logs in this process from now on."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,17 +12,16 @@ from torch import Tensor, nn
 
 from dct_plugin.metrics.summary import DISPLACED
 
-#: Step-ahead after two dense steps, with the check that no gradient is lost.
-SECTION = {
-    "data_parallel": {
-        "sparsity": 0.95,
-        "min_numel": 16,
-        "warmup_steps": 2,
-        "sparsity_warmup_steps": 0,
-        "feedback": "step_ahead",
-        "verify": {"every": 3, "action": "stop", "conservation": True},
-    }
+#: Step-ahead after two dense steps.
+AHEAD = {
+    "sparsity": 0.95,
+    "min_numel": 16,
+    "warmup_steps": 2,
+    "sparsity_warmup_steps": 0,
+    "feedback": "step_ahead",
 }
+#: The same with the check that no gradient is lost.
+SECTION = {"data_parallel": {**AHEAD, "verify": {"every": 3, "action": "stop", "conservation": True}}}
 
 
 class Watched:
