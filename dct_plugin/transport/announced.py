@@ -72,8 +72,9 @@ class AnnouncedMessages:
         now = time.perf_counter_ns()
         if not self._posted:
             self._left = now
-        if all(header.busy for header in headers):
-            lateness = max(header.busy for header in headers) - announced.headers[0].busy - (entered - at)
+        busy = [header.busy for header in headers]
+        if 0 not in busy:
+            lateness = max(busy) - announced.headers[0].busy - (entered - at)
             self.waited_ms += max(0, min(lateness, now - entered)) / 1e6
         return announced, headers
 

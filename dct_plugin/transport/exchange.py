@@ -130,12 +130,17 @@ class Exchange:
     @property
     def sent_bytes(self) -> int:
         """Bytes handed to the transport so far, headers included."""
-        return self.other_bytes + (0 if self._transport is None else self._transport.sent_bytes)
+        return self.counters()[0]
 
     @property
     def waited_ms(self) -> float:
         """Milliseconds so far in which this rank's message was ready and another rank's was not."""
         return self._announced.waited_ms
+
+    def counters(self) -> tuple[int, float]:
+        """Return :attr:`sent_bytes` and :attr:`waited_ms`."""
+        sent = 0 if self._transport is None else self._transport.sent_bytes
+        return self.other_bytes + sent, self._announced.waited_ms
 
     def recorded(self, record: Record) -> AbstractContextManager[None]:
         """Add to a record what the block sends, and how long it waits."""
@@ -195,6 +200,18 @@ class Exchange:
             headers: Size and fingerprint from every rank; what follows them is not read.
             fingerprint, bounds: See :meth:`all_to_all`, and so are the errors.
         """
+        sizes = []
+        for sender, header in enumerate(headers):
+            size = header[0]
+            if size < 0 or header[1] != fingerprint or (bounds is not None and size > bounds[sender]):
+                self._refuse(headers, fingerprint, bounds)
+            sizes.append(size)
+        return sizes
+
+    def _refuse(
+        self, headers: Sequence[Sequence[int]], fingerprint: int, bounds: Sequence[int] | None
+    ) -> None:
+        """Say what is wrong with the headers, see :meth:`checked_sizes`."""
         own = f"rank {self._global[self.rank]}"
         if failed := [self._global[r] for r, header in enumerate(headers) if header[0] < 0]:
             at = "" if self.step is None else f" in step {self.step}"
@@ -211,14 +228,12 @@ class Exchange:
                 f"{own}: rank(s) {others} are exchanging other tensors (names, sizes or order differ); every "
                 "rank must reduce the same gradients in one order"
             )
-        sizes = [header[0] for header in headers]
-        for sender, (size, bound) in enumerate(zip(sizes, sizes if bounds is None else bounds, strict=True)):
+        for sender, ((size, *_), bound) in enumerate(zip(headers, bounds or (), strict=True)):
             if size > bound:
                 raise DesyncError(
                     f"{own}: rank {self._global[sender]} announces a message of {size} bytes, where at most "
                     f"{bound} can be right"
                 )
-        return sizes
 
     # -- messages of known sizes, and dense tensors ----------------------------------------------------------
 
@@ -278,16 +293,17 @@ class Exchange:
 
     def preparing(
         self, *, posts: int = 1, failed: Callable[[], None] = lambda: None
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[Preparation]:
         """Surround the work that makes the messages of the next exchange. The other ranks, which may be
         waiting in the exchange already, are told of an error.
 
         Args:
-            posts: Number of exchanges that are prepared here; the block may have posted some when it fails. 0
-                where it collects what was posted: after an error the rest is received, and forgotten.
+            posts: Number of exchanges that are prepared here, which the block may change; it may have posted
+                some when it fails. 0 where it collects what was posted: after an error the rest is received,
+                and forgotten.
             failed: Called after an error, when the other ranks were told.
         """
-        return _Preparing(self, posts, failed, self._announced)
+        return Preparation(self, posts, failed, self._announced)
 
     def abort(self, posts: int = 1) -> None:
         """Tell the ranks that wait in their next ``posts`` exchanges that this one failed. Never raises."""
@@ -304,12 +320,11 @@ class Exchange:
 
     def guard(self, what: str) -> AbstractContextManager[None]:
         """Surround work that waits for other ranks, see :class:`.lost_ranks.reported`."""
+        return self.peers.guard(what, self.step, self._give_up)
 
-        def give_up() -> None:
-            self._transport_failed = True
-            self._announced.clear()
-
-        return self.peers.guard(what, self.step, give_up)
+    def _give_up(self) -> None:
+        self._transport_failed = True
+        self._announced.clear()
 
 
 class _Recorded:
@@ -321,28 +336,30 @@ class _Recorded:
         self._exchange, self._record = exchange, record
 
     def __enter__(self) -> None:
-        self._sent, self._waited = self._exchange.sent_bytes, self._exchange.waited_ms
+        self._sent, self._waited = self._exchange.counters()
 
     def __exit__(self, *_: object) -> None:
-        self._record.sent_bytes += self._exchange.sent_bytes - self._sent
-        self._record.waited_ms += self._exchange.waited_ms - self._waited
+        sent, waited = self._exchange.counters()
+        self._record.sent_bytes += sent - self._sent
+        self._record.waited_ms += waited - self._waited
 
 
-class _Preparing:
+class Preparation:
     """See :meth:`Exchange.preparing`."""
 
-    __slots__ = ("_announced", "_before", "_exchange", "_failed", "_posts")
+    __slots__ = ("_announced", "_before", "_exchange", "_failed", "posts")
 
     def __init__(
         self, exchange: Exchange, posts: int, failed: Callable[[], None], announced: AnnouncedMessages
     ) -> None:
-        self._exchange, self._posts, self._failed, self._announced = exchange, posts, failed, announced
+        self._exchange, self.posts, self._failed, self._announced = exchange, posts, failed, announced
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Preparation:
         self._before = self._announced.posts
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._exchange.peers.state_failure(error)  # first: what follows may wait for the others
-            self._exchange.abort(self._posts - (self._announced.posts - self._before))
+            self._exchange.abort(self.posts - (self._announced.posts - self._before))
             self._failed()
