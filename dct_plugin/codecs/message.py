@@ -111,8 +111,11 @@ class MessageWriter:
 
         A payload whose figures are on the device is noted (:meth:`advance`) before more is reserved.
         """
-        length = self._lengths[receiver]
-        return self._with_room(size, receiver)[length : length + size]
+        length, buffer = self._lengths[receiver], self._buffers[receiver]
+        self._reserved = size
+        if length + size > buffer.numel():
+            buffer = self._with_room(size, receiver)
+        return buffer[length : length + size]
 
     def _with_room(self, size: int, receiver: int) -> Tensor:
         """Return the buffer of a receiver, which has room for ``size`` more bytes."""
@@ -129,6 +132,9 @@ class MessageWriter:
         """Note that the reserved memory holds a payload of ``written`` bytes, or of as many as the statistics
         say.
         """
+        if not self.placed and isinstance(written, int):
+            self._lengths[receiver] += written
+            return
         stats = written if isinstance(written, Stats) else Stats(written, 0, 0, False)
         size = self._reserved if stats.pending else stats.nbytes
         if stats.pending or self.placed:

@@ -135,10 +135,17 @@ class Stats:
             self._figures = None
         return self._counts
 
+    def totals(self) -> Totals:
+        """Return the figures on the host."""
+        if self._figures is None and isinstance(self._tau, float):
+            return Totals(*self._counts, self._tau)
+        return Totals(*self.counts, self.tau)
+
     @property
     def sizes(self) -> list[int]:
         """Bytes of each payload."""
-        _ = self.counts  # reads them
+        if self._figures is not None:
+            _ = self.counts  # reads them
         return self._sizes
 
     @property

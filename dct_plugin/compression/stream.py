@@ -56,7 +56,7 @@ class Encoded:
     def totals(self) -> Totals:
         """Sum the figures of all payloads. Figures on a device are copied to the host in one transfer."""
         if len(self.stats) == 1:  # most often, and every microsecond counts where cores are busy
-            return Totals(*self.stats[0].counts, self.stats[0].tau)
+            return self.stats[0].totals()
         parts = read_stats(self.stats)
         columns = zip((0, 0, 0, False), *(part.counts for part in parts), strict=True)
         nbytes, nnz, above, flagged = map(sum, columns)
@@ -67,6 +67,10 @@ class Encoded:
     ) -> Record:
         """The metrics' record of it; ``totals`` are its own, where the caller has asked for them."""
         totals = self.totals() if totals is None else totals
+        select_ns = encode_ns = 0
+        for part in self.stats:
+            select_ns += part.select_ns
+            encode_ns += part.encode_ns
         return Record(
             cls,
             dense_bytes=round(dense_bytes),
@@ -77,8 +81,8 @@ class Encoded:
             tau=totals.tau,
             refreshes=self.refreshes,
             held_back=totals.above - totals.nnz,
-            select_ms=sum([part.select_ns for part in self.stats]) / 1e6,
-            encode_ms=sum([part.encode_ns for part in self.stats]) / 1e6,
+            select_ms=select_ns / 1e6,
+            encode_ms=encode_ns / 1e6,
         )
 
 
@@ -455,6 +459,18 @@ def encode_all(
     stats = kernels.compress(Job(flat, None, tau, room, capacity=numel, value_dtype=code, clear=clear))
     writer.advance(stats, receiver)
     return Encoded([stats], numel)
+
+
+def encode_dense(
+    kernels: Backend, flat: Tensor, writer: MessageWriter, bounds: Key, receivers: Key = ONE
+) -> Encoded:
+    """Write every entry of ``flat`` (:func:`as_flat`) without loss, in payloads of its parts (see
+    :meth:`Compressor.encode`); leave zeros there.
+    """
+    numel, dtype = flat.numel(), wire_dtype(flat.dtype, dense=True)
+    parts = parts_of(bounds, numel, 1.0, dtype, kernels.most_kept)
+    job = PartedJob(flat, None, 0.0, None, parts, clear=True)
+    return Encoded(kernels.compress_parts(job, writer, receivers), numel)
 
 
 def dense_nbytes(numel: int, dtype: torch.dtype) -> int:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from ctypes import byref, c_float, c_int32, c_int64, c_uint64, c_void_p
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -65,6 +65,16 @@ _SIGNATURES = {
 }
 
 
+#: Capacity, start, threshold, type of the values, encoding, and whether zeros are left.
+_Numbers: TypeAlias = tuple[int, int, float, int, int, bool]
+
+
+def _stats(call: _Compress) -> Stats:
+    """Return the statistics of a compression that was made."""
+    times = {"select_ns": call.select_ns, "encode_ns": call.encode_ns}
+    return Stats(call.nbytes, call.nnz, call.above, bool(call.nonfinite), tau=call.tau, **times)
+
+
 class CpuBackend(Backend):
     """Compiled kernels; see :class:`~dct_plugin.kernels.backend.Backend`.
 
@@ -100,24 +110,39 @@ class CpuBackend(Backend):
         return ISA_NAMES[self._library.status("dct_isa", ISA_NAMES.index(name))]
 
     def compress(self, job: Job) -> Stats:
+        encoding = -1 if job.encoding is None else job.encoding
+        numbers = job.capacity, job.start, float(applied_tau(job.tau)), job.value_dtype, encoding, job.clear
+        return _stats(self._compress(job.grad, job.residual, job.residual_out, job.out, numbers))
+
+    def _compress(
+        self, grad: Tensor, residual: Tensor | None, left: Tensor | None, out: Tensor, numbers: _Numbers
+    ) -> _Compress:
+        """Compress vectors that were checked. Every call counts here: a model has hundreds of tensors."""
+        if not grad.is_cpu:
+            passed(grad)  # raises
+        numel, (capacity, start, tau, value_dtype, encoding, clear) = grad.numel(), numbers
         call = _Compress(
-            *map(passed, (job.grad, job.residual, job.residual_out, job.out)),
-            *(job.numel, job.capacity, job.start, float(applied_tau(job.tau))),
-            *(GRAD_CODES[job.grad.dtype], job.value_dtype, -1 if job.encoding is None else job.encoding),
-            *(job.dense, self._threads_for(job.numel), job.clear),
+            *(grad.data_ptr(), residual.data_ptr() if residual is not None else None),
+            *(left.data_ptr() if left is not None else None, out.data_ptr(), numel, capacity, start, tau),
+            *(GRAD_CODES[grad.dtype], value_dtype, encoding, tau == 0.0, self._threads_for(numel), clear),
         )
-        self._call("dct_compress", byref(call), 1)
-        return Stats(
-            *(call.nbytes, call.nnz, call.above, bool(call.nonfinite)),
-            tau=call.tau,
-            select_ns=call.select_ns,
-            encode_ns=call.encode_ns,
-        )
+        if status := self._library.functions.dct_compress(byref(call), 1):
+            check(status)
+        return call
 
     def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
-        if len(set(receivers)) < max(len(receivers), 2):  # two parts of a message need the size of the first
-            return super().compress_parts(job, writer, receivers)
         check_vector("grad", job.grad, GRAD_DTYPES)
+        if len(receivers) == 1:
+            left = job.residual if job.residual_out is None else job.residual_out
+            parts, numel, tau = job.parts, job.grad.numel(), float(applied_tau(job.tau))
+            most = numel if tau == 0.0 else min(parts.capacities[0], numel)
+            out = writer.reserve(parts.nbytes[0], receivers[0])
+            numbers = most, job.turn % max(numel, 1), tau, parts.value_dtype, -1, job.clear
+            call = self._compress(job.grad, job.residual, left, out, numbers)
+            writer.advance(call.nbytes, receivers[0])
+            return [_stats(call)]
+        if len(set(receivers)) < len(receivers):  # two parts of a message need the size of the first
+            return super().compress_parts(job, writer, receivers)
         start, numel, most = job.parts.numbers.T
         calls, tau = np.zeros(len(numel), np.dtype(_Compress)), float(applied_tau(job.tau))
         if tau == 0.0 and (most < numel).any():

@@ -77,11 +77,16 @@ class Library:
             ValueError: A tensor is on another device.
             PayloadError, MemoryError: What the function found.
         """
-        check(self.status(name, *arguments))
+        if status := self.status(name, *arguments):
+            check(status)
 
     def status(self, name: str, *arguments: Any) -> int:
         """Do what :meth:`call` does, but return the status: 0, or what is wrong."""
-        return getattr(self.functions, name)(*map(passed, arguments))
+        taken: list[Any] = []
+        for each in arguments:  # most are numbers, and every call counts
+            taken.append(each if isinstance(each, (int, float)) else passed(each))
+        status: int = getattr(self.functions, name)(*taken)
+        return status
 
 
 def check(status: int) -> None:
