@@ -18,14 +18,19 @@ class AddOn:
 
     Attributes:
         key: Name of the state in what the reducer saves; "" saves nothing.
+        looks: False: the plans of this step are not shown to it. :meth:`begin_step` may set it.
     """
 
     key: ClassVar[str] = ""
+    looks = True
 
     @classmethod
     def configured(cls, context: ReducerContext) -> AddOn | None:
         """Return the add-on that a configuration asks for; None if it does not."""
         raise NotImplementedError
+
+    def begin_step(self) -> None:
+        """Decide what does not change within a step, when its number is known."""
 
     def before_compression(self, entries: Sequence[tuple[str, Tensor]]) -> None:
         """See gradients of this rank before they are reduced, and cleared.
@@ -40,7 +45,7 @@ class AddOn:
 
     @property
     def dense(self) -> bool:
-        """True if gradients of this step are to be summed densely."""
+        """True if gradients of this step are to be summed densely; asked for when a step begins."""
         return False
 
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from .accordion import Accordion
 from .add_on import AddOn, ReducerContext
 from .autotune.add_on import AutomaticSparsity
 from .local_steps.add_on import LocalSteps
-from .plan import ReductionPlan, Sparsity
+from .plan import PlannedTensor, ReductionPlan
 from .residual_checks import ResidualChecks
 from .step_ahead.add_on import StepAheadAddOn
 
@@ -27,22 +27,43 @@ class AddOns:
         context: The reducer, as add-ons see it.
 
     Attributes:
-        earlier: By name, the sum (1-D) of this step's earlier gradients, where the host adds a pass to what
-            was reduced before and reduces both. Add-ons see the gradients of the pass alone.
+        earlier: By name, the sum (1-D) of this step's earlier gradients, where the framework adds a pass to
+            what was reduced before and reduces both. Add-ons see the gradients of the pass alone.
+        dense: True if an add-on wants gradients of this step to be summed densely.
+        before_reduce, after_reduce: What shows a plan to the add-ons that look at this step.
+        local_steps: The add-on of local steps; the framework tells it which weights are trained.
     """
 
     def __init__(self, context: ReducerContext) -> None:
         self._context = context
         self._each = [add_on for kind in ADD_ONS if (add_on := kind.configured(context)) is not None]
         self._by_key: dict[str, Any] = {each.key: each for each in self._each}
+        self.local_steps: LocalSteps | None = self._by_key.get("local")
         self.earlier: dict[str, Tensor] = {}
+        self._see_gradients = self._overridden("before_compression")
+        self._compared = self._overridden("compared")
+        self._sparsity = self._overridden("sparsity")[::-1]
+
+    def begin_step(self) -> None:
+        """Let the add-ons decide what they do in a step, when its number is known."""
+        for each in self._each:
+            each.begin_step()
+        self.dense = any(each.dense for each in self._each)
+        self.before_reduce = self._overridden("before_reduce")
+        self.after_reduce = self._overridden("after_reduce")
+
+    def _overridden(self, hook: str) -> list[Callable[..., Any]]:
+        """Return a hook of the add-ons that look at this step and have one."""
+        nothing = getattr(AddOn, hook)
+        have = [each for each in self._each if each.looks and getattr(type(each), hook) is not nothing]
+        return [getattr(each, hook) for each in have]
 
     def __iter__(self) -> Iterator[AddOn]:
         return iter(self._each)
 
     @property
     def step_ahead(self) -> StepAheadAddOn:
-        """The add-on that displaces weights; hosts tell it which.
+        """The add-on that displaces weights; frameworks tell it which.
 
         Raises:
             ConfigError: The configuration does not ask for it.
@@ -55,37 +76,33 @@ class AddOns:
         found: StepAheadAddOn = self._by_key["ahead"]
         return found
 
-    @property
-    def local_steps(self) -> LocalSteps | None:
-        """The add-on of local steps; hosts tell it which weights are trained."""
-        return self._by_key.get("local")
+    def compared(self, names: Sequence[str]) -> list[str]:
+        """Return those of ``names`` that add-ons compare between ranks after the reduction."""
+        return [name for compared in self._compared for name in compared(names)]
 
-    @property
-    def dense(self) -> bool:
-        """True if an add-on wants gradients of this step to be summed densely."""
-        return any(each.dense for each in self._each)
-
-    def sparsities(self, names: Sequence[str], otherwise: Sequence[Sparsity]) -> Sequence[Sparsity]:
-        """Return the sparsities of tensors in this step; ``otherwise`` are those without add-ons."""
-        for each in reversed(self._each):
-            otherwise = [*map(each.sparsity, names, otherwise)]
-        return otherwise
+    def choose_sparsities(self, tensors: Sequence[PlannedTensor]) -> None:
+        """Change the sparsities of tensors in this step, which are those without add-ons."""
+        for choose in self._sparsity:
+            for each in tensors:
+                if not each.small:
+                    each.sparsity = choose(each.name, each.sparsity)
 
     def before_compression(self, entries: Sequence[tuple[str, Tensor]]) -> None:
-        """Show gradients to the add-ons before they are reduced, also those that the host reduces by itself.
+        """Show gradients to the add-ons before they are reduced, also those that the framework reduces by
+        itself.
 
         Raises:
-            ConfigError: The host has not said what an add-on needs to know.
+            ConfigError: The framework has not said what an add-on needs to know.
         """
-        if self.earlier and self._each:
+        if self.earlier and self._see_gradients:
             entries = [(name, self._of_this_pass(name, tensor)) for name, tensor in entries]
-        for each in self._each:
-            each.before_compression(entries)
+        for see in self._see_gradients:
+            see(entries)
 
-    def after_reduce(self, plan: ReductionPlan) -> None:
-        """Show reduced gradients to the add-ons."""
-        for each in self._each:
-            each.after_reduce(plan)
+    def show_sums(self, plan: ReductionPlan) -> None:
+        """Show the sums of a plan to the add-ons."""
+        for see in self.after_reduce:
+            see(plan)
 
     def _of_this_pass(self, name: str, tensor: Tensor) -> Tensor:
         """Return a gradient, or this rank's part of the node's, without those of earlier passes."""

@@ -13,7 +13,6 @@ from ..compression.feedback import unpacked
 from ..kernels.reference import has_overflow, overflow_flags
 from ..metrics import Record
 from ..transport.bounded_table import BoundedTable
-from .add_ons import AddOns
 from .plan import PlannedTensor, ReductionPlan
 from .stream_group import StreamGroup
 
@@ -23,24 +22,16 @@ class DenseSums:
 
     Args:
         group: Streams and process group.
-        warmup_steps: First optimizer steps, in which gradients are summed densely.
-        add_ons: Add-ons of the reducer, which may want a dense step.
     """
 
-    def __init__(self, group: StreamGroup, warmup_steps: int, add_ons: AddOns) -> None:
-        self._group, self._warmup_steps, self._add_ons = group, warmup_steps, add_ons
-        self._agreed: BoundedTable[None] = BoundedTable()
+    def __init__(self, group: StreamGroup) -> None:
+        self._group = group
+        self._agreed: BoundedTable[int, None] = BoundedTable()
         """Fingerprints of what all ranks were found to sum densely."""
         self._suspects: list[tuple[list[str], Tensor]] = []
         """Names of tensors that were summed, and flags of those that are not finite."""
         self._flushed: set[str] = set()
         """Names of tensors whose loaded residual was added in this step."""
-
-    @property
-    def active(self) -> bool:
-        """True if this step's gradients are summed densely."""
-        starting = self._group.step < self._warmup_steps
-        return self._group.world_size == 1 or starting or self._add_ons.dense
 
     def reduce(self, plan: ReductionPlan, exchange_record: Record) -> None:
         """Sum the tensors of ``plan`` over the ranks; a collective."""
@@ -66,7 +57,7 @@ class DenseSums:
                 self._group.report_nonfinite(name)
         if not skipped:
             for name in self._flushed:
-                del self._group.loaded[name]
+                del self._group.streams.loaded[name]
         self._flushed.clear()
 
     def forget(self) -> None:
@@ -106,7 +97,7 @@ class DenseSums:
     def _add_loaded_residuals(self, plan: ReductionPlan) -> None:
         """Add what a checkpoint of several ranks had not sent: a single rank thresholds nothing."""
         for each in plan.tensors:
-            saved = self._group.loaded.get(each.name)
+            saved = self._group.streams.loaded.get(each.name)
             if saved is not None and saved["residual"] is not None and each.name not in self._flushed:
                 each.tensor.add_(unpacked(saved["residual"]).to(each.tensor))
                 self._flushed.add(each.name)

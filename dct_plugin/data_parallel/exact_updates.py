@@ -26,8 +26,7 @@ from ..codecs.values import ValueDtype
 from ..compression.stream import Encoded, encode_all
 from ..transport.slots import Slots
 from .plan import PlannedTensor, ReductionPlan
-from .stream_group import WrittenTensor
-from .topology import Destination, OwnersToAll
+from .topology import OwnersToAll, WrittenTensor, naming_sender
 
 #: Class in the metrics.
 EXACT_CLASS = "parameter_exact"
@@ -40,7 +39,7 @@ class ChangesToAll(OwnersToAll):
 
     follows = True
 
-    def write(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
+    def encode(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
         group, written = self.group, []
         copies, self.nothing_to_add = group.world_size - 1, None
         self._cut: list[Tensor] = []
@@ -90,47 +89,37 @@ class ChangesToAll(OwnersToAll):
     def largest_messages(self, plan: ReductionPlan) -> list[int]:
         return [sum(map(_most_bytes, plan.views_of(owner))) for owner in range(self.group.world_size)]
 
-    def destinations(self, plan: ReductionPlan) -> list[Destination]:
-        ranks = range(self.group.world_size)
-        return [_ChangedWeights(self.group, [owner], plan.views_of(owner)) for owner in ranks]
+    def add(self, plan: ReductionPlan, messages: Sequence[Tensor]) -> None:
+        group = self.group
+        for owner, message in enumerate(messages):
+            if owner != group.rank:  # whose weights are new already
+                parts = [part for weights in plan.views_of(owner) for part in weights.split(_RECORD)]
+                with naming_sender(group, owner):
+                    group.backend.apply_changes(message, parts)
 
     def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], Tensor]:
-        def add() -> Tensor:  # the tensors of the sums are made then
-            ranks = range(self.group.world_size)
-            found = [_ChangedWeights(self.group, [o], plan.views_of(o)).add_slots(slots) for o in ranks]
-            return torch.cat(found)
+        ranks = range(self.group.world_size)  # the tensors of the sums are made when messages are there
+        return lambda: torch.cat([self._add_slot(plan.views_of(owner), slots, owner) for owner in ranks])
 
-        return add
+    def _add_slot(self, weights: Sequence[Tensor], slots: Slots, owner: int) -> Tensor:
+        """Add the message in the slot of an owner to its weights; return the first words of the slot."""
+        group, bounds = self.group, slots.bounds[owner]
+        if owner == group.rank:
+            return first_words(slots.received, [bounds])
+        with _steps(weights) as outs:
+            return group.backend.prepare_sum(slots.received, [bounds], outs, 1.0, spare=True)()
+
+
+@contextmanager
+def _steps(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Give zeros for the payloads of a message; add the steps that are in them then to the weights."""
+    parts = [part for tensor in weights for part in tensor.split(_PART)]
+    steps = [each.new_zeros((2, each.numel()), dtype=torch.float16) for each in parts]
+    yield [each for both in steps for each in both]
+    for part, both in zip(parts, steps, strict=True):
+        add_steps(part, *both)
 
 
 def _most_bytes(weights: Tensor) -> int:
     """Return the bytes that a message can have for these weights."""
     return sum(record_bound(part.numel()) for part in weights.split(_RECORD))
-
-
-class _ChangedWeights(Destination):
-    """An owner's working weights, which its message changes."""
-
-    def add_messages(self, messages: Sequence[Tensor]) -> None:
-        group, (message,) = self.group, messages
-        if self.senders[0] == group.rank:  # they are new already
-            return
-        with group.naming_sender(self.senders[0]):
-            parts = [part for tensor in self.tensors for part in tensor.split(_RECORD)]
-            group.backend.apply_changes(message, parts)
-
-    def add_slots(self, slots: Slots) -> Tensor:
-        group, bounds = self.group, slots.bounds[self.senders[0]]
-        if self.senders[0] == group.rank:
-            return first_words(slots.received, [bounds])
-        with self._steps() as outs:
-            return group.backend.prepare_sum(slots.received, [bounds], outs, 1.0, spare=True)()
-
-    @contextmanager
-    def _steps(self) -> Iterator[list[Tensor]]:
-        """Give zeros for the payloads of a message; add the steps that are in them then to the weights."""
-        parts = [part for tensor in self.tensors for part in tensor.split(_PART)]
-        steps = [each.new_zeros((2, each.numel()), dtype=torch.float16) for each in parts]
-        yield [each for both in steps for each in both]
-        for part, both in zip(parts, steps, strict=True):
-            add_steps(part, *both)

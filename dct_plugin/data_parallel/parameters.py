@@ -31,10 +31,10 @@ from ..metrics import Record
 from ..transport.slots import Slots
 from .exact_updates import EXACT_CLASS, ChangesToAll
 from .gather_choice import GatherChoice
-from .pending_exchanges import PendingExchanges
-from .plan import PlannedTensor, ReductionPlan, Shard
-from .stream_group import GroupOptions, Ranks, StreamGroup, WrittenTensor
-from .topology import Destination, OwnersToAll
+from .pending_exchanges import exchanges_of
+from .plan import PlannedTensor, ReductionPlan, Shard, Sparsity
+from .stream_group import GroupOptions, Ranks, StreamGroup
+from .topology import OwnersToAll, WrittenTensor, naming_sender
 
 
 class ParameterUpdates(StreamGroup):
@@ -74,9 +74,8 @@ class ParameterUpdates(StreamGroup):
 
             node = NodeRanks(self.nodes, self.device, config.min_numel, self.metrics)
             self._between_nodes = UpdatesBetweenNodes(node, self.layout)
-        self._value_dtype = ValueDtype.parse(self.config.value_dtype)
         self._cls = EXACT_CLASS if self.exact else "parameter"
-        self._exchanges = PendingExchanges(self, self._cls)
+        self._exchanges = exchanges_of(self, self._cls)
         self.choice = GatherChoice(self)
         self._phase: OwnersToAll = ChangesToAll(self) if self.exact else MasterBroadcast(self)
 
@@ -93,7 +92,7 @@ class ParameterUpdates(StreamGroup):
             return self.choice.is_whole(self.step)
         if self.schedule.density(self.step) < 1.0:
             return False
-        lossless = self._value_dtype in (ValueDtype.FP32, ValueDtype.lossless(dtype))
+        lossless = self.value_dtype in (ValueDtype.FP32, ValueDtype.lossless(dtype))
         return lossless or self.step < self.schedule.warmup_steps
 
     def record_full(self, numel: int, element_size: int) -> None:
@@ -136,22 +135,22 @@ class ParameterUpdates(StreamGroup):
         del self._phase.masters  # frees what exact updates were compared with
 
     def _update(self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]]) -> None:
-        between = self._between_nodes
+        between, exchanges = self._between_nodes, self._exchanges
         with self.recorded(self._cls) as exchange_record:
-            with self._exchanges.preparing():
+            with exchanges.preparing():
                 if between is None:
-                    tensors = [PlannedTensor(n, t, s, self.is_small(n, t.numel())) for n, t, s in entries]
+                    sent = entries
                 else:
-                    tensors = [
-                        PlannedTensor(n, t[s.start : s.stop], [owner], self.is_small(n, t.numel()))
-                        for n, t, shards in entries
-                        for s, owner in between.exchanged(shards)
+                    sent = [
+                        (name, weights[shard.start : shard.stop], [owner])
+                        for name, weights, shards in entries
+                        for shard, owner in between.exchanged(shards)
                     ]
+                sparsity = Sparsity(self.schedule.density(self.step))
+                tensors = [PlannedTensor(n, t, s, self.is_small(n, t.numel()), sparsity) for n, t, s in sent]
                 plan = ReductionPlan(self.operation("parameters"), tensors)
-                exchange = self._exchanges.begin([self._phase], plan, exchange_record)
-            exchange.post()
-            self._exchanges.complete(exchange)
-        self._exchanges.finish()
+            exchanges.start([self._phase], plan, exchange_record).wait()
+        exchanges.finish()
         if between is not None:
             between.gather(entries)
 
@@ -174,15 +173,14 @@ class ParameterUpdates(StreamGroup):
 
     def state_dict(self) -> dict[str, Any]:
         """Thresholds and counters of this rank; what is not sent yet follows from the weights."""
-        return {"step": self.step, "streams": self.streams_state()}
+        return {"step": self.step, "streams": self.streams.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None, *, step: int = 0) -> None:
         """Restore :meth:`state_dict`; None measures thresholds anew, ``step`` steps into the training."""
-        self.streams.clear()
         self.forget()
         self.choice.clear()
         self.step = step if state is None else int(state["step"])
-        self.loaded = {} if state is None else dict(state["streams"])
+        self.streams.load({} if state is None else state["streams"])
 
 
 class MasterBroadcast(OwnersToAll):
@@ -205,7 +203,7 @@ class MasterBroadcast(OwnersToAll):
         shard, working, master = self._own[name]
         return shard, self._difference(working, master)
 
-    def write(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
+    def encode(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
         group, written = self.group, []
         density, copies = group.schedule.density(group.step), group.world_size - 1
         owned = [
@@ -218,7 +216,7 @@ class MasterBroadcast(OwnersToAll):
             if each.small:
                 encoded = encode_all(group.backend, next(rounded), writer)
             else:
-                stream = group.stream(each.name)
+                stream = group.streams.named(each.name)
                 self._own[each.name] = shard, working, master
                 difference = self._difference(working, master)
                 encoded = stream.encode(difference, writer, density)
@@ -227,15 +225,22 @@ class MasterBroadcast(OwnersToAll):
             written.append(WrittenTensor(None, name, encoded, stream, dense, [copies]))
         return written
 
-    def destinations(self, plan: ReductionPlan) -> list[Destination]:
-        return [_WeightsOf(self.group, plan, owner) for owner in range(self.group.world_size)]
+    def add(self, plan: ReductionPlan, messages: Sequence[Tensor]) -> None:
+        for owner, message in enumerate(messages):
+            owned = [(each.view(shard), each.small) for each, shard in plan.owned_by(owner)]
+            if replaced := [weights for weights, small in owned if small]:  # which are sent whole
+                torch._foreach_zero_(replaced)
+            weights = [each for each, _ in owned]
+            with naming_sender(self.group, owner):
+                for working, payload in zip(weights, split_message([message], 0, weights), strict=True):
+                    add_payload(self.group.backend, payload, working)
 
     def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
         group, numels = self.group, [stop - start for _, start, stop in tensor.parts]
         if tensor.small:
             return [dense_nbytes(numel, tensor.tensor.dtype) for numel in numels]
         density = group.schedule.density(group.step)
-        return [group.most_bytes(None, numel, density)[0] for numel in numels]
+        return [self.most_bytes(None, numel, density)[0] for numel in numels]
 
     def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], Tensor]:
         add_up = super().prepare_sum(plan, slots)
@@ -256,24 +261,9 @@ class MasterBroadcast(OwnersToAll):
         if group.backend.batches:  # kernels are launched later
             out = torch.empty(working.numel(), dtype=torch.float32, device=group.device)
         else:
-            out = group.scratch.take("difference", working)
+            out = group.streams.scratch.take("difference", working)
         group.backend.difference(master, working, out)
         return out
-
-
-class _WeightsOf(Destination):
-    """An owner's working weights, to which its message is added; small tensors are sent whole."""
-
-    def __init__(self, group: StreamGroup, plan: ReductionPlan, owner: int) -> None:
-        super().__init__(group, [owner], plan.views_of(owner))
-        self._replaced = [each.view(shard) for each, shard in plan.owned_by(owner) if each.small]
-
-    def add_messages(self, messages: Sequence[Tensor]) -> None:
-        if self._replaced:
-            torch._foreach_zero_(self._replaced)
-        with self.group.naming_sender(self.senders[0]):
-            for working, payload in zip(self.tensors, split_message(messages, 0, self.tensors), strict=True):
-                add_payload(self.group.backend, payload, working)
 
 
 def _rounded(masters: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:

@@ -1,109 +1,142 @@
-"""Exchanges whose messages travelled in slots, and that the host has not checked yet.
+"""Exchanges of plans whose messages travel in slots, since their lengths stay on a device.
 
 Lengths, figures and errors of all pending exchanges are read in one copy: those of reductions once in a step,
-when the host framework needs the sums; those of updates of weights before the weights are used again.
+when the framework needs the sums; those of updates of weights before the weights are used again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..codecs.slots import WORDS
 from ..codecs.stats import KERNEL_ERRORS, read_figures
 from ..errors import DesyncError, PayloadError
 from ..kernels.job import GRAD_DTYPES
-from ..metrics import Record
+from ..metrics import Record, profiled
 from ..policy.memory import MOST_PENDING
 from ..transport import lost_ranks
 from ..transport.bounded_table import BoundedTable
-from ..transport.slots import AgreedCapacities, fail
+from ..transport.exchange import Preparation
+from ..transport.slots import AgreedCapacities, Slots, fail
 from .plan import ReductionPlan
-from .plan_exchange import PlanExchange, SendOrder, SentPhase
+from .plan_exchange import Chunk, PlanExchange, PlanExchanges, Sent
 from .stream_group import StreamGroup
 from .topology import Phase
 
 
-class PendingExchanges:
-    """The exchanges of a group: begins them, and checks those that are pending.
+def exchanges_of(
+    group: StreamGroup, cls: str, finished: Callable[[ReductionPlan], None] = lambda _: None
+) -> PlanExchanges:
+    """Return the exchanges of a group, as the lengths of messages are on the host or on a device.
 
     Args:
         group: Streams and process group.
         cls: Class of the exchanges in the metrics.
         finished: Called for each plan whose results are complete.
     """
+    if group.backend.lengths_on_host:
+        return PlanExchanges(group, finished)
+    return PendingExchanges(group, cls, finished)
 
-    def __init__(
-        self, group: StreamGroup, cls: str, finished: Callable[[ReductionPlan], None] = lambda _: None
-    ) -> None:
-        self._group, self._cls, self._finished = group, cls, finished
-        self._capacities: BoundedTable[_Known] = BoundedTable()
+
+class SendOrder:
+    """The order in which a step sends its messages. It is that of the step before, most often."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._last: list[tuple[int, int]] = []
+        self._now: list[tuple[int, int]] = []
+
+    def note(self, step: int, fingerprint: int, phase: int) -> None:
+        """Note that a phase of a chunk is sent."""
+        self.following(step)
+        self._now.append((fingerprint, phase))
+
+    def following(self, step: int) -> list[tuple[int, int]]:
+        """Return the fingerprints and phases that are still to be sent, if the step is like the last one."""
+        if step != self._step:
+            self._step, self._last, self._now = step, self._now, []
+        return self._last[len(self._now) :]
+
+
+class PendingExchanges(PlanExchanges):
+    """Exchanges plans in slots, and checks those that are pending. A plan with a tensor that kernels do not
+    write (fp64) travels with its lengths.
+
+    Args:
+        group, cls, finished: See :func:`exchanges_of`.
+    """
+
+    def __init__(self, group: StreamGroup, cls: str, finished: Callable[[ReductionPlan], None]) -> None:
+        super().__init__(group, finished)
+        self._cls = cls
+        self._capacities: BoundedTable[int, _Known] = BoundedTable()
         """The value of each chunk, by its fingerprint."""
-        self._pending: list[PlanExchange] = []
+        self._pending: list[SlotExchange] = []
         self._kept = 0.0
         """Entries kept by the exchanges since the last check, the same on all ranks."""
-        self._order = SendOrder()
+        self.order = SendOrder()
 
-    def preparing(self) -> AbstractContextManager[None]:
-        """Surround work before the next exchange. The others wait there for headers, or, as in the last step,
-        for slots: an error is told where they wait.
-        """
-        return self._group.exchange.preparing(posts=0, failed=self._fail_next)
+    def preparing(self) -> AbstractContextManager[Preparation]:
+        return self.group.exchange.preparing(posts=0, failed=self._fail_next)
 
     def _fail_next(self) -> None:
         if expected := self._expected():
-            fail(expected, self._group.device)
+            fail(expected, self.group.device)
         else:
-            self._group.exchange.abort()
+            self.group.exchange.abort()
 
     def _expected(self) -> list[AgreedCapacities]:
         """Return the capacities of the slots that this step is still to send, if it is like the last one."""
-        following = self._order.following(self._group.step)
+        following = self.order.following(self.group.step)
         known = self._capacities
         return [known[chunk].of_phases[phase] for chunk, phase in following if known.has(chunk)]
 
-    def begin(self, phases: Sequence[Phase], plan: ReductionPlan, exchange_record: Record) -> PlanExchange:
-        """Return an exchange of a plan, to be posted and given to :meth:`complete`."""
-        group = self._group
-        large = [each for each in plan.tensors if not each.small]
-        for each, sparsity in zip(large, group.sparsities([each.name for each in large]), strict=True):
-            each.sparsity = sparsity
-        chunks = plan.chunks(group.backend.message_entries)
-        in_slots = bool(chunks) and not group.backend.lengths_on_host
-        if in_slots:
-            in_slots = {each.tensor.dtype for each in plan.tensors}.issubset(GRAD_DTYPES)
-            known = [self._capacities.has(chunk.fingerprint) for chunk in chunks]  # all: ranks ask alike
-            if not (in_slots and all(known)):
-                self._compare_unknown(chunks[0].fingerprint)
+    def start(self, phases: Sequence[Phase], plan: ReductionPlan, exchange_record: Record) -> PlanExchange:
+        if not plan.tensors or not {each.tensor.dtype for each in plan.tensors}.issubset(GRAD_DTYPES):
+            self.finish()
+            return super().start(phases, plan, exchange_record)
+        with self.preparing():
+            exchange = self._begun(SlotExchange(self, phases, plan, exchange_record), phases)
+        with exchange.sending():
+            exchange.post()
+        return exchange
+
+    def _begun(self, exchange: SlotExchange, phases: Sequence[Phase]) -> SlotExchange:
+        """Return an exchange with the capacities of its slots, which all ranks know."""
+        plan = exchange.plan
+        chunks = [chunk.plan for chunk in exchange.chunks]
+        known = [self._capacities.has(chunk.fingerprint) for chunk in chunks]  # all: ranks ask alike
+        if not all(known):
+            self._compare_unknown(chunks[0].fingerprint)
         # The stream of a pending tensor needs to know what it sent.
         names = {tensor.name for tensor in plan.tensors} if self._pending else ()
         again = any(t.name in names for each in self._pending for t in each.plan.tensors)
-        if not in_slots or again or self._kept > MOST_PENDING:
+        if again or self._kept > MOST_PENDING:
             self.finish()
         self._kept += sum([each.kept for each in plan.tensors])
-        capacities = [self._agreed(phases, chunk) for chunk in chunks] if in_slots else None
-        return PlanExchange(group, self._order, phases, plan, chunks, exchange_record, capacities)
+        capacities = [self._agreed(phases, chunk) for chunk in chunks]
+        exchange.unsent.extend(of[phase] for phase in range(len(phases)) for of in capacities)
+        return exchange
 
-    def complete(self, exchange: PlanExchange) -> None:
-        """Receive and add up the messages of an exchange, which stays pending if they are in slots."""
-        exchange.finish()
-        if exchange.in_slots:
-            self._pending.append(exchange)
-            return
-        for chunk in exchange.chunks:
-            self._group.give_back(chunk.writers)
-        self._finished(exchange.plan)
+    def pend(self, exchange: SlotExchange) -> None:
+        """Note an exchange whose messages are still to be checked."""
+        self._pending.append(exchange)
 
     def _agreed(self, phases: Sequence[Phase], chunk: ReductionPlan) -> Sequence[AgreedCapacities]:
         """Return the capacities of a chunk's slots, by phase."""
         kept = [(each.sparsity.density, each.tensor.dtype) for each in chunk.tensors]
-        known = self._capacities.get(chunk.fingerprint)
-        if known is None or (known.kept, known.value_bits) != (kept, self._group.value_bits):
+        known, bits = self._capacities.get(chunk.fingerprint), self.group.value_dtype.bits
+        if known is None or (known.kept, known.value_bits) != (kept, bits):
             of_phases = [phase.capacities(chunk) for phase in phases]
-            known = self._capacities[chunk.fingerprint] = _Known(kept, self._group.value_bits, of_phases)
+            known = self._capacities[chunk.fingerprint] = _Known(kept, bits, of_phases)
         return known.of_phases
 
     def _compare_unknown(self, fingerprint: int) -> None:
@@ -113,7 +146,7 @@ class PendingExchanges:
         Raises:
             DesyncError: The others know their plan, or it is another one. They find that in their slots.
         """
-        group, slots_of_others = self._group, self._expected()
+        group, slots_of_others = self.group, self._expected()
         if not slots_of_others:
             group.exchange.agree(fingerprint)
             return
@@ -126,8 +159,6 @@ class PendingExchanges:
             fail(slots_of_others[1:], group.device)
             raise
 
-    # -- finished ---
-
     def finish(self) -> None:
         """Check the pending exchanges.
 
@@ -138,34 +169,104 @@ class PendingExchanges:
         pending, self._pending, self._kept = self._pending, [], 0.0
         if not pending:
             return
-        chunks = [chunk for exchange in pending for chunk in exchange.chunks]
-        stats = [
-            part
-            for chunk in chunks
-            for sent in chunk.sent
-            for each in sent.written
-            for part in each.encoded.stats
-        ]
-        heads = [sent.heads for chunk in chunks for sent in chunk.sent]
+        sent = [each for exchange in pending for chunk in exchange.chunks for each in chunk.sent]
+        stats = [part for each in sent for tensor in each.written for part in tensor.encoded.stats]
         names = [each.name for exchange in pending for each in exchange.plan.tensors]
         which = " to ".join(dict.fromkeys([*names[:1], *names[-1:]]))
         what = f"exchange of messages of {len(names)} tensors, {which},"
-        with self._group.exchange.guard(what):  # here the host waits, not where it sends
-            lost_ranks.await_device(self._group.device, self._group.exchange.peers.group)
-            words = iter(read_figures(stats, heads))
-        with self._group.recorded(self._cls) as exchange_record:
+        with self.group.exchange.guard(what):  # here the host waits, not where it sends
+            lost_ranks.await_device(self.group.device, self.group.exchange.peers.group)
+            words = iter(read_figures(stats, [each.heads for each in sent]))
+        with self.group.recorded(self._cls) as exchange_record:
             for exchange in pending:
-                for chunk in exchange.chunks:
-                    for sent in chunk.sent:
-                        self._check(chunk.plan, sent, next(words))
-                        self._group.account(sent.written, exchange_record)
-                    self._group.give_back(chunk.writers)
-                self._finished(exchange.plan)
+                exchange.check(words, exchange_record)
 
-    def _check(self, plan: ReductionPlan, sent: SentPhase, words: Sequence[int]) -> None:
+
+@dataclass
+class SentInSlots(Sent):
+    """The messages of one phase of a chunk, in slots.
+
+    Attributes:
+        slots, capacities: The slots.
+        add_up: Adds up the messages in slots, see :meth:`.Phase.prepare_sum`.
+        heads: int64 [ranks, WORDS]: the first words of the slot from each sender, the last of which is what
+            kernels found wrong with its message.
+    """
+
+    slots: Slots = field(init=False)
+    capacities: AgreedCapacities = field(init=False)
+    add_up: Callable[[], Tensor] = field(init=False)
+    heads: Tensor = field(init=False)
+
+
+class SlotExchange(PlanExchange):
+    """The exchange of one plan in slots.
+
+    Attributes:
+        unsent: Capacities of the slots that are still to be sent, in order.
+    """
+
+    def __init__(
+        self,
+        exchanges: PendingExchanges,
+        phases: Sequence[Phase],
+        plan: ReductionPlan,
+        exchange_record: Record,
+    ) -> None:
+        super().__init__(exchanges, phases, plan, exchange_record)
+        self._pending = exchanges
+        self.unsent: deque[AgreedCapacities] = deque()
+
+    def sending(self) -> AbstractContextManager[Preparation]:
+        """Surround the work that sends slots: the other ranks, which wait for them, are told of an error."""
+        return self._group.exchange.preparing(posts=0, failed=lambda: fail(self.unsent, self._group.device))
+
+    def _preparing(self, posts: int) -> AbstractContextManager[Preparation]:
+        return self.sending()
+
+    def _done(self) -> None:
+        self._pending.pend(self)
+
+    def _send(self, phase: Phase, chunk: Chunk) -> None:
+        group, plan, writer = self._group, chunk.plan, chunk.writers[phase.to_all]
+        # Payloads, slots and the coming sum are one batch, of which one table goes to the device: before the
+        # messages do, on their stream. What is to run behind messages that arrive runs behind that copy, too.
+        with profiled("dct.select"), group.backend.batched():
+            sent = SentInSlots(phase, phase.encode(plan, writer))
+            sent.capacities = self.unsent[0]
+            sent.slots = slots = sent.capacities.slots(group.device)
+            fingerprint = group.at_step(plan.fingerprint)
+            bounds, nothing = slots.bounds_to, phase.nothing_to_add
+            group.backend.write_slots(writer, slots.memory, bounds, fingerprint, nothing)
+            sent.add_up = phase.prepare_sum(plan, slots)
+        self.unsent.popleft()
+        self._pending.order.note(group.step, plan.fingerprint, self._phases.index(phase))
+        with self._record.timed("exchange"):
+            slots.send(group.exchange)
+        chunk.sent.append(sent)
+
+    def _receive(self, chunk: Chunk) -> list[Tensor]:
+        return []
+
+    def _add(self, chunk: Chunk, messages: Sequence[Tensor]) -> None:
+        sent = chunk.sent[-1]
+        with self._record.timed("decode"):
+            sent.heads = sent.add_up()
+
+    def check(self, words: Iterator[Sequence[int]], exchange_record: Record) -> None:
+        """Check the messages, whose first words in their slots are the next of ``words``; record them.
+
+        Raises:
+            DesyncError, PayloadError: See :meth:`PendingExchanges.finish`.
+        """
+        for chunk in self.chunks:
+            for sent in chunk.sent:
+                self._check(chunk.plan, sent, next(words))
+                self._exchanges.account(sent.written, exchange_record)
+        super()._done()
+
+    def _check(self, plan: ReductionPlan, sent: SentInSlots, words: Sequence[int]) -> None:
         """Check the messages of a phase, as the first words of their slots say."""
-        assert sent.slots is not None
-        assert sent.capacities is not None
         heads = [words[first : first + WORDS] for first in range(0, len(words), WORDS)]
         phase, room = sent.phase, sent.slots.layout.room_from
         bounds = None if phase.follows else room

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -99,7 +98,7 @@ def shards_in(start: int, numel: int, each: int) -> Shards:
     return Shards([Shard(r, *bounds) for r, bounds in zip(owners, ends, strict=True)])
 
 
-_Tensors: TypeAlias = tuple[tuple[str, int, Shards], ...]
+_Tensors: TypeAlias = tuple[tuple[str, int, Shards], ...] | Key
 """Name, entries and shards of each tensor."""
 
 
@@ -194,14 +193,17 @@ class ReductionPlan:
     """Names of tensors that add-ons compare between ranks after the reduction."""
     sums_everywhere: bool = True
     """True if every rank gets the whole sums; otherwise each owner gets its part."""
+    key: Key | None = None
+    """Name, entries and parts of each tensor, where they are known."""
     sums: list[Tensor] | None = None
     """Memory for the sums of the shards of this rank, if it sends them on."""
     fingerprint: int = field(init=False)
     owners: Owners = field(init=False)
 
     def __post_init__(self) -> None:
-        tensors = tuple([(each.name, each.numel, each.parts) for each in self.tensors])
-        self.fingerprint, self.owners = _known(self.operation, tensors, tuple(self.compared))
+        if self.key is None:
+            self.key = Key([(each.name, each.numel, each.parts) for each in self.tensors])
+        self.fingerprint, self.owners = _known(self.operation, self.key, tuple(self.compared))
 
     def chunks(self, entries: float) -> list[ReductionPlan]:
         """Cut the plan, in order, between tensors: while the message of a chunk travels, the next is made.
@@ -210,7 +212,10 @@ class ReductionPlan:
             entries: Entries sent that are worth a message of their own; more in tensors of many parts, since
                 each part has a message.
         """
-        if entries == math.inf:
+        kept = 0.0
+        for tensor in self.tensors:
+            kept += tensor.numel * tensor.sparsity.density
+        if kept < entries:
             return [self]
         parts = max((len(tensor.parts) for tensor in self.tensors), default=1)
         entries *= max(1.0, parts / MESSAGES_OF_CHUNK)

@@ -1,12 +1,13 @@
 """The reducer: gradients of a data-parallel group, summed through compressed messages.
 
-A reducer has topologies (which rank sends what to whom: :mod:`.topologies`), exchanges of their messages
-(:mod:`.plan_exchange`) and add-ons (:mod:`.add_ons`).
+A bucket's way: :class:`Reduction` has its tensors planned (:mod:`.planner`) and the plans exchanged
+(:mod:`.plan_exchange`): a phase of their topology (:mod:`.topologies`) encodes them into messages, which
+travel, and adds those that arrive. Add-ons (:mod:`.add_ons`) see gradients, plans and sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,31 +16,28 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import checkpoint
-from ..compression.stream import Compressor
+from ..compression.stream import as_flat
 from ..config import DataParallelConfig
 from ..console import logger
 from ..errors import DCTError
 from ..host_traffic import bytes_sent
-from ..kernels.checks import PACK_BLOCK
 from ..metrics import Record
 from ..transport.transports import GroupPeers
-from .add_on import AddOn, ReducerContext
+from .add_on import ReducerContext
 from .add_ons import AddOns
 from .dense_sums import DenseSums
-from .pending_exchanges import PendingExchanges
-from .plan import Entries, PlannedTensor, ReductionPlan, Shard, Sparsity, shards_of
+from .pending_exchanges import exchanges_of
+from .plan import Entries, ReductionPlan, Shard
 from .plan_exchange import PlanExchange
+from .planner import Planner
 from .stream_group import GroupOptions, Ranks, StreamGroup
 from .topologies import Topologies
-from .topology import Topology
+from .topology import Phase
 
 if TYPE_CHECKING:
     from .nodes.sums import NodeSums
 
 _Shards = Sequence[Sequence[Shard]]
-
-#: Bytes of tensors below ``min_numel`` in a bucket that are worth two exchanges of their own.
-SMALL_APART = 4096
 
 
 class GradientReducer(StreamGroup):
@@ -78,18 +76,21 @@ class GradientReducer(StreamGroup):
         self._sends_gradients = config.exchange_of == "gradients"
         self.flushed = False
         """True if a step has brought all that residuals held, after :meth:`flush`."""
-        self._flushes = False
         self.node_sums: NodeSums | None = None
         if self.nodes is not None:
             from .nodes.ranks import NodeRanks
-            from .nodes.sums import NodeSums
 
             self.node = NodeRanks(self.nodes, self.device, self.settings.min_numel, self.metrics)
-            self.node_sums = NodeSums(self.node, self)
         self.topologies = Topologies(self)
         self.add_ons = AddOns(ReducerContext(self, self.config, self.topologies, optimizer))
-        self._dense = DenseSums(self, self.config.dense_steps, self.add_ons)
-        self.exchanges = PendingExchanges(self, "gradient", self.add_ons.after_reduce)
+        self.planner = Planner(self, self.topologies, self.add_ons)
+        self.dense_sums = DenseSums(self)
+        self.exchanges = exchanges_of(self, "gradient", self.add_ons.show_sums)
+        if self.node is not None:
+            from .nodes.sums import NodeSums
+
+            self.node_sums = NodeSums(self.node, self, self.exchanges.preparing)
+        self.begin_step(self.step)
 
     # -- collectives ---
 
@@ -151,8 +152,12 @@ class GradientReducer(StreamGroup):
         self.exchanges.finish()
 
     def return_to_residual(self, entries: Entries) -> None:
-        super().return_to_residual(entries)
+        """Add to the residuals what an exchange left in these tensors, where no rank used it."""
         for name, tensor in entries:
+            flat = as_flat(tensor)
+            if self.node is not None:
+                flat = flat[slice(*self.node.part(name, flat.numel()))]
+            self.streams.add_to_residual(name, flat)
             for each in self.add_ons:
                 each.returned(name, tensor)
 
@@ -160,7 +165,7 @@ class GradientReducer(StreamGroup):
         """Send all gradients and residuals from the next step on, before the host continues without this
         reducer; call it on every rank.
         """
-        self._flushes = True
+        self.planner.sends_all = True
         local = self.add_ons.local_steps
         if local is not None and local.has_unsent:
             self.set_value_dtype("int8")
@@ -169,62 +174,28 @@ class GradientReducer(StreamGroup):
         for each in self.add_ons:
             each.flush()
         self.set_value_dtype("fp32")
+        self.begin_step(self.step)
 
     # -- the steps of a reduction ---
 
-    def preparing(self) -> AbstractContextManager[None]:
-        return self.exchanges.preparing()
+    def plan(
+        self, entries: Entries, scale: float, shards: _Shards | None
+    ) -> Sequence[tuple[Sequence[Phase], ReductionPlan]]:
+        """Show gradients to the add-ons; return the plans of their exchange and its phases, none where this
+        step sends no messages.
+        """
+        with self.exchanges.preparing():
+            self.add_ons.before_compression(entries)
+            local = self.add_ons.local_steps
+            if self.is_dense or (local is not None and local.alone):
+                return ()
+            return self.planner.plan(entries, scale, shards)
 
-    def sparsities(self, names: Sequence[str]) -> Sequence[Sparsity]:
-        """Return the sparsities of tensors in this step."""
-        if self._flushes:
-            return [Sparsity(1.0)] * len(names)
-        return self.add_ons.sparsities(names, super().sparsities(names))
-
-    def post(
-        self,
-        topology: Topology,
-        entries: Entries,
-        scale: float,
-        shards: _Shards | None,
-        exchange_record: Record,
-    ) -> PlanExchange:
-        """Send the messages of tensors that are exchanged together."""
-        with self.preparing():
-            tensors = []
-            for index, (name, tensor) in enumerate(entries):
-                small = self.is_small(name, numel := tensor.numel())
-                parts = topology.shards(name, numel, small=small) if shards is None else shards[index]
-                tensors.append(PlannedTensor(name, tensor, parts, small))
-            large = [each.name for each in tensors if not each.small]
-            plan = ReductionPlan(
-                self.operation(topology.name + (" between nodes" if self.node else "")),
-                tensors,
-                scale * self.ranks_inside,
-                [name for each in self.add_ons for name in each.compared(large)],
-                topology.sums_everywhere,
-            )
-        for add_on in self.add_ons:
-            add_on.before_reduce(plan)
-        with self.preparing():
-            exchange = self.exchanges.begin(topology.phases, plan, exchange_record)
-        exchange.post()
-        return exchange
-
-    def reduce_dense(self, entries: Entries, scale: float, exchange_record: Record) -> bool:
-        """Sum tensors as the host framework would, if this step is dense; return whether it is."""
-        if not self._dense.active:
-            return False
-        tensors = [PlannedTensor(n, t, shards_of(n, t.numel(), 1), False) for n, t in entries]
-        plan = ReductionPlan(self.operation("dense"), tensors, scale * self.ranks_inside)
-        self._dense.reduce(plan, exchange_record)
-        return True
-
-    def keep(self, entries: Entries, scale: float) -> bool:
-        """Leave gradients as those of this rank alone, if they stay there in this step; return whether."""
+    def keep(self, entries: Entries, scale: float) -> None:
+        """Leave gradients as those of this rank alone, if they stay there in this step."""
         local = self.add_ons.local_steps
         if local is None or not local.alone:
-            return False
+            return
         factor = scale * self.group_size * local.shorten([name for name, _ in entries])
         for _, tensor in entries if factor != 1.0 else ():
             tensor.mul_(factor)
@@ -232,7 +203,6 @@ class GradientReducer(StreamGroup):
             nbytes = (1 - local.counted) * sum(tensor.nbytes for _, tensor in entries)
             dense = bytes_sent("all_reduce", nbytes, self.world_size, gloo=self.device.type == "cpu")
             self.metrics.record(Record("gradient_local", dense))
-        return True
 
     def shared_weight(self, name: str, own: Tensor) -> Tensor:
         """Return a weight as all ranks hold it: the common one under local steps, else ``own``."""
@@ -255,17 +225,32 @@ class GradientReducer(StreamGroup):
             reduced_at: Loss scale of the gradients reduced in this step, for hosts that learn it only now.
         """
         self.finish()
-        self._dense.end_step(skipped=skipped)
-        self.flushed |= self._flushes and not skipped
+        self.dense_sums.end_step(skipped=skipped)
+        self.flushed |= self.planner.sends_all and not skipped
         if self.metrics is not None:
             self.metrics.starting = self.schedule.starting(self.step)
         if reduced_at is not None:
             self.loss_scale = reduced_at
-        self._close(skipped=skipped)
+        self.add_ons.earlier.clear()
+        if self._sends_gradients:
+            self.streams.end_step(self.waiting, skipped=skipped)
+        for each in self.add_ons:
+            each.end_step(skipped=skipped and self.streams.transactional)
+        if skipped and self.config.nonfinite_action == "skip":
+            self.nonfinite_reported = False  # the next one may be another rank's and parameter's
         if loss_scale is not None:
             self.rescale(loss_scale)
-        self.step += 1
+        self.begin_step(self.step + 1)
         self._exchange_progress()
+
+    def begin_step(self, step: int) -> None:
+        """Decide what the reductions of a step have in common; ``step`` is the number of those before it."""
+        self.step = step
+        self.planner.begin_step()
+        self.add_ons.begin_step()
+        starting = step < self.config.dense_steps
+        self.is_dense = self.world_size == 1 or starting or self.add_ons.dense
+        """True if gradients of this step are summed densely."""
 
     def _exchange_progress(self) -> None:
         local = self.add_ons.local_steps
@@ -282,7 +267,7 @@ class GradientReducer(StreamGroup):
                 in one, and cannot be told apart any more: residuals are set to zero.
         """
         self.finish()
-        for stream in self.streams_of(names):
+        for stream in self.streams.of(names):
             stream.end_step(skipped=True)
             if lost and stream.residual is not None:
                 stream.residual.clear()
@@ -292,20 +277,13 @@ class GradientReducer(StreamGroup):
     def commit(self, names: Collection[str]) -> None:
         """Close the step of these tensors, whose optimizer stepped after the step was counted."""
         self.finish()
-        for stream in self.streams_of(names) if self.transactional else ():
+        for stream in self.streams.of(names) if self.streams.transactional else ():
             stream.end_step()
         self._exchange_progress()
 
-    def residual_bytes(self, sizes: Mapping[str, int]) -> float:
-        """Return the memory of one residual of the tensors with these numbers of entries."""
-        if not self.config.feedback.keeps_residual:
-            return 0.0
-        per_entry = {"bf16": 2.0, "int8": 1.0 + 1.0 / PACK_BLOCK}.get(self.config.residual_dtype, 4.0)
-        return per_entry * sum(numel for name, numel in sizes.items() if not self.is_small(name, numel))
-
     def reject_step(self) -> None:
         """Close a step that no optimizer made, after :meth:`undo` of its tensors; it is not counted."""
-        self._dense.end_step(skipped=True)
+        self.dense_sums.end_step(skipped=True)
         self.add_ons.earlier.clear()
         for each in self.add_ons:
             each.end_step(skipped=True)
@@ -316,32 +294,19 @@ class GradientReducer(StreamGroup):
         """
         ratio, self.loss_scale = loss_scale / self.loss_scale, loss_scale
         if ratio != 1.0 and self._sends_gradients:
-            self.loaded = dict(checkpoint.in_unit({"streams": self.loaded}, ratio)["streams"])
-            kept: list[Compressor | AddOn] = [*self.streams.values(), *self.add_ons]
-            for each in kept:  # a list, since add-ons may change streams
+            self.streams.rescale(ratio)
+            for each in self.add_ons:
                 each.rescale(ratio)
-
-    def _close(self, *, skipped: bool) -> None:
-        self.add_ons.earlier.clear()
-        # Streams that cannot be undone have nothing to keep or to restore.
-        streams = self.streams if self.transactional and self._sends_gradients else {}
-        waiting = set(self.streams_of(self.waiting)) if self.waiting else ()
-        for stream in list(streams.values()):
-            if stream not in waiting:
-                stream.end_step(skipped=skipped)
-        for each in self.add_ons:
-            each.end_step(skipped=skipped and self.transactional)
-        if skipped and self.config.nonfinite_action == "skip":
-            self.nonfinite_reported = False  # the next one may be another rank's and parameter's
 
     # -- state ---
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals, thresholds and counters of this rank (each rank has its own)."""
-        add_ons = {each.key: each.state_dict() for each in self.add_ons if each.key}
-        state = {"step": self.step, "loss_scale": self.loss_scale, "streams": self.streams_state(), **add_ons}
+        streams = self.streams.state_dict()
+        state = {"step": self.step, "loss_scale": self.loss_scale, "streams": streams}
+        state |= {each.key: each.state_dict() for each in self.add_ons if each.key}
         if self.node is not None:
-            state |= {"layout": self.layout, "parts": self.node.state_dict(state["streams"])}
+            state |= {"layout": self.layout, "parts": self.node.state_dict(streams)}
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, loss_scale: float | None = None) -> None:
@@ -361,23 +326,24 @@ class GradientReducer(StreamGroup):
                 f"{self.layout or 'none'} now; save and load files, which spread the residuals anew"
             )
         self.finish()
-        self._dense.forget()
-        scale = state["loss_scale"] if loss_scale is None else loss_scale
-        self.step, self.loss_scale = state["step"], scale
+        self.dense_sums.forget()
+        self.loss_scale = scale = state["loss_scale"] if loss_scale is None else loss_scale
+        self.step = state["step"]
         if self._sends_gradients:
             state = checkpoint.in_unit(state, scale / state["loss_scale"])
-        self.streams.clear()
-        self.loaded = dict(state["streams"])
+        loaded = dict(state["streams"])
         if self.node is not None:
-            self.loaded = self.node.own_parts(self.loaded, state.get("parts"))
+            loaded = self.node.own_parts(loaded, state.get("parts"))
+        self.streams.load(loaded)
         for each in self.add_ons:
             if each.key:
                 saved = each.in_unit(state.get(each.key), state.get("ratio", 1.0))
                 each.load_state_dict(saved, step=self.step)
-        kept = sum(each.get("residual") is not None for each in self.loaded.values())
+        self.begin_step(self.step)
+        kept = sum(each.get("residual") is not None for each in loaded.values())
         # torchft restores states in mid-run, and may have no default process group.
         is_first = isinstance(self.exchange.peers, GroupPeers) and dist.get_rank() == 0
-        if self.step and (kept or not self.loaded) and is_first:
+        if self.step and (kept or not loaded) and is_first:
             what = f"the residuals of {kept} tensors, for {self.world_size} ranks or nodes"
             logger.warning(f"dct: resumed at step {self.step} with {what}; {self.schedule.rest(self.step)}")
 
@@ -400,8 +366,6 @@ class Reduction:
         self._reducer, self._entries, self._scale, self._shards = reducer, entries, scale, shards
         self._exchange_record = Record("gradient")
         self._exchanges: list[PlanExchange] | None = None
-        topologies = reducer.topologies
-        self._topology: Topology = topologies.all_reduce if shards is None else topologies.scatter
 
     def post(self) -> None:
         """Send the messages of all tensors. Gradients become zeros; a dense step sums them now.
@@ -410,19 +374,19 @@ class Reduction:
             DesyncError, PayloadError: See :meth:`~GradientReducer.all_reduce`.
         """
         reducer, entries, shards = self._reducer, self._entries, self._shards
-        exchange_record = self._exchange_record
+        scale, exchange_record = self._scale, self._exchange_record
         self._exchanges = []
         with reducer.recording(exchange_record):
             if reducer.node_sums is not None:
                 entries, shards = reducer.node_sums.reduce_in_node(entries, shards, exchange_record)
             with self._telling_node():
-                with reducer.preparing():
-                    reducer.add_ons.before_compression(entries)
-                summed = reducer.reduce_dense(entries, self._scale, exchange_record)
-                if not summed and not reducer.keep(entries, self._scale):
-                    for topology, tensors in self._by_topology(entries):
-                        exchange = reducer.post(topology, tensors, self._scale, shards, exchange_record)
-                        self._exchanges.append(exchange)
+                plans = reducer.plan(entries, scale, shards)
+                if reducer.is_dense:
+                    reducer.dense_sums.reduce(reducer.planner.dense(entries, scale), exchange_record)
+                elif not plans:
+                    reducer.keep(entries, scale)
+                for phases, plan in plans:
+                    self._exchanges.append(reducer.exchanges.start(phases, plan, exchange_record))
 
     def finish(self) -> None:
         """Receive the messages and add them up; posts them first, unless that has been done.
@@ -435,29 +399,13 @@ class Reduction:
         reducer = self._reducer
         with reducer.recording(self._exchange_record), self._telling_node():
             for exchange in self._exchanges or ():
-                reducer.exchanges.complete(exchange)
+                exchange.wait()
             if reducer.node_sums is not None:
                 reducer.node_sums.gather_in_node(self._exchange_record)
         if reducer.metrics is not None:
             reducer.metrics.record(self._exchange_record)
 
-    def _telling_node(self) -> AbstractContextManager[None]:
+    def _telling_node(self) -> AbstractContextManager[Any]:
         """Surround work whose results the other ranks of the node wait for: they are told of an error."""
         node = self._reducer.node
         return nullcontext() if node is None else node.failing_together()
-
-    def _by_topology(self, entries: Entries) -> list[tuple[Topology, Entries]]:
-        """Divide the entries, in order, into those that are exchanged together.
-
-        The direct topology would send a tensor below ``min_numel`` whole to every rank. With more than two
-        ranks fewer bytes cross when an owner sums it: those of a ring.
-        """
-        reducer, for_small = self._reducer, self._reducer.topologies.small
-        if self._shards is not None or for_small is None:
-            return [(self._topology, entries)]
-        small = [each for each in entries if reducer.is_small(each[0], each[1].numel())]
-        if sum([tensor.nbytes for _, tensor in small]) < SMALL_APART:
-            return [(self._topology, entries)]
-        large = [each for each in entries if not reducer.is_small(each[0], each[1].numel())]
-        parts: list[tuple[Topology, Entries]] = [(self._topology, large), (for_small, small)]
-        return parts if large else parts[1:]

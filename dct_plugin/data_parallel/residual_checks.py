@@ -86,19 +86,14 @@ class ResidualChecks(AddOn):
         served = keeps and group.world_size > 1 and group.backend.lengths_on_host
         return cls(context, config.verify) if served and config.verify is not None else None
 
-    @property
-    def _looks(self) -> bool:
-        """True if gradients of this step are looked at."""
-        return self._verify.conservation or self._is_due
-
-    @property
-    def _is_due(self) -> bool:
+    def begin_step(self) -> None:
         step, start = self._group.step + 1, self._config.dense_steps
         is_known = step <= start + 1  # after the first gradient the delay is below one step
-        return self._verify.is_due(step, start) and (self._verify.conservation or not is_known)
+        self._is_due = self._verify.is_due(step, start) and (self._verify.conservation or not is_known)
+        self.looks = self._verify.conservation or self._is_due
 
     def before_reduce(self, plan: ReductionPlan) -> None:
-        for tensor in plan.tensors if self._looks else ():
+        for tensor in plan.tensors:
             if tensor.small:
                 continue
             sample = self._samples.get(tensor.name)
@@ -110,7 +105,7 @@ class ResidualChecks(AddOn):
             sample.is_open = True
 
     def after_reduce(self, plan: ReductionPlan) -> None:
-        for tensor in plan.tensors if self._looks and plan.scale else ():
+        for tensor in plan.tensors if plan.scale else ():
             if (sample := self._samples.get(tensor.name)) is None or tensor.small:
                 continue
             total = tensor.tensor[sample.at].double() / plan.scale
@@ -123,7 +118,7 @@ class ResidualChecks(AddOn):
 
     def returned(self, name: str, flat: Tensor) -> None:
         """Note what was added to a residual, since no rank used it."""
-        if self._looks and (sample := self._samples.get(name)) is not None:
+        if self.looks and (sample := self._samples.get(name)) is not None:
             sample.lost += flat[sample.at].double()
 
     def undo(self, names: Collection[str], *, lost: bool) -> None:
@@ -161,12 +156,12 @@ class ResidualChecks(AddOn):
         held, at = torch.zeros_like(sample.expected), sample.at
         stream = group.streams.get(name)
         if stream is not None and stream.residual is not None:
-            held += stream.residual.show(group.scratch, "pass")[at]
+            held += stream.residual.show(group.streams.scratch, "pass")[at]
         for shard, key in self._topologies.all_reduce.owner_residuals(name, sample.numel):
             stream = group.streams.get(key)
             if stream is not None and stream.residual is not None:
                 inside = (at >= shard.start) & (at < shard.stop)
-                held[inside] += stream.residual.show(group.scratch, "pass")[at[inside] - shard.start]
+                held[inside] += stream.residual.show(group.streams.scratch, "pass")[at[inside] - shard.start]
         return held
 
     def _check(self, gradients: dict[str, Tensor]) -> None:

@@ -6,53 +6,31 @@ Reductions of gradients and updates of weights have them in common.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ..codecs.message import Key, MessageWriter
 from ..codecs.values import ValueDtype
-from ..compression.feedback import ScratchBuffers
-from ..compression.stream import Compressor, Encoded, as_flat, backend_of, parts_of
+from ..compression.stream import backend_of
 from ..config import DataParallelConfig, KernelConfig
 from ..console import logger
-from ..errors import ConfigError, PayloadError
-from ..metrics import TENSOR, Metrics, Record
+from ..errors import ConfigError
+from ..metrics import Metrics, Record
 from ..transport import Exchange
 from ..transport.agreement import ranks_in_words
 from ..transport.nodes import Nodes, layout_of
 from ..transport.transports import GroupPeers, Peers
-from .plan import Entries, Sparsity, fingerprint_of
+from .plan import fingerprint_of
+from .streams import Streams
 
 if TYPE_CHECKING:
     from .nodes.ranks import NodeRanks
 
 #: The ranks that exchange messages, as a host names them.
 Ranks: TypeAlias = dist.ProcessGroup | Peers | Nodes | None
-
-
-class WrittenTensor(NamedTuple):
-    """One tensor in a message, to be recorded when the message is complete."""
-
-    name: str | None
-    """Name of a gradient of this rank, to be named where it is not finite. None for weights and for answers
-    of owners, which are not finite because of other ranks.
-    """
-    cls: str
-    """Class in the metrics."""
-    encoded: Encoded
-    stream: Compressor | None
-    dense_bytes: float
-    """Bytes that the host would have sent."""
-    copies: Sequence[int]
-    """Number of ranks that each payload is sent to."""
-    label: str = ""
-    """Share of the class under which it is recorded besides."""
 
 
 class GroupOptions(TypedDict, total=False):
@@ -114,28 +92,19 @@ class StreamGroup:
         """Optimizer steps so far."""
         self.loss_scale = 1.0
         """Factor that the host multiplies into the gradients."""
-        self.streams: dict[str, Compressor] = {}
-        """By name: one for each tensor that this rank sends by itself."""
+        self.streams = Streams(settings, self.rank, kernels, transactional=transactional)
         self.host_collective = "reduce_scatter"
-        """Collective by which the host would give owners their sums; for the metrics."""
-        self.kernels = kernels
+        """Collective by which the framework would give owners their sums; for the metrics."""
         self.backend = backend_of(kernels, self.device)
-        self._value_dtype = value_dtype = ValueDtype.parse(settings.value_dtype)
-        self.value_bits = value_dtype.bits
-        """The fewest bits of a selected value."""
-        if value_dtype not in self.backend.value_dtypes:
+        self.value_dtype = ValueDtype.parse(settings.value_dtype)
+        """The type of the selected values."""
+        if self.value_dtype not in self.backend.value_dtypes:
             raise ConfigError(
                 f"dct.data_parallel.value_dtype = '{settings.value_dtype}': the kernels for "
                 f"{self.device.type} tensors ({self.backend.name}) do not write it"
             )
-        self.transactional = transactional
-        """True if steps can be taken back, with a second residual."""
         self.waiting: Collection[str] = ()
         """Names of tensors whose gradients wait for their optimizer: the end of a step leaves them open."""
-        self.scratch = ScratchBuffers()
-        self._spare_writers: list[tuple[MessageWriter, MessageWriter]] = []
-        self.loaded: dict[str, dict[str, Any]] = {}
-        """Loaded states of streams that were not used since."""
         self.nonfinite_reported = False
         self.reduce_seconds = 0.0
         """Time so far in reductions, in the thread that runs them."""
@@ -154,100 +123,16 @@ class StreamGroup:
         if dense:
             self.streams.clear()
 
-    def streams_state(self) -> dict[str, Any]:
-        """Return the states of all streams, also of those that were loaded and not used since."""
-        return {**self.loaded, **{name: stream.state_dict() for name, stream in self.streams.items()}}
-
-    def stream(self, name: str) -> Compressor:
-        """Return the stream of a tensor, made when it is first asked for."""
-        stream = self.streams.get(name)
-        if stream is None:
-            stream = Compressor(
-                self.settings,
-                name=name,
-                rank=self.rank,
-                kernels=self.kernels,
-                transactional=self.transactional,
-                scratch=self.scratch,
-            )
-            if name in self.loaded:
-                stream.load_state_dict(self.loaded.pop(name))
-            self.streams[name] = stream
-        return stream
-
-    def streams_of(self, names: Collection[str]) -> list[Compressor]:
-        """Return the streams of tensors, also those of the parts of their sums that this rank owns."""
-        wanted = set(names)
-        return [each for key, each in self.streams.items() if wanted & {key, key.rpartition("[")[0]}]
-
-    def arm(self) -> None:
-        """Keep a second residual from the next step on, so that steps can be taken back."""
-        if not self.transactional:
-            self.transactional = True
-            for stream in self.streams.values():
-                stream.arm()
-
-    @property
-    def answer_dtype(self) -> ValueDtype:
-        """The type of the sums that owners send back; signs lose too much of them."""
-        return ValueDtype.INT2 if self._value_dtype is ValueDtype.SIGN else self._value_dtype
-
-    def most_bytes(
-        self, bounds: Key | None, numel: int, density: float, value_dtype: ValueDtype | None = None
-    ) -> Sequence[int]:
-        """Return the most bytes of the payloads that :meth:`.Compressor.encode` writes of parts."""
-        return parts_of(
-            bounds, numel, density, value_dtype or self._value_dtype, self.backend.most_kept
-        ).nbytes
-
-    def take_writers(self) -> tuple[MessageWriter, MessageWriter]:
-        """Return empty message writers: of a message for each rank, and of one for all of them."""
-        device = self.device
-        spare = self._spare_writers or [(MessageWriter(device, self.world_size), MessageWriter(device))]
-        for writer in (writers := spare.pop()):
-            writer.clear()
-        return writers
-
-    def give_back(self, writers: tuple[MessageWriter, MessageWriter]) -> None:
-        """Take back writers whose messages have left."""
-        self._spare_writers.append(writers)
-
     def set_value_dtype(self, value_dtype: str) -> None:
         """Send the kept values of all streams in another type from now on."""
         self.settings = self.settings.model_copy(update={"value_dtype": value_dtype})
-        self._value_dtype = ValueDtype.parse(value_dtype)
-        self.value_bits = self._value_dtype.bits
-        for stream in self.streams.values():
-            stream.set_value_dtype(value_dtype)
-
-    def return_to_residual(self, entries: Sequence[tuple[str, Tensor]]) -> None:
-        """Add to the residuals what an exchange left in these tensors, where no rank used it."""
-        for name, tensor in entries:
-            stream, flat = self.streams.get(name), as_flat(tensor)
-            if self.node is not None:
-                flat = flat[slice(*self.node.part(name, flat.numel()))]
-            if stream is not None and stream.residual is not None:
-                stream.residual.add(flat)
-
-    def node_mean_parts(self, entries: Entries) -> Entries:
-        """Return what this rank brings into an exchange of gradients, which stay as they are: themselves, or
-        its part of the mean of its node's; a collective.
-        """
-        return entries if self.node is None else self.node.means(entries)
+        self.value_dtype = ValueDtype.parse(value_dtype)
+        self.streams.set_value_dtype(self.value_dtype)
 
     def is_small(self, name: str, numel: int) -> bool:
         """Return whether a tensor is sent dense, of which so many entries take part in the exchange."""
         numel = numel if self.node is None else self.node.sizes.get(name, numel)
         return numel < self.settings.min_numel
-
-    @property
-    def ranks_inside(self) -> int:
-        """Number of ranks whose mean takes part in the exchange in place of one rank's gradient."""
-        return 1 if self.node is None else self.node.size
-
-    def sparsities(self, names: Sequence[str]) -> Sequence[Sparsity]:
-        """Return the sparsities of tensors in this step."""
-        return [Sparsity(self.schedule.density(self.step))] * len(names)
 
     def operation(self, name: str) -> str:
         """Return the name of an operation for fingerprints. Ranks whose kernels leave lengths on a device
@@ -271,25 +156,6 @@ class StreamGroup:
         with self.recorded("plugin"):
             self.exchange.agree(self.at_step(fingerprint_of(what, ())))
 
-    def account(self, written: Sequence[WrittenTensor], exchange_record: Record) -> None:
-        """Let thresholds follow what was written, and record it; the first figure read reads all of them."""
-        for name, cls, encoded, stream, dense_bytes, copies, label in written:
-            totals = encoded.totals()
-            if totals.nonfinite and name is not None and not self.nonfinite_reported:
-                self.report_nonfinite(name)
-            if stream is not None:
-                stream.observe(encoded, totals)
-            if self.metrics is None:
-                continue
-            sizes = [nbytes for stats in encoded.stats for nbytes in stats.sizes]
-            sent = sum([n * nbytes for n, nbytes in zip(copies, sizes, strict=True)])
-            record = encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent, totals=totals)
-            self.record(record, exchange_record)
-            if label:
-                self.metrics.record(replace(record, cls=f"{cls}/{label}"))
-            if self.metrics.config.tensors and name is not None and encoded.density < 1:
-                self.metrics.record(replace(record, cls=f"{cls}{TENSOR}{name}"))
-
     def report_nonfinite(self, name: str) -> None:
         """Say, on the rank where it arose, which gradient poisons the step."""
         self.nonfinite_reported = True
@@ -301,25 +167,6 @@ class StreamGroup:
         skips = self.settings.nonfinite_action == "skip"
         text = f"dct: {who}: the gradient of {name} is not finite in step {self.step}"
         logger.warning(text if skips else text + remedy)
-
-    @contextmanager
-    def naming_sender(self, first: int = 0) -> Iterator[None]:
-        """Name the sender of a message that is found damaged within the block: ``first``, or the rank so many
-        messages behind it.
-        """
-        try:
-            yield
-        except PayloadError as error:
-            sender = first + error.message
-            raise PayloadError(
-                f"rank {self.rank}: message from rank {sender} of the group: {error}"
-            ) from error
-
-    def preparing(self) -> AbstractContextManager[None]:
-        """Surround work before an exchange, in which the other ranks may wait already: they are told of an
-        error.
-        """
-        return self.exchange.preparing()
 
     # -- metrics ---
 
@@ -346,27 +193,28 @@ class _Recording:
     generator takes three times as long.
     """
 
-    __slots__ = ("_began", "_elsewhere", "_group", "_record", "_recorded", "_whole")
+    __slots__ = ("_before", "_elsewhere", "_group", "_record", "_whole")
 
     def __init__(self, group: StreamGroup, record: Record, *, whole: bool = False) -> None:
         self._group, self._record, self._whole = group, record, whole
-        self._recorded = group.exchange.recorded(record)
 
     def __enter__(self) -> Record:
         self._group.exchange.step = self._group.step
         self._elsewhere = self._record.exchange_ms + self._record.decode_ms
-        self._began = time.perf_counter()
-        self._recorded.__enter__()
+        self._before = *self._group.exchange.counters(), time.perf_counter()
         return self._record
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._recorded.__exit__(kind, error, trace)
+        group, record, (sent, waited, began) = self._group, self._record, self._before
         if error is not None:  # now: the end of the process group may wait for what this rank has queued
-            self._group.exchange.peers.state_failure(error)
-        record, seconds = self._record, time.perf_counter() - self._began
-        self._group.reduce_seconds += seconds
+            group.exchange.peers.state_failure(error)
+        sent_now, waited_now = group.exchange.counters()
+        record.sent_bytes += sent_now - sent
+        record.waited_ms += waited_now - waited
+        seconds = time.perf_counter() - began
+        group.reduce_seconds += seconds
         record.exchange_ms = max(record.exchange_ms, record.waited_ms)  # the wait is a part of it
         elsewhere = self._elsewhere - record.exchange_ms - record.decode_ms
         record.select_ms += 1e3 * seconds + elsewhere
-        if self._whole and error is None and self._group.metrics is not None:
-            self._group.metrics.record(record)
+        if self._whole and error is None and group.metrics is not None:
+            group.metrics.record(record)

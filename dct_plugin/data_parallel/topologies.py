@@ -16,12 +16,12 @@ from torch import Tensor
 from ..codecs.message import MessageWriter
 from ..codecs.payload import payload_bound
 from ..codecs.values import ValueDtype
-from ..compression.stream import Encoded, as_flat, dense_nbytes, encode_all
+from ..compression.stream import as_flat, dense_nbytes, encode_all, encode_dense
 from ..host_traffic import bytes_sent
 from ..policy.rules import exchange_by_rule
 from .plan import PlannedTensor, ReductionPlan, Shard, shards_of
-from .stream_group import StreamGroup, WrittenTensor
-from .topology import Destination, Phase, Sum, Topology
+from .stream_group import StreamGroup
+from .topology import Phase, Topology, WrittenTensor, add_up
 
 
 class GradientPhase(Phase):
@@ -32,11 +32,14 @@ class GradientPhase(Phase):
         group = self.group
         return bytes_sent(collective, nbytes, group.world_size, gloo=group.device.type == "cpu")
 
-    def write(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
+    def encode(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
         dense, others = self.dense_bytes(1.0), [self.group.world_size - 1] if self.to_all else None
-        return [self._write(tensor, writer, dense, others) for tensor in plan.tensors]
+        return [self._encode(tensor, writer, dense, others) for tensor in plan.tensors]
 
-    def _write(
+    def add(self, plan: ReductionPlan, messages: Sequence[Tensor]) -> None:
+        add_up(self.group, messages, *self.sums(plan))
+
+    def _encode(
         self, tensor: PlannedTensor, writer: MessageWriter, dense: float, copies: Sequence[int] | None
     ) -> WrittenTensor:
         """Write a tensor, for each byte of which the host would send so many bytes (``dense``), in so many
@@ -45,13 +48,9 @@ class GradientPhase(Phase):
         group, stream, shards = self.group, None, tensor.parts
         grad, (density, label) = as_flat(tensor.tensor), tensor.sparsity
         if tensor.small:
-            stats = [
-                encode_all(group.backend, grad[start:stop], writer, receiver=owner, clear=True).stats[0]
-                for owner, start, stop in shards
-            ]
-            encoded = Encoded(stats, grad.numel())
+            encoded = encode_dense(group.backend, grad, writer, shards.bounds, shards.owners)
         else:
-            stream = group.stream(tensor.name)
+            stream = group.streams.named(tensor.name)
             encoded = stream.encode(grad, writer, density, shards.bounds, shards.owners, clear=True)
         if grad is not tensor.tensor and grad.data_ptr() != tensor.tensor.data_ptr():
             tensor.tensor.zero_()
@@ -63,7 +62,7 @@ class GradientPhase(Phase):
 
     def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
         if not tensor.small:
-            return self.group.most_bytes(tensor.parts.bounds, tensor.numel, tensor.sparsity.density)
+            return self.most_bytes(tensor.parts.bounds, tensor.numel, tensor.sparsity.density)
         return [dense_nbytes(stop - start, tensor.tensor.dtype) for _, start, stop in tensor.parts]
 
 
@@ -82,9 +81,8 @@ class Direct(Topology):
 class _MessagesToAll(GradientPhase):
     to_all = True
 
-    def destinations(self, plan: ReductionPlan) -> list[Destination]:
-        tensors = [each.tensor for each in plan.tensors]
-        return [Sum(self.group, range(self.group.world_size), tensors, plan.scale)]
+    def sums(self, plan: ReductionPlan) -> tuple[Sequence[Tensor], float]:
+        return [each.tensor for each in plan.tensors], plan.scale
 
 
 class Scatter(Topology):
@@ -108,9 +106,8 @@ class _MessagesToOwners(GradientPhase):
     def dense_bytes(self, nbytes: float, collective: str = "") -> float:
         return super().dense_bytes(nbytes, collective or self.group.host_collective)
 
-    def destinations(self, plan: ReductionPlan) -> list[Destination]:
-        tensors = plan.views_of(self.group.rank)
-        return [Sum(self.group, range(self.group.world_size), tensors, plan.scale)]
+    def sums(self, plan: ReductionPlan) -> tuple[Sequence[Tensor], float]:
+        return plan.views_of(self.group.rank), plan.scale
 
 
 class TwoPhase(Topology):
@@ -142,9 +139,8 @@ class _MessagesToSummingOwners(GradientPhase):
     def dense_bytes(self, nbytes: float, collective: str = "all_reduce") -> float:
         return super().dense_bytes(nbytes, collective) / 2  # the answers are the other half
 
-    def destinations(self, plan: ReductionPlan) -> list[Destination]:
-        sums = _sums(self.group, plan)
-        return [Sum(self.group, range(self.group.world_size), sums, 1.0)]
+    def sums(self, plan: ReductionPlan) -> tuple[Sequence[Tensor], float]:
+        return _sums(self.group, plan), 1.0
 
 
 class _Answers(Phase):
@@ -153,14 +149,18 @@ class _Answers(Phase):
     to_all = True
     from_owners = True
 
-    def write(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
+    def encode(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
         owned = plan.owned_by(self.group.rank)
         return [
-            self._write(tensor, shard, total, writer)
+            self._encode(tensor, shard, total, writer)
             for (tensor, shard), total in zip(owned, _sums(self.group, plan), strict=True)
         ]
 
-    def _write(
+    def add(self, plan: ReductionPlan, messages: Sequence[Tensor]) -> None:
+        for owner, message in enumerate(messages):
+            add_up(self.group, [message], plan.views_of(owner), plan.scale, owner)
+
+    def _encode(
         self, tensor: PlannedTensor, shard: Shard, total: Tensor, writer: MessageWriter
     ) -> WrittenTensor:
         """Write a sum, and leave zeros in ``total``."""
@@ -168,8 +168,8 @@ class _Answers(Phase):
         if tensor.small:
             encoded = encode_all(self.group.backend, total, writer, _sum_dtype(tensor), clear=True)
         else:
-            stream = self.group.stream(_stream_of(tensor.name, shard))
-            stream.set_value_dtype(self.group.answer_dtype)
+            stream = self.group.streams.named(_stream_of(tensor.name, shard))
+            stream.set_value_dtype(self._value_dtype)
             encoded = stream.encode(total, writer, self._density(tensor), clear=True)
         receivers, cls = self.group.world_size - 1, "gradient_small" if tensor.small else "gradient_answer"
         dense = receivers * total.numel() * tensor.tensor.element_size()
@@ -182,14 +182,14 @@ class _Answers(Phase):
         numels = [stop - start for _, start, stop in tensor.parts]
         if tensor.small:
             return [payload_bound(numel, numel, _sum_dtype(tensor)) for numel in numels]
-        density, dtype = self._density(tensor), self.group.answer_dtype
-        return [self.group.most_bytes(None, numel, density, dtype)[0] for numel in numels]
+        density, dtype = self._density(tensor), self._value_dtype
+        return [self.most_bytes(None, numel, density, dtype)[0] for numel in numels]
 
-    def destinations(self, plan: ReductionPlan) -> list[Destination]:
-        return [
-            Sum(self.group, [owner], plan.views_of(owner), plan.scale)
-            for owner in range(self.group.world_size)
-        ]
+    @property
+    def _value_dtype(self) -> ValueDtype:
+        """The type of the values; signs lose too much of sums."""
+        dtype = self.group.value_dtype
+        return ValueDtype.INT2 if dtype is ValueDtype.SIGN else dtype
 
 
 def _sum_dtype(tensor: PlannedTensor) -> ValueDtype:
@@ -211,7 +211,7 @@ def _sums(group: StreamGroup, plan: ReductionPlan) -> list[Tensor]:
     """
     if plan.sums is None:
         sizes = [shard.stop - shard.start for _, shard in plan.owned_by(group.rank)]
-        zeros = group.scratch.zeros("sums", sum(sizes), group.device)
+        zeros = group.streams.scratch.zeros("sums", sum(sizes), group.device)
         plan.sums = list(torch.split_with_sizes(zeros, sizes))
     return plan.sums
 

@@ -1,60 +1,79 @@
 """The interface of topologies: which rank sends what to whom, and where a message is added.
 
-A reduction is one exchange of messages or two, its *phases*. A topology names the phases;
-:mod:`.plan_exchange` carries the messages of any phase. Updates of weights are a phase, too.
+A reduction is one exchange of messages or two, its *phases*. A phase encodes a plan into messages, and adds
+those that arrive; :mod:`.plan_exchange` carries them. Updates of weights are a phase, too.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
+from contextlib import contextmanager
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..codecs.message import MessageWriter
+from ..codecs.message import Key, MessageWriter
+from ..codecs.values import ValueDtype
+from ..compression.stream import Compressor, Encoded, parts_of
+from ..errors import PayloadError
 from ..kernels.job import GRAD_DTYPES
 from ..transport.slots import AgreedCapacities, Slots
 from .plan import PlannedTensor, ReductionPlan, Shard
-from .stream_group import StreamGroup, WrittenTensor
+from .stream_group import StreamGroup
 
 
-class Destination(ABC):
-    """Tensors that the messages of some ranks are added to."""
+class WrittenTensor(NamedTuple):
+    """One tensor in a message, to be recorded when the message is complete."""
 
-    def __init__(
-        self, group: StreamGroup, senders: Sequence[int], tensors: Sequence[Tensor], scale: float = 1.0
-    ) -> None:
-        self.group, self.senders, self.tensors, self.scale = group, senders, tensors, scale
+    name: str | None
+    """Name of a gradient of this rank, to be named where it is not finite. None for weights and for answers
+    of owners, which are not finite because of other ranks.
+    """
+    cls: str
+    """Class in the metrics."""
+    encoded: Encoded
+    stream: Compressor | None
+    dense_bytes: float
+    """Bytes that the framework would have sent."""
+    copies: Sequence[int]
+    """Number of ranks that each payload is sent to."""
+    label: str = ""
+    """Share of the class under which it is recorded besides."""
 
-    @abstractmethod
-    def add_messages(self, messages: Sequence[Tensor]) -> None:
-        """Add the messages of :attr:`senders`.
 
-        Raises:
-            PayloadError: A message is damaged; names its sender.
-        """
+@contextmanager
+def naming_sender(group: StreamGroup, first: int = 0) -> Iterator[None]:
+    """Name the sender of a message that is found damaged within the block: ``first``, or the rank so many
+    messages behind it.
+    """
+    try:
+        yield
+    except PayloadError as error:
+        sender = first + error.message
+        raise PayloadError(f"rank {group.rank}: message from rank {sender} of the group: {error}") from error
 
 
-class Sum(Destination):
-    """Tensors, zeros at first, that become ``scale`` times the sum of messages, in the order of the ranks."""
+def add_up(
+    group: StreamGroup, messages: Sequence[Tensor], tensors: Sequence[Tensor], scale: float, first: int = 0
+) -> None:
+    """Set tensors, zeros at first, to ``scale`` times the sum of messages, in the order of the ranks.
 
-    def add_messages(self, messages: Sequence[Tensor]) -> None:
-        # What the kernels do not write themselves (fp64) is added up beside.
-        sums = [
-            each if each.dtype in GRAD_DTYPES else torch.zeros_like(each, dtype=torch.float32)
-            for each in self.tensors
-        ]
-        with self.group.naming_sender(self.senders[0]):
-            self.group.backend.sum_messages(messages, sums, self.scale)
-        for tensor, total in zip(self.tensors, sums, strict=True):
-            if total is not tensor:
-                tensor.copy_(total)
+    Raises:
+        PayloadError: A message is damaged; names its sender, of which ``first`` is the first one.
+    """
+    # What the kernels do not write themselves (fp64) is added up beside.
+    sums = [t if t.dtype in GRAD_DTYPES else torch.zeros_like(t, dtype=torch.float32) for t in tensors]
+    with naming_sender(group, first):
+        group.backend.sum_messages(messages, sums, scale)
+    for tensor, total in zip(tensors, sums, strict=True):
+        if total is not tensor:
+            tensor.copy_(total)
 
 
 class Phase(ABC):
-    """One exchange of messages.
+    """One exchange of messages: this rank encodes its own, and adds those of all ranks.
 
     Attributes:
         to_all: Every rank sends one message to all ranks; else it sends one to each owner of a part.
@@ -76,14 +95,24 @@ class Phase(ABC):
         self.nothing_to_add: Tensor | None = None
 
     @abstractmethod
-    def write(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
+    def encode(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
         """Write this rank's messages: one, or one for each rank, into an empty ``writer``. The caller opens a
         batch for it (:meth:`.kernels.Backend.batched`).
         """
 
     @abstractmethod
-    def destinations(self, plan: ReductionPlan) -> list[Destination]:
-        """Return the tensors that messages are added to, by senders."""
+    def add(self, plan: ReductionPlan, messages: Sequence[Tensor]) -> None:
+        """Add the messages of all ranks, in the order of the ranks.
+
+        Raises:
+            PayloadError: A message is damaged; names its sender.
+        """
+
+    def sums(self, plan: ReductionPlan) -> tuple[Sequence[Tensor], float]:
+        """Return the tensors that all messages are added to, and the factor of the sums; for phases whose
+        messages hold the receiver's shards, or all.
+        """
+        raise NotImplementedError
 
     def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], Tensor]:
         """Return a function that adds the messages in slots once they are there, and returns the first words
@@ -94,15 +123,21 @@ class Phase(ABC):
             tensors: Sequence[Tensor] = [each.tensor for each in plan.tensors]
             spans = plan.owners.spans(range(group.world_size))
         else:
-            (total,) = self.destinations(plan)
-            tensors, scale = total.tensors, total.scale
+            tensors, scale = self.sums(plan)
         return group.backend.prepare_sum(
-            slots.received, slots.bounds, tensors, scale, spans, spare=self.spare, bits=group.value_bits
+            slots.received, slots.bounds, tensors, scale, spans, spare=self.spare, bits=group.value_dtype.bits
         )
 
     @abstractmethod
     def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
         """Return the most bytes of the payload of each part of a tensor."""
+
+    def most_bytes(
+        self, bounds: Key | None, numel: int, density: float, value_dtype: ValueDtype | None = None
+    ) -> Sequence[int]:
+        """Return the most bytes of the payloads that :meth:`.Compressor.encode` writes of parts."""
+        value_dtype, kernels = value_dtype or self.group.value_dtype, self.group.backend
+        return parts_of(bounds, numel, density, value_dtype, kernels.most_kept).nbytes
 
     def capacities(self, plan: ReductionPlan) -> AgreedCapacities:
         """Return the capacities of slots that hold any message of a plan."""

@@ -18,8 +18,7 @@ from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, Shard, add_ons
 from dct_plugin.data_parallel.accordion import Accordion
 from dct_plugin.data_parallel.add_on import AddOn, ReducerContext
-from dct_plugin.data_parallel.plan import ReductionPlan
-from dct_plugin.data_parallel.stream_group import Sparsity
+from dct_plugin.data_parallel.plan import ReductionPlan, Sparsity
 from dct_plugin.errors import ConfigError
 from dct_plugin.kernels.cpu import CpuBackend
 

@@ -332,7 +332,7 @@ def _decided_once(rank: int, world_size: int, fastest: str) -> dict[str, Any]:
             "setting": automatic.current,
             "resumed": (add_on_of(resumed, AutomaticSparsity).current, resumed.stays_dense),
             "dense": reducer.stays_dense,
-            "streams": len(reducer.streams) + len(resumed.loaded),
+            "streams": len(reducer.streams) + len(resumed.streams.loaded),
             "decisions": [event["setting"] for event in events],
             "densities": densities,
             "given": given,

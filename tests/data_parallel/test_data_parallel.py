@@ -296,14 +296,14 @@ def test_owners_of_plans_that_are_gone_are_not_kept() -> None:
 def _in_pieces(rank: int, world_size: int, kept: int, kind: str) -> tuple[list[torch.Tensor], int]:
     engine = reducer(sparsity=0.9, exchange="direct" if kind == "direct" else "two_phase")
     found: list[torch.Tensor] = []
-    begin, chunks = engine.exchanges.begin, []
+    start, chunks = engine.exchanges.start, []
 
     def counted(*arguments: Any) -> Any:
-        exchange = begin(*arguments)
-        chunks.extend(exchange._to_post)
+        exchange = start(*arguments)
+        chunks.extend(exchange.chunks)
         return exchange
 
-    engine.exchanges.begin = counted  # type: ignore[method-assign]
+    engine.exchanges.start = counted  # type: ignore[method-assign]
     with _chunks_of(kept):
         for step in range(3):
             mine = tensors(rank, step)

@@ -297,7 +297,7 @@ def _fails(rank: int, world_size: int, kind: str) -> str:
         phase = group.topologies.all_reduce.phases[0]
         failing = group.node.transport if kind == "fails inside" else phase
         assert failing is not None
-        failing._write = failing.write = lambda *_: 1 / 0  # type: ignore[union-attr, method-assign]
+        failing._write = failing.encode = lambda *_: 1 / 0  # type: ignore[union-attr, method-assign]
     try:
         group.all_reduce(list(entries.items()))
         group.all_reduce(list(gradients(rank, 1).items()))

@@ -150,7 +150,7 @@ def _reduce_with_a_small_table(rank: int, world_size: int, name: str) -> tuple[d
                 reducer.all_reduce(list(entries.items()))
                 kept |= {f"{n} {step}": tensor for n, tensor in entries.items()}
             reducer.end_step()
-        return kept, len(reducer.exchanges._capacities)
+        return kept, len(getattr(reducer.exchanges, "_capacities", ()))
     finally:
         bounded_table.CAPACITY = before
 

@@ -249,7 +249,7 @@ def _fails_later(rank: int, world_size: int) -> None:
     ddp, state = hooked({"data_parallel": {"sparsity": 0.9, "min_numel": 1000}})
     train(ddp, rank, range(1))
     if rank == 0:
-        state.reducer(torch.device("cpu")).schedule = None  # type: ignore[assignment]
+        state.reducer(torch.device("cpu")).planner.plan = None  # type: ignore[method-assign,assignment]
     train(ddp, rank, range(1, 2))
 
 

@@ -342,7 +342,7 @@ def _wrapped_again(rank: int, world_size: int, sharded: bool) -> dict[str, Any]:
         found["last"] = train(models, optimizer, 1)
         found["after"] = train(models, optimizer, 2)
         found["owed"] = [
-            float(stream.residual.show(each.reducer.scratch, "own").abs().max())
+            float(stream.residual.show(each.reducer.streams.scratch, "own").abs().max())
             for each in reductions
             for stream in each.reducer.streams.values()
             if stream.residual is not None

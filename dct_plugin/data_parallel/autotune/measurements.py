@@ -104,7 +104,10 @@ def time_step_ahead(group: StreamGroup) -> float:
 def _time_coding(group: StreamGroup, setting: Setting) -> Coding:
     data = torch.randn(ENTRIES, device=group.device)
     stream = Compressor(
-        group.settings, sparsity=setting.sparsity, value_dtype=setting.value_dtype, kernels=group.kernels
+        group.settings,
+        sparsity=setting.sparsity,
+        value_dtype=setting.value_dtype,
+        kernels=group.streams.kernels,
     )
     total = torch.zeros_like(data)
 

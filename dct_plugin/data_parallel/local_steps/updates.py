@@ -184,7 +184,7 @@ class UnsentUpdates:
         for turn in range(self._turns):
             for start, stop in self._pieces(turn):
                 if not self._group.is_small("", stop - start):
-                    stream = self._group.stream(_name(start, stop))
+                    stream = self._group.streams.named(_name(start, stop))
                     stream.use_residual_memory(self._flat[start:stop])
 
     def _pieces(self, turn: int) -> Iterator[tuple[int, int]]:

@@ -179,7 +179,7 @@ class NodeRanks:
                 found[name] = {**stream, "residual": own, "shape": None}
         return found
 
-    def failing_together(self) -> AbstractContextManager[None]:
+    def failing_together(self) -> AbstractContextManager[Any]:
         """Surround work whose results the other ranks of the node wait for: they are told of an error."""
         return self.exchange.preparing() if self._on_host else nullcontext()
 

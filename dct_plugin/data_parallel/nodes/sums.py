@@ -7,7 +7,9 @@ gathered inside the node. So a node has one residual, of which each rank keeps i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 from ...metrics import Record
 from ..plan import Entries, Part, Shard, common
@@ -21,10 +23,13 @@ class NodeSums:
     Args:
         node: The ranks of this rank's node.
         group: Streams and metrics.
+        preparing: Surrounds work before an exchange between nodes, see :meth:`.PlanExchanges.preparing`.
     """
 
-    def __init__(self, node: NodeRanks, group: StreamGroup) -> None:
-        self._node, self._group = node, group
+    def __init__(
+        self, node: NodeRanks, group: StreamGroup, preparing: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self._node, self._group, self._preparing = node, group, preparing
         self._node_of = {rank: number for number, ranks in enumerate(group.layout) for rank in ranks}
         self._reduced: list[tuple[Entries, Wanted | None]] = []
         """Tensors that are being reduced, and what each rank of the node gets of them."""
@@ -36,7 +41,7 @@ class NodeSums:
         host names owners; a collective.
         """
         self._node.exchange.step = self._group.step
-        with exchange_record.timed("exchange"), self._group.preparing():
+        with exchange_record.timed("exchange"), self._preparing():
             parts = self._node.means(entries, in_place=True)
         owners = None if shards is None else {n: s for (n, _), s in zip(entries, shards, strict=True)}
         wanted = None if owners is None else {name: self._wanted(of) for name, of in owners.items()}

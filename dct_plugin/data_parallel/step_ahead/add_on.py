@@ -493,7 +493,7 @@ class StepAheadAddOn(AddOn):
                 self._ahead.coefficients.observe(name, tensor, self._group.step)
 
     def compared(self, names: Iterable[str]) -> list[str]:
-        if self._ahead is None or self._group.sends_all:
+        if self._ahead is None or self._group.sends_all or self._group.step % INTERVAL:
             return []
         return self._ahead.coefficients.due(names, self._group.step)
 
@@ -597,8 +597,9 @@ class StepAheadAddOn(AddOn):
         stream = group.streams.get(name)
         if stream is not None:
             kept = stream.residual
-            return None if kept is None else kept.show(group.scratch, use, committed=committed)
-        saved = group.loaded[name]["residual"] if name in group.loaded else None
+            return None if kept is None else kept.show(group.streams.scratch, use, committed=committed)
+        loaded = group.streams.loaded
+        saved = loaded[name]["residual"] if name in loaded else None
         return None if saved is None else unpacked(saved).to(group.device)
 
     def _newest_residual_of(self, name: str) -> Tensor | None:

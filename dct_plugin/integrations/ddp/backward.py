@@ -94,7 +94,7 @@ class BucketReductions:
         if self._overlap is None:
             self._overlap = self._agree(device)
         if torch._C._current_graph_task_id() < 0:  # DDP reduces zeros for a rank without inputs
-            with self._overlap.reducer.preparing():
+            with self._overlap.reducer.exchanges.preparing():
                 raise ConfigError(
                     f"rank {dist.get_rank()}: this rank has no more inputs, and "
                     "DistributedDataParallel.join() does not work with compressed gradients; give all ranks "

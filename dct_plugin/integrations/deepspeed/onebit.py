@@ -22,7 +22,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dct_plugin.compression.stream import Compressor
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import Shard, shards_in
 from dct_plugin.data_parallel.topologies import TwoPhase
@@ -163,9 +162,6 @@ class _BuffersOfOptimizer(TwoPhase):
 class MomentumReducer(GradientReducer):
     """A reducer that averages one momentum after the other; its residuals are the optimizer's."""
 
-    _errors: dict[str, Tensor]
-    """Residuals by stream, in the optimizer's memory."""
-
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._layout = _BuffersOfOptimizer(self)
@@ -180,17 +176,13 @@ class MomentumReducer(GradientReducer):
             momentum, worker_error, server_error: See :meth:`Backend.compressed_allreduce`.
         """
         numel, self._layout.part = momentum.numel(), server_error.numel()
-        self._errors = {name: worker_error[:numel]}
-        for owner, start, stop in self._layout.shards(name, numel, small=numel < self.config.min_numel):
-            if owner == self.rank:
-                self._errors[f"{name}[{start}:{stop}]"] = server_error[: stop - start]
+        if not self.is_small(name, numel):
+            self.streams.named(name).use_residual_memory(worker_error[:numel])
+            for shard, key in self.topologies.all_reduce.owner_residuals(name, numel):
+                if shard.owner == self.rank:
+                    error = server_error[: shard.stop - shard.start]
+                    self.streams.named(key).use_residual_memory(error)
         self.all_reduce([(name, momentum)], scale=1.0 / self.world_size)
-
-    def stream(self, name: str) -> Compressor:
-        """Return the stream of a tensor, with its residual where the optimizer keeps it."""
-        stream = super().stream(name)
-        stream.use_residual_memory(self._errors[name])
-        return stream
 
 
 class MomentumPath(Stage0Path):

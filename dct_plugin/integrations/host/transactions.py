@@ -63,7 +63,7 @@ class Transactions:
         """Keep a second residual from the next gradients on."""
         self.armed = True
         for reducer in self._reducers:
-            reducer.arm()
+            reducer.streams.arm()
 
     def cleared(self, waiting: Sequence[OptimizerGradients], *, zeros: bool) -> list[OptimizerGradients]:
         """Return those whose gradients no optimizer can use any more; ``zeros`` count as cleared ones. For
@@ -105,8 +105,13 @@ class Transactions:
             lost = "what earlier steps had left unsent of these tensors is set to zero, once"
         told = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         known = told or [parameter for each in cleared for parameter in each.reduced.values()]
-        sizes = {str(number): local_part(each).numel() for number, each in enumerate(known)}
-        memory = format_bytes(max(reducer.residual_bytes(sizes) for reducer in self._reducers))
+        sizes = [local_part(each).numel() for each in known]
+        memory = format_bytes(
+            max(
+                r.streams.residual_bytes(sum(n for n in sizes if not r.is_small("", n)))
+                for r in self._reducers
+            )
+        )
         logger.warning(
             f"{what}: {lost}. From now on a second residual, {memory} on a rank, keeps residuals as they "
             "were before such a batch"

@@ -175,7 +175,8 @@ class Reductions:
             factor = bucket.gradient_scaling_factor
             for gradient in gradients_in(bucket):
                 view = gradient.view if factor == 1.0 else gradient.view * factor
-                reducer.add_ons.before_compression(reducer.node_mean_parts([(gradient.name, view)]))
+                shown = [(gradient.name, view)]
+                reducer.add_ons.before_compression(reducer.node.means(shown) if reducer.node else shown)
 
     def end_step(self, *, skipped: bool, scales: tuple[float, float] | None) -> None:
         """Close an iteration; ``scales`` are the loss scales of this iteration and of the next one."""

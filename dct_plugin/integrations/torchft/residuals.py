@@ -123,7 +123,7 @@ class ReplicaResiduals:
 
     def debt(self) -> tuple[int, float]:
         """Return the entries of the residuals of this replica's own gradients, and their norm."""
-        streams = self._state["streams"] if self._reducer is None else self._reducer.streams_state()
+        streams = self._state["streams"] if self._reducer is None else self._reducer.streams.state_dict()
         own = [s["residual"] for name, s in streams.items() if not checkpoint.is_answer(name)]
         residuals = [unpacked(residual) for residual in own if residual is not None]
         return sum(r.numel() for r in residuals), sum(float(r.norm()) ** 2 for r in residuals) ** 0.5
@@ -186,9 +186,9 @@ class ReplicaResiduals:
             participates: False: the tensor is zeros and the residual stays as it is.
         """
         reducer = self._reducer_of(tensor.device)
-        reducer.step = step
+        reducer.begin_step(step)
         flat = tensor.detach().view(-1)
-        places: Sequence[dict[str, Any]] = () if participates else (reducer.streams, reducer.loaded)
+        places: Sequence[dict[str, Any]] = () if participates else (reducer.streams, reducer.streams.loaded)
         held = [place.pop(name, None) for place in places]
         try:
             reducer.all_reduce([(name, flat)], scale=scale)
