@@ -26,6 +26,7 @@
 
 #define DCT_ABI_VERSION 2
 #define API __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
 #define BLOCK 4096      /* entries handled at once: gradient, residual and scratch stay in the first-level cache */
 #define SLACK 16        /* compressed vectors are stored in full; this many entries past the end may be written */
 #define GROUP 256       /* values of int8, int4 and int2 that share scales */
@@ -561,60 +562,72 @@ static inline levels_t levels_of(const uint8_t *scales, int levels) {
     return (levels_t){low, (high - low) / (float)(levels - 1)};
 }
 
-static void encode_levels(const float *restrict x, size_t n, int bits, uint8_t *restrict out, uint8_t *restrict scales,
+/* The least and the largest magnitude, as bits, at most 2**127. Integers have the order of magnitudes, and compilers make
+ * vectors of their minimum and maximum. */
+INLINE void extent_of(const float *restrict x, size_t m, uint32_t *low, uint32_t *high) {
+    uint32_t least = 0x7F7FFFFFu, most = 0;
+    for (size_t j = 0; j < m; j++) {
+        const uint32_t b = bits_of(x[j]) & 0x7FFFFFFFu, v = b > 0x7F000000u ? 0x7F000000u : b;
+        least = v < least ? v : least;
+        most = v > most ? v : most;
+    }
+    *low = least, *high = most;
+}
+
+/* Put codes of so many bits, one in a byte, side by side. */
+INLINE void pack_codes(const uint8_t *restrict code, size_t m, unsigned bits, uint8_t *restrict out) {
+    const size_t per = 8 / bits;
+    size_t i = 0;
+    for (; i < m / per; i++) {
+        unsigned byte = 0;
+        for (size_t k = 0; k < per; k++) byte |= (unsigned)code[per * i + k] << k * bits;
+        out[i] = (uint8_t)byte;
+    }
+    if (m % per) out[i] = 0;
+    for (size_t j = per * i; j < m; j++) out[i] |= (uint8_t)(code[j] << j % per * bits);
+}
+
+INLINE void encode_levels(const float *restrict x, size_t m, unsigned bits, uint8_t *restrict out, uint8_t *restrict ends,
                           float *restrict left) {
-    const int levels = 1 << (bits - 1);
+    const unsigned levels = 1u << (bits - 1);
     /* 4 bits span all magnitudes; for those of 2 see codecs/values.py. */
     const float share[2] = {bits == 2 ? 0.125f : 0.0f, bits == 2 ? 0.5f : 1.0f};
-    memset(out, 0, ceil_div(n * (size_t)bits, 8));
-    for (size_t lo = 0; lo < n; lo += GROUP) {
-        const size_t m = n - lo < GROUP ? n - lo : GROUP;
-        uint8_t *ends = scales + lo / GROUP * 4;
-        float low = FLT_MAX, high = 0.0f;
-        for (size_t j = 0; j < m; j++) {
-            const float v = magnitude(clampf(x[lo + j], 0x1p127f));
-            low = v < low ? v : low;
-            high = v > high ? v : high;
-        }
-        for (int e = 0; e < 2; e++) store16(ends + 2 * e, to_bf16(low + (high - low) * share[e]));
-        const levels_t l = levels_of(ends, levels);
-        for (size_t j = lo; j < lo + m; j++) {
-            const float v = clampf(x[j], FLT_MAX);
-            float level = l.step > 0.0f ? round_even((magnitude(clampf(v, 0x1p127f)) - l.start) / l.step) : 0.0f;
-            level = level > 0.0f ? level : 0.0f;
-            level = level < (float)(levels - 1) ? level : (float)(levels - 1);
-            const unsigned code = (unsigned)level + (v < 0.0f ? (unsigned)levels : 0u);
-            out[j * (size_t)bits / 8] |= (uint8_t)(code << (j * (size_t)bits % 8));
-            const float decoded = l.start + level * l.step;
-            if (left) left[j] = v - (v < 0.0f ? -decoded : decoded);
-        }
+    uint32_t least, most;
+    uint8_t code[GROUP];
+    extent_of(x, m, &least, &most);
+    const float low = float_of(least), high = float_of(most);
+    for (int e = 0; e < 2; e++) store16(ends + 2 * e, to_bf16(low + (high - low) * share[e]));
+    const levels_t l = levels_of(ends, (int)levels);
+    const float step = l.step > 0.0f ? l.step : 1.0f, last = l.step > 0.0f ? (float)(levels - 1) : 0.0f;
+    for (size_t j = 0; j < m; j++) {
+        float level = round_even((magnitude(clampf(x[j], 0x1p127f)) - l.start) / step);
+        level = level > 0.0f ? level : 0.0f;
+        level = level < last ? level : last;
+        code[j] = (uint8_t)((unsigned)(int)level + (x[j] < 0.0f ? levels : 0u));
+    }
+    pack_codes(code, m, bits, out);
+    for (size_t j = 0; left && j < m; j++) {
+        const float decoded = l.start + (float)(code[j] & (levels - 1)) * l.step;
+        left[j] = clampf(x[j], FLT_MAX) - (x[j] < 0.0f ? -decoded : decoded);
     }
 }
 
 /* Signs and the mean magnitude of a group, added as whole 32767ths of the largest: any order has the same sum. */
-static void encode_signs(const float *restrict x, size_t n, uint8_t *restrict out, uint8_t *restrict scales,
+INLINE void encode_signs(const float *restrict x, size_t m, uint8_t *restrict out, uint8_t *restrict scales,
                          float *restrict left) {
-    memset(out, 0, ceil_div(n, 8));
-    for (size_t lo = 0; lo < n; lo += GROUP) {
-        const size_t m = n - lo < GROUP ? n - lo : GROUP;
-        float top = 0.0f, sum = 0.0f;
-        for (size_t j = 0; j < m; j++) {
-            const float v = magnitude(clampf(x[lo + j], 0x1p127f));
-            top = v > top ? v : top;
-        }
-        const float step = top / 32767.0f;
-        for (size_t j = 0; step > 0.0f && j < m; j++) {
-            const float q = round_even(magnitude(clampf(x[lo + j], 0x1p127f)) / step);
-            sum += q < 32767.0f ? q : 32767.0f;
-        }
-        const float scale = sum / (float)m * step;
-        store32(scales + lo / GROUP * 4, bits_of(scale));
-        for (size_t j = lo; j < lo + m; j++) {
-            const float v = clampf(x[j], FLT_MAX);
-            out[j / 8] |= (uint8_t)((v < 0.0f) << j % 8);
-            if (left) left[j] = v - (v < 0.0f ? -scale : scale);
-        }
+    uint32_t least, most, sum = 0;
+    uint8_t code[GROUP];
+    extent_of(x, m, &least, &most);
+    const float step = float_of(most) / 32767.0f;
+    for (size_t j = 0; step > 0.0f && j < m; j++) {
+        const float q = round_even(magnitude(clampf(x[j], 0x1p127f)) / step);
+        sum += (uint32_t)(int)(q < 32767.0f ? q : 32767.0f);
     }
+    const float scale = (float)sum / (float)m * step;
+    store32(scales, bits_of(scale));
+    for (size_t j = 0; j < m; j++) code[j] = x[j] < 0.0f;
+    pack_codes(code, m, 1, out);
+    for (size_t j = 0; left && j < m; j++) left[j] = clampf(x[j], FLT_MAX) - (code[j] ? -scale : scale);
 }
 
 /* The levels of log4, codecs/values.py, as shares of the largest magnitude of a group; and what lies between them. */
@@ -623,37 +636,63 @@ static const float LOG_LEVELS[8] = {0.0f,           0x1.6a09e6p-5f, 0x1.306fep-4
 static const float LOG_MIDDLES[7] = {0x1.6a09e6p-6f, 0x1.e574d4p-5f, 0x1.9837fp-4f, 0x1.5744fcp-3f,
                                      0x1.20a772p-2f, 0x1.e574d4p-2f, 0x1.9837fp-1f};
 
-static void encode_log4(const float *restrict x, size_t n, uint8_t *restrict out, uint8_t *restrict scales,
+INLINE void encode_log4(const float *restrict x, size_t m, uint8_t *restrict out, uint8_t *restrict scales,
                         float *restrict left) {
-    memset(out, 0, ceil_div(n, 2));
-    for (size_t lo = 0; lo < n; lo += LOG_GROUP) {
-        const size_t m = n - lo < LOG_GROUP ? n - lo : LOG_GROUP;
-        float top = 0.0f, middle[7], v[LOG_GROUP];
-        uint32_t level[LOG_GROUP] = {0};
-        for (size_t j = 0; j < m; j++) {
-            v[j] = magnitude(clampf(x[lo + j], 0x1p127f));
-            top = v[j] > top ? v[j] : top;
-        }
-        const uint16_t half = to_bf16(top);
-        const float scale = from_bf16(half);
-        store16(scales + lo / LOG_GROUP * 2, half);
-        for (int k = 0; k < 7; k++) {
-            middle[k] = LOG_MIDDLES[k] * scale;
-            for (size_t j = 0; j < m; j++) level[j] += v[j] > middle[k];
-        }
-        for (size_t j = 0; j < m; j++) {
-            const unsigned negative = x[lo + j] < 0.0f && level[j];
-            out[(lo + j) / 2] |= (uint8_t)((level[j] + 8 * negative) << (lo + j) % 2 * 4);
-            const float decoded = LOG_LEVELS[level[j]] * scale;
-            if (left) left[lo + j] = clampf(x[lo + j], FLT_MAX) - (negative ? -decoded : decoded);
-        }
+    uint32_t least, most;
+    uint8_t code[LOG_GROUP];
+    extent_of(x, m, &least, &most);
+    const uint16_t half = to_bf16(float_of(most));
+    const float scale = from_bf16(half);
+    float middle[7];
+    store16(scales, half);
+    for (int k = 0; k < 7; k++) middle[k] = LOG_MIDDLES[k] * scale;
+    for (size_t j = 0; j < m; j++) {
+        const float v = magnitude(clampf(x[j], 0x1p127f));
+        unsigned level = 0;
+        for (int k = 0; k < 7; k++) level += v > middle[k];
+        code[j] = (uint8_t)(level + (x[j] < 0.0f && level ? 8u : 0u));
+    }
+    pack_codes(code, m, 4, out);
+    for (size_t j = 0; left && j < m; j++) {
+        const float decoded = LOG_LEVELS[code[j] & 7] * scale;
+        left[j] = clampf(x[j], FLT_MAX) - (code[j] >= 8 ? -decoded : decoded);
     }
 }
 
-/* Value section of n accumulated values; left[j] (if any) becomes what the receiver does not get. Only the residual
- * can make a value infinite; FLT_MAX is sent then. Grouped types must be given whole groups (except at the end). */
-static void encode_values(const float *restrict x, size_t n, int dtype, uint8_t *restrict out, uint8_t *restrict scales,
-                          float *restrict left) {
+/* One group of int8 and its scale. */
+INLINE void encode_int8(const float *restrict x, size_t m, uint8_t *restrict out, uint8_t *restrict scales,
+                        float *restrict left) {
+    uint32_t least, most;
+    extent_of(x, m, &least, &most);
+    const float scale = float_of(most) / 127.0f;
+    store32(scales, bits_of(scale));
+    if (!(scale > 0.0f)) {
+        memset(out, 0, m);
+        for (size_t j = 0; left && j < m; j++) left[j] = clampf(x[j], FLT_MAX);
+        return;
+    }
+    for (size_t j = 0; j < m; j++) {
+        /* A subnormal scale may have been rounded so far that the quotient passes 127. */
+        const float q = clampf(round_even(clampf(x[j], 0x1p127f) / scale), 127.0f);
+        out[j] = (uint8_t)(int8_t)(q == q ? q : 0.0f);
+    }
+    for (size_t j = 0; left && j < m; j++) left[j] = clampf(x[j], FLT_MAX) - (float)(int8_t)out[j] * scale;
+}
+
+INLINE void encode_group(const float *restrict x, size_t m, int dtype, uint8_t *restrict out, uint8_t *restrict scales,
+                         float *restrict left) {
+    switch (dtype) {
+    case VALUE_LOG4: encode_log4(x, m, out, scales, left); break;
+    case VALUE_SIGN: encode_signs(x, m, out, scales, left); break;
+    case VALUE_INT8: encode_int8(x, m, out, scales, left); break;
+    case VALUE_INT4: encode_levels(x, m, 4, out, scales, left); break;
+    default: encode_levels(x, m, 2, out, scales, left);
+    }
+}
+
+/* See encode_values; compiled for each instruction set. */
+INLINE void encode_body(const float *restrict x, size_t n, int dtype, uint8_t *restrict out, uint8_t *restrict scales,
+                        float *restrict left) {
     if (dtype == VALUE_FP32) {
         for (size_t j = 0; j < n; j++) store32(out + 4 * j, bits_of(clampf(x[j], FLT_MAX)));
         if (left)
@@ -672,32 +711,38 @@ static void encode_values(const float *restrict x, size_t n, int dtype, uint8_t 
             if (out) store16(out + 2 * j, h);
             if (left) left[j] = v - from_fp16(h);
         }
-    } else if (dtype == VALUE_LOG4) {
-        encode_log4(x, n, out, scales, left);
-    } else if (dtype == VALUE_SIGN) {
-        encode_signs(x, n, out, scales, left);
-    } else if (dtype != VALUE_INT8) {
-        encode_levels(x, n, (int)value_bits(dtype), out, scales, left);
     } else {
-        for (size_t lo = 0; lo < n; lo += GROUP) {
-            const size_t m = n - lo < GROUP ? n - lo : GROUP;
-            float top = 0.0f;
-            for (size_t j = 0; j < m; j++) {
-                const float v = magnitude(clampf(x[lo + j], 0x1p127f));
-                top = v > top ? v : top;
-            }
-            const float scale = top / 127.0f;
-            store32(scales + lo / GROUP * 4, bits_of(scale));
-            for (size_t j = 0; j < m; j++) {
-                const float v = clampf(x[lo + j], FLT_MAX);
-                /* A subnormal scale may have been rounded so far that the quotient passes 127. */
-                float q = scale > 0.0f ? clampf(round_even(clampf(v, 0x1p127f) / scale), 127.0f) : 0.0f;
-                q = q == q ? q : 0.0f;
-                out[lo + j] = (uint8_t)(int8_t)q;
-                if (left) left[lo + j] = v - q * scale;
-            }
-        }
+        const size_t size = dtype == VALUE_LOG4 ? LOG_GROUP : GROUP, whole = n / size * size;
+        for (size_t lo = 0; lo < whole; lo += size) /* a constant number of entries makes vectors of the loops */
+            encode_group(x + lo, size, dtype, out + lo * value_bits(dtype) / 8, scales + scales_nbytes(lo, dtype),
+                         left ? left + lo : NULL);
+        if (whole < n)
+            encode_group(x + whole, n - whole, dtype, out + whole * value_bits(dtype) / 8,
+                         scales + scales_nbytes(whole, dtype), left ? left + whole : NULL);
     }
+}
+
+typedef void encode_fn(const float *x, size_t n, int dtype, uint8_t *out, uint8_t *scales, float *left);
+
+static void encode_generic(const float *x, size_t n, int dtype, uint8_t *out, uint8_t *scales, float *left) {
+    encode_body(x, n, dtype, out, scales, left);
+}
+#ifdef DCT_X86
+AVX2 static void encode_avx2(const float *x, size_t n, int dtype, uint8_t *out, uint8_t *scales, float *left) {
+    encode_body(x, n, dtype, out, scales, left);
+}
+AVX512 static void encode_avx512(const float *x, size_t n, int dtype, uint8_t *out, uint8_t *scales, float *left) {
+    encode_body(x, n, dtype, out, scales, left);
+}
+static encode_fn *const encoders[] = {encode_generic, encode_avx2, encode_avx512};
+#else
+static encode_fn *const encoders[] = {encode_generic, encode_generic};
+#endif
+
+/* Value section of n accumulated values; left[j] (if any) becomes what the receiver does not get. Only the residual
+ * can make a value infinite; FLT_MAX is sent then. Grouped types must be given whole groups (except at the end). */
+static void encode_values(const float *x, size_t n, int dtype, uint8_t *out, uint8_t *scales, float *left) {
+    encoders[isa()](x, n, dtype, out, scales, left);
 }
 
 /* Check a value section: every decoded value is finite and one that encode_values can write. */
@@ -736,34 +781,53 @@ static int check_values(const uint8_t *p, uint64_t nnz, int dtype) {
 }
 
 /* Value j of a checked section. */
+static inline unsigned code_at(const uint8_t *codes, uint64_t j, uint64_t bits) {
+    return codes[j * bits / 8] >> j * bits % 8 & ((1u << bits) - 1u);
+}
+
+/* The value of a code in the group of entry j. */
+static inline float value_of(const uint8_t *p, uint64_t j, int dtype, unsigned code) {
+    if (dtype == VALUE_LOG4) {
+        const float v = LOG_LEVELS[code & 7] * from_bf16(load16(p + j / LOG_GROUP * 2));
+        return code >= 8 ? -v : v;
+    }
+    if (dtype == VALUE_SIGN) return code ? -loadf(p + j / GROUP * 4) : loadf(p + j / GROUP * 4);
+    if (dtype == VALUE_INT8) return (float)(int8_t)code * loadf(p + j / GROUP * 4);
+    const unsigned levels = 1u << (value_bits(dtype) - 1);
+    const levels_t l = levels_of(p + j / GROUP * 4, (int)levels);
+    const float v = l.start + (float)(code & (levels - 1)) * l.step;
+    return code >= levels ? -v : v;
+}
+
 static inline float value_at(const uint8_t *p, uint64_t j, int dtype, const uint8_t *codes) {
     if (dtype == VALUE_FP32) return loadf(p + 4 * j);
     if (dtype == VALUE_BF16) return from_bf16(load16(p + 2 * j));
     if (dtype == VALUE_FP16) return from_fp16(load16(p + 2 * j));
-    if (dtype == VALUE_LOG4) {
-        const int code = codes[j / 2] >> j % 2 * 4 & 15;
-        const float v = LOG_LEVELS[code & 7] * from_bf16(load16(p + j / LOG_GROUP * 2));
-        return code >= 8 ? -v : v;
-    }
-    if (dtype == VALUE_SIGN) {
-        const float scale = loadf(p + j / GROUP * 4);
-        return codes[j / 8] >> j % 8 & 1 ? -scale : scale;
-    }
-    if (dtype != VALUE_INT8) {
-        const int bits = (int)value_bits(dtype), levels = 1 << (bits - 1);
-        const levels_t l = levels_of(p + j / GROUP * 4, levels);
-        const uint64_t at = j * (uint64_t)bits;
-        const int code = codes[at / 8] >> at % 8 & ((1 << bits) - 1);
-        const float v = l.start + (float)(code & (levels - 1)) * l.step;
-        return code >= levels ? -v : v;
-    }
-    return (float)(int8_t)codes[j] * loadf(p + j / GROUP * 4);
+    return value_of(p, j, dtype, code_at(codes, j, value_bits(dtype)));
 }
 
 /* out[idx[j]] += scale * value j; idx NULL: every entry. */
-static inline void add_typed(float *restrict out, const uint32_t *restrict idx, const uint8_t *restrict p, uint64_t nnz,
+INLINE void add_typed(float *restrict out, const uint32_t *restrict idx, const uint8_t *restrict p, uint64_t nnz,
                              int dtype, float scale) {
     const uint8_t *codes = p + scales_nbytes(nnz, dtype);
+    if (!idx && dtype == VALUE_INT8) {
+        for (uint64_t lo = 0; lo < nnz; lo += GROUP) {
+            const uint64_t end = nnz - lo < GROUP ? nnz : lo + GROUP;
+            const float step = loadf(p + lo / GROUP * 4);
+            for (uint64_t j = lo; j < end; j++) out[j] += scale * ((float)(int8_t)codes[j] * step);
+        }
+        return;
+    }
+    if (!idx && (dtype == VALUE_LOG4 || dtype == VALUE_INT4 || dtype == VALUE_INT2 || dtype == VALUE_SIGN)) {
+        const uint64_t bits = value_bits(dtype), size = dtype == VALUE_LOG4 ? LOG_GROUP : GROUP;
+        for (uint64_t lo = 0; lo < nnz; lo += size) {
+            const uint64_t end = nnz - lo < size ? nnz : lo + size;
+            float terms[16]; /* what each code of the group adds */
+            for (unsigned code = 0; code < 1u << bits; code++) terms[code] = scale * value_of(p, lo, dtype, code);
+            for (uint64_t j = lo; j < end; j++) out[j] += terms[code_at(codes, j, bits)];
+        }
+        return;
+    }
     if (!idx) {
         for (uint64_t j = 0; j < nnz; j++) out[j] += scale * value_at(p, j, dtype, codes);
         return;
@@ -774,7 +838,8 @@ static inline void add_typed(float *restrict out, const uint32_t *restrict idx, 
     }
 }
 
-static void add_values(float *out, const uint32_t *idx, const uint8_t *p, uint64_t nnz, int dtype, float scale) {
+/* See add_values; compiled for each instruction set. */
+INLINE void add_body(float *out, const uint32_t *idx, const uint8_t *p, uint64_t nnz, int dtype, float scale) {
     switch (dtype) { /* one specialised loop each */
     case VALUE_FP32: add_typed(out, idx, p, nnz, VALUE_FP32, scale); break;
     case VALUE_BF16: add_typed(out, idx, p, nnz, VALUE_BF16, scale); break;
@@ -785,6 +850,28 @@ static void add_values(float *out, const uint32_t *idx, const uint8_t *p, uint64
     case VALUE_LOG4: add_typed(out, idx, p, nnz, VALUE_LOG4, scale); break;
     case VALUE_SIGN: add_typed(out, idx, p, nnz, VALUE_SIGN, scale); break;
     }
+}
+
+typedef void add_fn(float *out, const uint32_t *idx, const uint8_t *p, uint64_t nnz, int dtype, float scale);
+
+static void add_generic(float *out, const uint32_t *idx, const uint8_t *p, uint64_t nnz, int dtype, float scale) {
+    add_body(out, idx, p, nnz, dtype, scale);
+}
+#ifdef DCT_X86
+AVX2 static void add_avx2(float *out, const uint32_t *idx, const uint8_t *p, uint64_t nnz, int dtype, float scale) {
+    add_body(out, idx, p, nnz, dtype, scale);
+}
+AVX512 static void add_avx512(float *out, const uint32_t *idx, const uint8_t *p, uint64_t nnz, int dtype, float scale) {
+    add_body(out, idx, p, nnz, dtype, scale);
+}
+static add_fn *const adders[] = {add_generic, add_avx2, add_avx512};
+#else
+static add_fn *const adders[] = {add_generic, add_generic};
+#endif
+
+/* Add scale times the values of a section to out, at idx (NULL: all entries). */
+static void add_values(float *out, const uint32_t *idx, const uint8_t *p, uint64_t nnz, int dtype, float scale) {
+    adders[isa()](out, idx, p, nnz, dtype, scale);
 }
 
 /* ---- indices --------------------------------------------------------------------------------------------------- */

@@ -30,7 +30,6 @@ static inline uint32_t mixed(uint32_t x) {
     return x ^ x >> 16;
 }
 
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE void pack_bf16(const float *restrict x, uint16_t *restrict out, size_t n, uint32_t counter) {
     const float most = float_of(PACK_LARGEST);
