@@ -74,6 +74,7 @@ _METHODS = {
 _OUTPUT_FIRST = {"all_gather", "reduce_scatter", "gather", "all_to_all"}
 
 
+@functools.lru_cache(maxsize=256)
 def bytes_sent(operation: str, nbytes: float, ranks: int, *, gloo: bool) -> float:
     """Return the bytes that a rank sends, the mean of all ranks, without headers.
 

@@ -7,6 +7,7 @@ torch, any device; the compiled kernels write the same bytes.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
@@ -40,6 +41,7 @@ class ValueDtype(Labelled):
         return VALUE_CODECS[self].bits
 
     @classmethod
+    @functools.lru_cache(maxsize=64)
     def lossless(cls, dtype: torch.dtype) -> ValueDtype:
         """Return the type that holds what the kernels read of a ``dtype`` tensor: fp32, bf16 and fp16 as they
         are, fp32 for all others (fp64), which are rounded to it first.

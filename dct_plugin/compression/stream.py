@@ -109,7 +109,7 @@ class Stream:
 
     def propose(self, encoded: Encoded, flat: Tensor, residual: Tensor | None = None) -> Tau:
         """Return the threshold for ``flat``."""
-        kernels = self.backend(flat.device)
+        kernels = self._backend or self.backend(flat.device)
         tau, measured = self.threshold.propose(kernels, flat, residual, encoded.density)
         encoded.refreshes = int(measured)
         return tau
@@ -262,7 +262,7 @@ class Compressor(Stream):
         before, after = (None, None) if residual is None else residual.begin()
         dense = encoded.density >= 1.0 or not numel
         tau = 0.0 if dense else self.propose(encoded, grad, before)
-        kernels = self.backend(grad.device)
+        kernels = self._backend or self.backend(grad.device)
         parts = parts_of(bounds, numel, encoded.density, self._value_dtype, kernels.most_kept)
         job = PartedJob(grad, before, tau, after, parts, step * _START_STRIDE, clear)
         encoded.stats = kernels.compress_parts(job, writer, receivers)
@@ -467,7 +467,7 @@ def encode_dense(
     """Write every entry of ``flat`` (:func:`as_flat`) without loss, in payloads of its parts (see
     :meth:`Compressor.encode`); leave zeros there.
     """
-    numel, dtype = flat.numel(), wire_dtype(flat.dtype, dense=True)
+    numel, dtype = flat.numel(), ValueDtype.lossless(flat.dtype)
     parts = parts_of(bounds, numel, 1.0, dtype, kernels.most_kept)
     job = PartedJob(flat, None, 0.0, None, parts, clear=True)
     return Encoded(kernels.compress_parts(job, writer, receivers), numel)

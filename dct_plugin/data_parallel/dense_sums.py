@@ -81,7 +81,9 @@ class DenseSums:
         if not group.nonfinite_reported:
             self._look_for_nonfinite(planned, flat)
         sent = group.exchange.all_reduce(flat)
-        group.record(Record("gradient_warmup", sent, sent, flat.numel()), exchange_record)
+        exchange_record.sent_bytes -= sent
+        if group.metrics is not None:
+            group.metrics.record(Record("gradient_warmup", sent, sent, flat.numel()))
         if adjoined is not None:
             return
         for tensor, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):

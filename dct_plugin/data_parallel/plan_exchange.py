@@ -99,7 +99,7 @@ class PlanExchanges:
 
     def account(self, written: Sequence[WrittenTensor], exchange_record: Record) -> None:
         """Let thresholds follow what was written, and record it; the first figure read reads all of them."""
-        group, metrics = self.group, self.group.metrics
+        group, metrics, records = self.group, self.group.metrics, []
         for name, cls, encoded, stream, dense_bytes, copies, label in written:
             totals = encoded.totals()
             if totals.nonfinite and name is not None and not group.nonfinite_reported:
@@ -113,11 +113,15 @@ class PlanExchanges:
                 for nbytes in stats.sizes:
                     sent += nbytes * next(copied)
             record = encoded.record(cls, dense_bytes=dense_bytes, sent_bytes=sent, totals=totals)
-            group.record(record, exchange_record)
+            records.append(record)
+            exchange_record.sent_bytes -= record.sent_bytes
+            exchange_record.select_ms -= record.select_ms + record.encode_ms
             if label:
-                metrics.record(replace(record, cls=f"{cls}/{label}"))
+                records.append(replace(record, cls=f"{cls}/{label}"))
             if metrics.config.tensors and name is not None and encoded.density < 1:
-                metrics.record(replace(record, cls=f"{cls}{TENSOR}{name}"))
+                records.append(replace(record, cls=f"{cls}{TENSOR}{name}"))
+        if metrics is not None:
+            metrics.record(*records)
 
 
 class PlanExchange:

@@ -180,13 +180,6 @@ class StreamGroup:
         """Add the bytes and the time of the block to the record of an exchange."""
         return _Recording(self, exchange_record)
 
-    def record(self, record: Record, exchange_record: Record) -> None:
-        """Record the share of one tensor in the exchange."""
-        exchange_record.sent_bytes -= record.sent_bytes
-        exchange_record.select_ms -= record.select_ms + record.encode_ms
-        if self.metrics is not None:
-            self.metrics.record(record)
-
 
 class _Recording:
     """See :meth:`StreamGroup.recording`, and (``whole``) :meth:`StreamGroup.recorded`; a class, since a

@@ -134,7 +134,7 @@ class CpuBackend(Backend):
         check_vector("grad", job.grad, GRAD_DTYPES)
         if len(receivers) == 1:
             left = job.residual if job.residual_out is None else job.residual_out
-            parts, numel, tau = job.parts, job.grad.numel(), float(applied_tau(job.tau))
+            parts, numel, tau = job.parts, job.grad.numel(), float(applied_tau(job.tau)) if job.tau else 0.0
             most = numel if tau == 0.0 else min(parts.capacities[0], numel)
             out = writer.reserve(parts.nbytes[0], receivers[0])
             numbers = most, job.turn % max(numel, 1), tau, parts.value_dtype, -1, job.clear

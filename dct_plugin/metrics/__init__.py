@@ -239,13 +239,14 @@ class Metrics:
         """Report to one more monitor of the host framework: a callable for ``[(name, value, step), ...]``."""
         self._sinks.add(sink)
 
-    def record(self, record: Record) -> None:
-        """Add one message to the current step."""
+    def record(self, *records: Record) -> None:
+        """Add messages to the current step."""
         with self._lock:
-            sums = self._open.get(record.cls)
-            if sums is None:
-                sums = self._open[record.cls] = _Sums()
-            sums.count(record)
+            for record in records:
+                sums = self._open.get(record.cls)
+                if sums is None:
+                    sums = self._open[record.cls] = _Sums()
+                sums.count(record)
 
     def uncompressed(self, kind: str, reason: str, nbytes: float) -> None:
         """Note what the host sends dense in a job that compresses such tensors.

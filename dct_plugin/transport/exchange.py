@@ -183,7 +183,8 @@ class Exchange:
         """
         announced, sizes = self._announced.receive_sizes(partial(self.checked_sizes, bounds=bounds))
         received = self._announced.receive_messages(announced, sizes)
-        self.await_device("exchange of messages")  # the caller reads them next
+        if self._open().queues:  # the caller reads them next
+            self.await_device("exchange of messages")
         return self._staging.received(received, own)
 
     def agree(self, fingerprint: int) -> None:

@@ -184,4 +184,5 @@ class GroupPeers(Peers):
         lost_ranks.state_failure(error)
 
     def guard(self, what: str, step: int | None, failed: Callable[[], None]) -> AbstractContextManager[None]:
-        return lost_ranks.reported(what, self.group, step, failed)
+        group = self.group if self._in_part else self._group
+        return lost_ranks.reported(what, group, step, failed)

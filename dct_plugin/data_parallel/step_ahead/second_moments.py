@@ -182,18 +182,25 @@ class SecondMoments:
         """
         jobs = []
         for name, gradient in entries:
-            parameter = self._parameters.get(name)
-            if parameter is None or not parameter.numel() or self._unit_of(parameter) is None:
+            moments = self._moments.get(name) or self._begun(name, gradient.device)
+            if moments is None:
                 continue
             self._observed[name] = None
-            moments = self.of(name)
-            if moments is None:
-                moments = self._moments[name] = self._make(name, gradient.device, self._missed)
             if self._node is None:
                 jobs.append(moments.squares(gradient))
             else:
-                moments.add_part(gradient, self._node.part(name, parameter.numel())[0])
+                moments.add_part(gradient, self._node.part(name, self._parameters[name].numel())[0])
         kernels.add_squares(jobs, scratch.take)
+
+    def _begun(self, name: str, device: torch.device) -> Moments | None:
+        """Return the moments of a stream at its first gradient; None if the optimizer does not have it."""
+        parameter = self._parameters.get(name)
+        if parameter is None or not parameter.numel() or self._unit_of(parameter) is None:
+            return None
+        moments = self.of(name)
+        if moments is None:
+            moments = self._moments[name] = self._make(name, device, self._missed)
+        return moments
 
     def _make(self, name: str, device: torch.device, missed: int = 0) -> Moments:
         """Make the moments of a stream, beside those of the others on its device."""

@@ -462,7 +462,8 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
             "model under FSDP, dct_plugin.attach(model, optimizer, section) says what there is. "
             f"{_PYTHON_REDUCER}"
         )
-    state.close_if_done()
+    if state.leaves:
+        state.close_if_done()
     if state.fallback_hook is not None:
         return state.fallback_hook(bucket)
     is_dense = bucket.buffer().layout is torch.strided

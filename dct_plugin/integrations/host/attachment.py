@@ -48,6 +48,7 @@ class HostAttachment:
         config: The configuration as it is applied: read by all layers, logged, agreed on by the ranks.
         applied: Its data-parallel settings, with the reasons.
         ends: Takes off all that was put on the model, its optimizer and the process.
+        leaves: True if it was detached: the next step is its last one.
 
     Raises:
         ConfigError: The section is wrong, or asks for something that the framework does not have.
@@ -64,7 +65,7 @@ class HostAttachment:
         refuse(self.framework, self.written.data_parallel)
         self.applied = AppliedSettings(self.config.data_parallel, 1)
         self.ends = contextlib.ExitStack()
-        self._leaves = False
+        self.leaves = False
 
     @property
     def reducers(self) -> Iterable[GradientReducer]:
@@ -196,13 +197,13 @@ class HostAttachment:
 
         Call it on every rank, between two steps. What was attached is removed after that step.
         """
-        self._leaves = True
+        self.leaves = True
         for reducer in self.reducers:
             reducer.flush()
 
     def close_if_done(self) -> None:
         """Close a detached attachment whose last step was made."""
-        if self._leaves and all(reducer.flushed for reducer in self.reducers):
+        if self.leaves and all(reducer.flushed for reducer in self.reducers):
             self.close()
 
     def close(self) -> None:
