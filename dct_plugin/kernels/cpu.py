@@ -69,6 +69,14 @@ _SIGNATURES = {
 _Numbers: TypeAlias = tuple[int, int, float, int, int, bool]
 
 
+def _threads_for(threads: int | None, numel: int) -> int:
+    """Return the threads of a call for so many entries; ``threads``: see :class:`CpuBackend`."""
+    if threads is None:
+        most = numel // ENTRIES_PER_THREAD
+        threads = min(torch.get_num_threads(), most) if most > 1 else 1
+    return max(1, min(threads, _MAX_THREADS))
+
+
 def _stats(call: _Compress) -> Stats:
     """Return the statistics of a compression that was made."""
     times = {"select_ns": call.select_ns, "encode_ns": call.encode_ns}
@@ -121,10 +129,11 @@ class CpuBackend(Backend):
         if not grad.is_cpu:
             passed(grad)  # raises
         numel, (capacity, start, tau, value_dtype, encoding, clear) = grad.numel(), numbers
+        threads = _threads_for(self.threads, numel)
         call = _Compress(
             *(grad.data_ptr(), residual.data_ptr() if residual is not None else None),
             *(left.data_ptr() if left is not None else None, out.data_ptr(), numel, capacity, start, tau),
-            *(GRAD_CODES[grad.dtype], value_dtype, encoding, tau == 0.0, self._threads_for(numel), clear),
+            *(GRAD_CODES[grad.dtype], value_dtype, encoding, tau == 0.0, threads, clear),
         )
         if status := self._library.functions.dct_compress(byref(call), 1):
             check(status)
@@ -157,7 +166,7 @@ class CpuBackend(Backend):
         calls["start"], calls["tau"] = job.turn % np.maximum(numel, 1), tau
         calls["grad_dtype"], calls["value_dtype"] = GRAD_CODES[job.grad.dtype], job.parts.value_dtype
         calls["encoding"], calls["dense"], calls["clear"] = -1, tau == 0.0, job.clear
-        calls["threads"] = [*map(self._threads_for, numel.tolist())]
+        calls["threads"] = [_threads_for(self.threads, each) for each in numel.tolist()]
         self._call("dct_compress", calls, len(calls))
         sizes = calls["nbytes"].tolist()
         for receiver, nbytes in zip(receivers, sizes, strict=True):
@@ -166,13 +175,6 @@ class CpuBackend(Backend):
         nbytes, nnz, above, flagged, select_ns, encode_ns = (int(calls[name].sum()) for name in names)
         times = {"select_ns": select_ns, "encode_ns": encode_ns}
         return [Stats(nbytes, nnz, above, flagged > 0, tau=float(calls["tau"][0]), sizes=sizes, **times)]
-
-    def _threads_for(self, numel: int) -> int:
-        threads = self.threads
-        if threads is None:
-            most = numel // ENTRIES_PER_THREAD
-            threads = min(torch.get_num_threads(), most) if most > 1 else 1
-        return max(1, min(threads, _MAX_THREADS))
 
     def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))
@@ -232,11 +234,11 @@ class CpuBackend(Backend):
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
         numbers = values.numel(), seed & 0xFFFFFFFF, exponents is not None, True
-        self._call("dct_pack", values, out, exponents, *numbers, self._threads_for(values.numel()))
+        self._call("dct_pack", values, out, exponents, *numbers, _threads_for(self.threads, values.numel()))
 
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
         numbers = out.numel(), 0, exponents is not None, False
-        self._call("dct_pack", out, packed, exponents, *numbers, self._threads_for(out.numel()))
+        self._call("dct_pack", out, packed, exponents, *numbers, _threads_for(self.threads, out.numel()))
 
     def encode_changes(self, wanted: Tensor, held: Tensor, out: Tensor) -> Stats:
         began, sizes, numel = time.perf_counter_ns(), (c_uint64 * 2)(), wanted.numel()

@@ -8,7 +8,7 @@ and a rank that fails can tell the others before it stops. :mod:`.transports` ch
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
@@ -68,18 +68,50 @@ class Staging:
 _STEPS = 1 << 20
 
 
-def _refuse_steps_apart(own: str, apart: Mapping[int, int]) -> None:
-    """Name ranks of other optimizer steps, if the operation is the same.
+def _refuse(
+    headers: Sequence[Sequence[int]],
+    fingerprint: int,
+    bounds: Sequence[int] | None,
+    ranks: Sequence[int],
+    rank: int,
+    step: int | None,
+) -> None:
+    """Say what is wrong with headers, see :meth:`Exchange.checked_sizes`.
+
+    Args:
+        ranks: Global ranks by position in the group.
+        rank, step: This rank's position, and its optimizer steps so far.
 
     Raises:
-        DesyncError: It is.
+        DesyncError: Always.
     """
-    if max(map(abs, apart.values())) < _STEPS:
-        named = ", ".join(f"rank {rank} by {steps:+d}" for rank, steps in apart.items())
+    own = f"rank {ranks[rank]}"
+    if failed := [ranks[r] for r, header in enumerate(headers) if header[0] < 0]:
+        at = "" if step is None else f" in step {step}"
+        raise DesyncError(
+            f"{own}: rank(s) {failed} failed while preparing this exchange{at}; see their own error "
+            f"output{lost_ranks.found_lost()}"
+        )
+    apart = {
+        ranks[r]: header[1] - fingerprint for r, header in enumerate(headers) if header[1] != fingerprint
+    }
+    if apart and max(map(abs, apart.values())) < _STEPS:
+        named = ", ".join(f"rank {other} by {steps:+d}" for other, steps in apart.items())
         raise DesyncError(
             f"{own}: ranks have made different numbers of optimizer steps ({named}): a check of the loss or "
             "of gradients has kept one rank alone from its step; decide on all ranks"
         )
+    if apart:
+        raise DesyncError(
+            f"{own}: rank(s) {list(apart)} are exchanging other tensors (names, sizes or order differ); "
+            "every rank must reduce the same gradients in one order"
+        )
+    for sender, ((size, *_), bound) in enumerate(zip(headers, bounds or (), strict=True)):
+        if size > bound:
+            raise DesyncError(
+                f"{own}: rank {ranks[sender]} announces a message of {size} bytes, where at most {bound} can "
+                "be right"
+            )
 
 
 #: Header and fixed parts of a payload, and position and value of an entry, both with room to spare.
@@ -127,18 +159,10 @@ class Exchange:
         self._transport_failed = False
         self.other_bytes = 0
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes handed to the transport so far, headers included."""
-        return self.counters()[0]
-
-    @property
-    def waited_ms(self) -> float:
-        """Milliseconds so far in which this rank's message was ready and another rank's was not."""
-        return self._announced.waited_ms
-
     def counters(self) -> tuple[int, float]:
-        """Return :attr:`sent_bytes` and :attr:`waited_ms`."""
+        """Return the bytes that were handed to the transport so far, headers included, and the milliseconds
+        in which this rank's message was ready and another rank's was not.
+        """
         sent = 0 if self._transport is None else self._transport.sent_bytes
         return self.other_bytes + sent, self._announced.waited_ms
 
@@ -205,36 +229,9 @@ class Exchange:
         for sender, header in enumerate(headers):
             size = header[0]
             if size < 0 or header[1] != fingerprint or (bounds is not None and size > bounds[sender]):
-                self._refuse(headers, fingerprint, bounds)
+                _refuse(headers, fingerprint, bounds, self._global, self.rank, self.step)
             sizes.append(size)
         return sizes
-
-    def _refuse(
-        self, headers: Sequence[Sequence[int]], fingerprint: int, bounds: Sequence[int] | None
-    ) -> None:
-        """Say what is wrong with the headers, see :meth:`checked_sizes`."""
-        own = f"rank {self._global[self.rank]}"
-        if failed := [self._global[r] for r, header in enumerate(headers) if header[0] < 0]:
-            at = "" if self.step is None else f" in step {self.step}"
-            raise DesyncError(
-                f"{own}: rank(s) {failed} failed while preparing this exchange{at}; see their own error "
-                f"output{lost_ranks.found_lost()}"
-            )
-        if apart := {
-            self._global[r]: h[1] - fingerprint for r, h in enumerate(headers) if h[1] != fingerprint
-        }:
-            _refuse_steps_apart(own, apart)
-        if others := list(apart):
-            raise DesyncError(
-                f"{own}: rank(s) {others} are exchanging other tensors (names, sizes or order differ); every "
-                "rank must reduce the same gradients in one order"
-            )
-        for sender, ((size, *_), bound) in enumerate(zip(headers, bounds or (), strict=True)):
-            if size > bound:
-                raise DesyncError(
-                    f"{own}: rank {self._global[sender]} announces a message of {size} bytes, where at most "
-                    f"{bound} can be right"
-                )
 
     # -- messages of known sizes, and dense tensors ----------------------------------------------------------
 

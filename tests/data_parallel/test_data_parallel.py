@@ -459,7 +459,7 @@ def _warm_up_then_metrics(rank: int, world_size: int, path: str) -> None:
         engine.all_reduce(list(tensors(rank, step).items()))
         engine.end_step()
         engine.metrics.step(engine.step)  # type: ignore[union-attr]
-        before.append(engine.exchange.sent_bytes)
+        before.append(engine.exchange.counters()[0])
     engine.metrics.close()  # type: ignore[union-attr]
 
 

@@ -150,10 +150,10 @@ class NodeRanks:
     @contextmanager
     def _recorded(self) -> Iterator[None]:
         """Record the bytes that the block sends."""
-        before = self.exchange.sent_bytes
+        before, _ = self.exchange.counters()
         yield
         if self._metrics is not None:
-            sent = self.exchange.sent_bytes - before
+            sent = self.exchange.counters()[0] - before
             self._metrics.record(Record(CLASS, intra_node=sent))
 
     def state_dict(self, streams: Mapping[str, Any]) -> dict[str, Any]:

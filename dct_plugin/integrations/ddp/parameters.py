@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dct_plugin.data_parallel import GradientReducer
+
+from ..host.replica_checksums import not_trained
+
+if TYPE_CHECKING:
+    from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -68,6 +77,60 @@ class ParameterNames:
         for name, parameter in self._reduced.items():
             if parameter.grad is not None:
                 yield name, as_real(parameter.grad)
+
+
+class AttachedModel:
+    """The model whose gradients are reduced, once it is attached; it is not kept alive.
+
+    Args:
+        names: The names of its parameters.
+    """
+
+    def __init__(self, names: ParameterNames) -> None:
+        self._names = names
+        self._model: weakref.ref[DistributedDataParallel] | None = None
+
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Follow a model."""
+        self._model = weakref.ref(model)
+
+    @property
+    def attached(self) -> DistributedDataParallel | None:
+        """The model; None before :meth:`attach`, and when the script has let it go."""
+        return None if self._model is None else self._model()
+
+    def trainable(self) -> dict[str, Tensor]:
+        """Return the parameters with gradients that DDP reduces, by name."""
+        model = self.attached
+        if model is None:
+            return {}
+        named, ignored = model.module.named_parameters(), model.parameters_to_ignore
+        return self._names.add((name, p) for name, p in named if p.requires_grad and name not in ignored)
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """Return the trainable parameters, and those that were reduced so far, in the order of their names:
+        the same on all ranks.
+        """
+        named = {**dict(self._names.reduced()), **self.trainable()}
+        return sorted(named.items(), key=lambda pair: pair[0])
+
+    def common_weights(
+        self, reducer: GradientReducer | None, ahead: StepAhead | None
+    ) -> list[tuple[str, Tensor]]:
+        """Return the weights that all ranks hold, by name: not the displaced ones, nor those of a rank alone.
+
+        Args:
+            reducer: The reducer, which knows the common weights of local steps.
+            ahead: What displaces the weights; None: nothing does.
+        """
+        weight = (lambda p: p.data) if ahead is None else ahead.weight
+        named = [(name, as_real(weight(parameter))) for name, parameter in self.named()]
+        return named if reducer is None else [(n, reducer.shared_weight(n, own)) for n, own in named]
+
+    def not_trained(self) -> list[tuple[str, Tensor]]:
+        """Return the frozen parameters and the buffers."""
+        model = self.attached
+        return [] if model is None else not_trained(model.module, (name for name, _ in self.named()))
 
 
 class Bucket:

@@ -19,7 +19,6 @@ from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.step_units import units_of_all
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import counted_by
-from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training
 from dct_plugin.transport.nodes import Nodes, layout_of
 
@@ -28,12 +27,11 @@ from ..host.attachment import PlainTraining, switched_off
 from ..host.checkpoint import FRESH, ReducerFiles, mean_residuals
 from ..host.optimizer_attachment import OptimizerAttachment
 from ..host.overlap import Overlap
-from ..host.replica_checksums import not_trained
 from ..host.settings import optimizers_of
 from ..host.startup import nodes_of
 from ..host.steps import FrozenParameters
 from .backward import BucketReductions
-from .parameters import ParameterNames, as_real
+from .parameters import AttachedModel, ParameterNames
 
 if TYPE_CHECKING:
     from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
@@ -108,18 +106,10 @@ class DCTState(OptimizerAttachment):
         self._topic, self._coverage = "ddp", ""
         self._reducer: GradientReducer | None = None
         self._ahead: StepAhead | None = None
-        self._model: weakref.ref[DistributedDataParallel] | None = None
+        self._model = AttachedModel(self.parameters)
         if reason := switched_off(self.written):
             PlainTraining(self.written, reason)
             self.close()
-
-    @functools.cached_property
-    def metrics(self) -> Metrics:
-        """Bytes, densities and times so far; made at first use, when the process group exists.
-
-        Rank 0 prints their summary when the process ends; metrics that were assigned before are not printed.
-        """
-        return self.report(dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
 
     # -- the model ---
 
@@ -140,7 +130,12 @@ class DCTState(OptimizerAttachment):
             self.process_group = model.process_group
         try:
             self._check(model)
-            self._reduce_through_hook(model)
+            self._model.attach(model)
+            reduce_through_hook(model, self)
+            finalizer = weakref.finalize(model, self.close)
+            finalizer.atexit = False
+            self.ends.callback(finalizer.detach)
+            self._before_forward(model.module, self.close_if_done)
             if self._reducer is not None:  # step_ahead was called before
                 self._change_passes(model, self._reducer)
             elif self.config.data_parallel.local_steps is not None:  # from the first pass on
@@ -177,27 +172,6 @@ class DCTState(OptimizerAttachment):
                 self.parameters.is_reduced,
             )
 
-    def _reduce_through_hook(self, model: DistributedDataParallel) -> None:
-        """Register the hook; DDP takes one and keeps it, so an earlier state of ours calls this one."""
-        hooks = model._comm_hooks
-        earlier = [state for _, state in hooks if isinstance(state, DCTState)]
-        try:
-            model.register_comm_hook(self, dct_hook)
-        except RuntimeError as error:  # but a copied model has none, though it lists that of the original
-            hooks.pop()
-            if not earlier:
-                name = getattr(hooks[0][0], "__name__", hooks[0][0]) if hooks else "one of torch's own"
-                raise ConfigError(
-                    f"dct_plugin.attach: the model has a communication hook already ({name}), and "
-                    "DistributedDataParallel takes one: leave that hook out, or this call"
-                ) from error
-            earlier[-1].fallback_hook = functools.partial(dct_hook, self)
-        self._model = weakref.ref(model)
-        finalizer = weakref.finalize(model, self.close)
-        finalizer.atexit = False
-        self.ends.callback(finalizer.detach)
-        self._before_forward(model.module, self.close_if_done)
-
     def _change_passes(self, model: DistributedDataParallel, reducer: GradientReducer) -> None:
         """Displace the weights of a model in its passes, or train its own ones."""
         self._buckets.next_pass.watch(model.module)
@@ -205,9 +179,9 @@ class DCTState(OptimizerAttachment):
         if self._optimizers and settings.feedback.looks_ahead and self._ahead is None:
             self.step_ahead(model, self._optimizers)
         if settings.local_steps is None:
-            self._watch_loading(model.module, self._replicated)
+            self._watch_loading(model.module, lambda: self._model.common_weights(reducer, self._ahead))
         else:
-            named = self._trainable(model)
+            named = self._model.trainable()
             if (local := reducer.add_ons.local_steps) is not None:
                 local.attach(model.module, named, self._optimizers)
                 self._buckets.next_pass.watch(model.module)  # before an evaluation shows the common weights
@@ -215,13 +189,6 @@ class DCTState(OptimizerAttachment):
                 # DDP would send the first rank's buffers in every forward pass.
                 self.ends.callback(setattr, model, "broadcast_buffers", model.broadcast_buffers)
                 model.broadcast_buffers = False
-
-    def _trainable(self, model: DistributedDataParallel) -> dict[str, Tensor]:
-        return self.parameters.add(
-            (name, parameter)
-            for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad and name not in model.parameters_to_ignore
-        )
 
     def close(self) -> None:
         if self.fallback_hook is None:
@@ -259,57 +226,42 @@ class DCTState(OptimizerAttachment):
         the registered model: the first bucket makes that call, or a state that is loaded before.
         """
         if self._reducer is None:
+            model = self._model
             self._reducer = self._make_reducer(
-                self.process_group, self._nodes(), device, self._replicated, self._not_trained
+                self.process_group,
+                self._nodes(),
+                device,
+                lambda: model.common_weights(self._reducer, self._ahead),
+                model.not_trained,
             )
             self.load_state_dict({"reducer": self._loaded})
-            if (model := self._attached) is not None:
-                self._change_passes(model, self._reducer)
+            if (attached := model.attached) is not None:
+                self._change_passes(attached, self._reducer)
         return self._reducer
 
     @property
     def reducers(self) -> Iterable[GradientReducer]:
-        if self._attached is not None:
-            self.reducer(self._attached.device)
+        if (model := self._model.attached) is not None:
+            self.reducer(model.device)
         return super().reducers
 
-    @property
-    def _attached(self) -> DistributedDataParallel | None:
-        return None if self._model is None else self._model()
-
-    def _replicated(self) -> list[tuple[str, Tensor]]:
-        """Return the weights of the trainable parameters, also of those that DDP does not reduce."""
-        named = dict(self.parameters.reduced())
-        if (model := self._attached) is not None:
-            named |= self._trainable(model)
-        pairs = sorted(named.items(), key=lambda pair: pair[0])
-        weight = (lambda p: p.data) if self._ahead is None else self._ahead.weight
-        (reducer,) = self._reducers.values()
-        return [(name, reducer.shared_weight(name, as_real(weight(parameter)))) for name, parameter in pairs]
-
-    def _not_trained(self) -> list[tuple[str, Tensor]]:
-        """Return the frozen parameters and the buffers."""
-        model = self._attached
-        return [] if model is None else not_trained(model.module, (name for name, _ in self._replicated()))
-
     def weights(self) -> Iterable[Tensor]:
-        return () if (model := self._attached) is None else self._trainable(model).values()
+        return self._model.trainable().values()
 
     # -- the start ---
 
-    def dense_all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Leave a bucket with a sparse gradient to DDP's own all-reduce."""
-        self._buckets.leave_sparse(bucket)
-        with counted_by(functools.partial(self.metrics.uncompressed, "gradient", "sparse")):
-            return averaged(self.process_group, bucket)
-
     def all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Reduce a full bucket; the end of the backward pass waits for it and raises its errors."""
-        if self._buckets.stays_dense:
-            self._buckets.leave_dense(bucket)
-            with counted_by(functools.partial(self.metrics.uncompressed, "gradient", "faster")):
-                return averaged(self.process_group, bucket)
+        """Reduce a full bucket; the end of the backward pass waits for it and raises its errors. A bucket
+        with a sparse gradient is left to DDP's own all-reduce, and so are all where that is faster.
+        """
         buffer = bucket.buffer()
+        is_sparse = buffer.layout is not torch.strided
+        if is_sparse or self._buckets.stays_dense:
+            leave = self._buckets.leave_sparse if is_sparse else self._buckets.leave_dense
+            leave(bucket)
+            why = "sparse" if is_sparse else "faster"
+            with counted_by(functools.partial(self.metrics.uncompressed, "gradient", why)):
+                return averaged(self.process_group, bucket)
         future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
         self._buckets.reduce(bucket, lambda: future.set_result(buffer))
         return future
@@ -370,8 +322,9 @@ class DCTState(OptimizerAttachment):
         self._buckets.wait()
         self._loaded = state["reducer"] or FRESH
         self._optimizer_steps.forget()
-        if self._reducer is None and self._loaded is not FRESH and self._attached is not None:
-            self.reducer(self._attached.device)  # the next pass is displaced by what was not sent
+        model = self._model.attached
+        if self._reducer is None and self._loaded is not FRESH and model is not None:
+            self.reducer(model.device)  # the next pass is displaced by what was not sent
         elif self._reducer is not None:
             self._reducer.load_state_dict(self._loaded, loss_scale=self._optimizer_steps.loss_scale())
             self.steps.step = self._reducer.step
@@ -430,6 +383,27 @@ class DCTState(OptimizerAttachment):
         return DCTState, (self.config,)
 
 
+def reduce_through_hook(model: DistributedDataParallel, state: DCTState) -> None:
+    """Register the hook; DDP takes one and keeps it, so an earlier state of ours calls this one.
+
+    Raises:
+        ConfigError: The model has another hook.
+    """
+    hooks = model._comm_hooks
+    earlier = [other for _, other in hooks if isinstance(other, DCTState)]
+    try:
+        model.register_comm_hook(state, dct_hook)
+    except RuntimeError as error:  # but a copied model has none, though it lists that of the original
+        hooks.pop()
+        if not earlier:
+            name = getattr(hooks[0][0], "__name__", hooks[0][0]) if hooks else "one of torch's own"
+            raise ConfigError(
+                f"dct_plugin.attach: the model has a communication hook already ({name}), and "
+                "DistributedDataParallel takes one: leave that hook out, or this call"
+            ) from error
+        earlier[-1].fallback_hook = functools.partial(dct_hook, state)
+
+
 def averaged(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket over the ranks as DDP does without a hook, with the same bits.
 
@@ -466,8 +440,7 @@ def dct_hook(state: DCTState, bucket: dist.GradBucket) -> torch.futures.Future[T
         state.close_if_done()
     if state.fallback_hook is not None:
         return state.fallback_hook(bucket)
-    is_dense = bucket.buffer().layout is torch.strided
-    return state.all_reduce(bucket) if is_dense else state.dense_all_reduce(bucket)
+    return state.all_reduce(bucket)
 
 
 # DDP checks the annotations of a hook as objects, not as the strings they are in this file.

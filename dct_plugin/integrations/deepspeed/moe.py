@@ -127,10 +127,10 @@ class _SlotExchange:
         count = parts.shape[1]
         bits = parts.new_zeros(comm.world_size, -(-count // 8) * 8, dtype=torch.uint8)
         bits[:, :count] = parts
-        before = comm.exchange.sent_bytes
+        before, _ = comm.exchange.counters()
         fingerprint = zlib.crc32(f"slots:{self._name}:{count}".encode())
         answers = comm.exchange.all_to_all([pack(part, 1) for part in bits], fingerprint)
-        self._path.metrics.record(Record(comm.cls, sent_bytes=comm.exchange.sent_bytes - before))
+        self._path.metrics.record(Record(comm.cls, sent_bytes=comm.exchange.counters()[0] - before))
         return torch.cat([unpack(answer, 1)[:count] for answer in answers]).bool()
 
     def _record_empty(

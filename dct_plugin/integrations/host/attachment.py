@@ -56,6 +56,8 @@ class HostAttachment:
 
     framework: ClassVar[str]
     hint: ClassVar[str] = HINT
+    process_group: dist.ProcessGroup | None = None
+    """The group whose ranks exchange gradients; None: all ranks."""
 
     def __init__(self, section: DCTConfig | Mapping[str, Any] | None) -> None:
         if VARIABLE in os.environ:  # the job is measured by `dct advise`
@@ -74,8 +76,10 @@ class HostAttachment:
 
     @functools.cached_property
     def metrics(self) -> Metrics:
-        """Bytes, densities and times so far; made at first use, when the process group exists."""
-        return self.report(dist.get_rank(), dist.get_world_size())
+        """Bytes, densities and times so far; made at first use, when the process group exists. Rank 0 prints
+        their summary when the process ends; metrics that were assigned before are not printed.
+        """
+        return self.report(dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
 
     # -- opening ---
 
