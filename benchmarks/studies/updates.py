@@ -158,6 +158,7 @@ def rank_main(rank: int, port: int, args: argparse.Namespace, runs: Sequence[Run
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of a Markdown table: loss minus that of the dense run of the seed, and bytes."""
     keys = ("model", "ranks", "steps")
+    rows = list({tuple(row[name] for name in Run._fields): row for row in rows}.values())
     dense = {(*(row[key] for key in keys), row["seed"]): row for row in rows if row["setting"] == "dense"}
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
