@@ -399,6 +399,30 @@ def test_a_divide_factor_and_a_gradient_that_is_not_finite() -> None:
         assert not any_finite
 
 
+def _small_in_bf16(rank: int, world_size: int) -> dict[str, list[bool]]:
+    """Return whether gradients of biases are averages of what is rounded to bf16, and of what is not."""
+    found = {}
+    points = torch.randn(16, 24, generator=torch.Generator().manual_seed(rank))
+    for name, value_dtype in (("int8", "int8"), ("log4", "log4"), ("fp32", "fp32")):
+        model, plain = sharded(param_dtype=None), Net()
+        section = {"nodes": 1, "value_dtype": value_dtype, "parameters": None}
+        attached: Any = dct_plugin.attach(model, adamw(model), {"data_parallel": section})
+        for each in (model, plain):
+            each(points).square().mean().backward()
+        grads = [each.bias.grad for each in (model.first, plain.first)]  # type: ignore[union-attr]
+        own = everyones(grads[1].tolist())  # type: ignore[union-attr]
+        exact = torch.tensor(own)
+        averages = [exact.bfloat16().float().sum(0) / 2, exact.sum(0) / 2]
+        found[name] = [torch.equal(grads[0].full_tensor(), each) for each in averages]  # type: ignore
+        attached.close()
+    return found
+
+
+def test_biases_cross_in_bf16_beside_entries_in_few_bits() -> None:
+    for found in run(2, _small_in_bf16):
+        assert found == {"int8": [True, False], "log4": [True, False], "fp32": [False, True]}
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "sparsity": ({}, {"sparsity": 0.9}, "dct.data_parallel.sparsity = 0.9: FSDP2 on one mesh"),
     "feedback": ({}, {"feedback": "local"}, "feedback = 'local': FSDP2 on one mesh"),
