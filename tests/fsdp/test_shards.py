@@ -334,26 +334,37 @@ def test_nothing_crosses_in_backward_passes_and_further_micro_batches() -> None:
         assert steps == 7
 
 
-def _resumed(rank: int, world_size: int, folder: str, nodes: int) -> tuple[bool, bool, int]:
-    def start() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        model = sharded()
-        optimizer = adamw(model)
-        return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": nodes}})
+def _start(nodes: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = sharded()
+    optimizer = adamw(model)
+    return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": nodes}})
 
-    def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        weights, moments = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments}
 
-    model, optimizer, attached = start()
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def _saved(folder: str, nodes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer, attached = _start(nodes)
     train(model, optimizer, 3)
-    dcp.save({**states(model, optimizer), "dct": attached}, checkpoint_id=folder)
-    train(model, optimizer, range(3, 6))
-    again, its_optimizer, resumed = start()
-    state = states(again, its_optimizer)
+    dcp.save({**_states(model, optimizer), "dct": attached}, checkpoint_id=folder)
+    return model, optimizer
+
+
+def _loaded(folder: str, nodes: int) -> tuple[nn.Module, torch.optim.Optimizer, bool, int]:
+    model, optimizer, attached = _start(nodes)
+    state = _states(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(again, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    loaded = resumed.load(folder)
-    steps = resumed.steps.step
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    loaded = attached.load(folder)
+    return model, optimizer, loaded, attached.steps.step
+
+
+def _resumed(rank: int, world_size: int, folder: str, nodes: int) -> tuple[bool, bool, int]:
+    model, optimizer = _saved(folder, nodes)
+    train(model, optimizer, range(3, 6))
+    again, its_optimizer, loaded, steps = _loaded(folder, nodes)
     train(again, its_optimizer, range(3, 6))
     return loaded, same(model, again), steps
 
@@ -361,6 +372,30 @@ def _resumed(rank: int, world_size: int, folder: str, nodes: int) -> tuple[bool,
 @pytest.mark.parametrize("nodes", [2, 1], ids=["exact copies", "int8 copies"])
 def test_resumed_on_the_same_mesh(tmp_path: Path, nodes: int) -> None:
     assert run(4, _resumed, str(tmp_path / "saved"), nodes) == [(True, True, 3)] * 4
+
+
+def _whole(model: nn.Module) -> list[list[float]]:
+    return [p.full_tensor().flatten().tolist() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+def _saved_by_four(rank: int, world_size: int, folder: str, nodes: int) -> list[list[float]]:
+    return _whole(_saved(folder, nodes)[0])
+
+
+def _loaded_by_two(
+    rank: int, world_size: int, folder: str, nodes: int
+) -> tuple[list[list[float]], int, tuple[bool, bool]]:
+    model, optimizer, _, steps = _loaded(folder, nodes)
+    masters = _whole(model)
+    train(model, optimizer, range(3, 5))
+    return masters, steps, _gathered(model, 0.016)
+
+
+@pytest.mark.parametrize("nodes", [2, 1], ids=["exact copies", "int8 copies"])
+def test_resumed_on_another_mesh_with_the_same_masters(tmp_path: Path, nodes: int) -> None:
+    folder = str(tmp_path / "saved")
+    saved = run(4, _saved_by_four, folder, nodes)[0]
+    assert run(2, _loaded_by_two, folder, 1) == [(saved, 3, (True, True))] * 2
 
 
 def _detached(rank: int, world_size: int) -> tuple[bool, bool]:
