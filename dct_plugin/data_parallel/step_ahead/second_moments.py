@@ -134,11 +134,10 @@ def sizes(shape: torch.Size | tuple[int, ...]) -> list[int]:
 
 def _add_steps(memory: Tensor, moments: Sequence[Moments], decay: float | None) -> None:
     """Add the squares of a step to the means of ``moments``, all of which lie in ``memory``."""
-    means, squares = ([m.memory[at] for m in moments] for at in (0, 1))
     # Gradients that are not finite are ignored.
     if decay is None:
-        for mean, square in zip(means, squares, strict=True):
-            mean.add_(square.nan_to_num_(0.0, 0.0, 0.0))
+        for each in moments:
+            each.memory[0].add_(each.memory[1].nan_to_num_(0.0, 0.0, 0.0))
     else:
         torch.where(memory[1].isfinite(), memory[1], memory[0], out=memory[1])
         # On a CPU one by one: the last entries of a tensor are rounded otherwise than those in the middle.

@@ -77,12 +77,12 @@ class OptimizerGradients:
         if self.use is Use.IDLE:
             self.reduced, self.asked, self.overflow = {}, False, None
 
-    def add(self, name: str, parameter: Tensor, *, covered: bool) -> None:
-        """Note that the gradient of a parameter was reduced, with a second residual (``covered``) or
+    def add(self, named: dict[str, Tensor], *, covered: bool) -> None:
+        """Note that gradients of parameters, by name, were reduced, with a second residual (``covered``) or
         without.
         """
         self.covered = covered and (self.covered or not self.reduced)
-        self.reduced[name] = parameter
+        self.reduced |= named
         self.note(Event.REDUCE)
 
     def is_cleared(self, *, zeros: bool) -> bool:

@@ -318,9 +318,11 @@ class OptimizerSteps:
                 for group in each.optimizer.param_groups
                 for parameter in group["params"]
             }
+        reduced: dict[OptimizerGradients, dict[str, Tensor]] = {}
         for name, parameter in named:
-            owner = self._owners.get(id(parameter), self._unknown)
-            owner.add(name, parameter, covered=self.transactions.armed)
+            reduced.setdefault(self._owners.get(id(parameter), self._unknown), {})[name] = parameter
+        for owner, parameters in reduced.items():
+            owner.add(parameters, covered=self.transactions.armed)
         self.steps.begin()
 
     def end_pass(self) -> None:
@@ -465,8 +467,8 @@ class OptimizerSteps:
         unknown = {n: p for n, p in self._unknown.reduced.items() if id(p) in parameters}
         if unknown and not self._passes_are_steps:
             found = OptimizerGradients(optimizer)
-            for name, parameter in unknown.items():
-                found.add(name, parameter, covered=self._unknown.covered)
+            found.add(unknown, covered=self._unknown.covered)
+            for name in unknown:
                 del self._unknown.reduced[name]
             if not self._unknown.reduced:
                 self._unknown.use = Use.IDLE
