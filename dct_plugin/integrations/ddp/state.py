@@ -347,7 +347,7 @@ class DCTState(OptimizerAttachment):
             DesyncError: Another rank that is needed did not call it within seconds.
         """
         reducer = self._reducer
-        if self._optimizer_steps.is_due and reducer is not None:
+        if self._optimizer_steps.due and reducer is not None:
             settings = self.config.data_parallel
             if reducer.node is not None or settings.quality or settings.trains_alone:
                 startup.join(

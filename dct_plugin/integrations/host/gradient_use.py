@@ -101,6 +101,11 @@ class OptimizerGradients:
         return self.use is Use.REDUCED or (self.overflow is not None and bool(self.overflow().any()))
 
 
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, and the values of a sparse one."""
     local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
