@@ -30,14 +30,13 @@ import torch
 from torch import Tensor
 
 from ...compression.feedback import ScratchBuffers, unpacked
-from ...console import listed, logger
+from ...console import logger
 from ...errors import ConfigError
 from ...kernels import Backend
 from ...kernels.displacement import Displacement
 from ...kernels.job import part_of
 from ...kernels.reference import ReferenceBackend
-from ...metrics import Record, format_bytes
-from ...metrics.summary import DISPLACED
+from ...metrics import format_bytes
 from ...policy.rules import FEW_COMPRESSORS
 from ..add_on import AddOn, ReducerContext
 from ..module_hooks import register, remove, unregister
@@ -180,7 +179,7 @@ class StepAhead:
         self._device_types = {parameter.device.type for parameter in self._parameters.values()}
         self._displaced = DisplacedWeights(self._compute)
         self._passes = TrainingPasses(self._displaced)
-        self.coverage = Coverage()
+        self.coverage = Coverage(self._is_displaceable)
         self._handles: list[Any] = []
 
     # -- where passes run ---
@@ -268,12 +267,11 @@ class StepAhead:
     def _compute(self) -> list[tuple[str, torch.nn.Parameter, Tensor]]:
         """Compute the displaced weights, also of parameters that are frozen now."""
         self._passes.reduced = False
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
+        with torch.no_grad(), ExitStack() as stack:
             for kind in self._device_types:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             computed = self._compute_all()
-        self.coverage.shown |= {name for name, *_ in computed}
+        self.coverage.show(name for name, *_ in computed)
         return computed
 
     def _compute_all(self) -> list[tuple[str, torch.nn.Parameter, Tensor]]:
@@ -351,10 +349,7 @@ class StepAhead:
     def observe(self, entries: Entries) -> None:
         """Add gradients of this rank (1-D, in their unit) to the second moments, before they are reduced."""
         self._passes.reduced = True
-        names, coverage = {name for name, _ in entries}, self.coverage
-        # A residual that the first reduction of this step has made is none that its passes could know.
-        coverage.missed.update(filter(self._is_displaceable, names - coverage.shown - coverage.reduced))
-        coverage.reduced |= names
+        self.coverage.reduce(name for name, _ in entries)
         self.moments.observe(entries, self._kernels, self._scratch)
 
     def _is_displaceable(self, name: str) -> bool:
@@ -427,7 +422,7 @@ class StepAheadAddOn(AddOn):
         self._ahead: StepAhead | None = None
         self._loaded: dict[str, Any] | None = None
         self._is_small: dict[str, bool] = {}
-        self._warned, self._steps_missed = False, 0
+        self._warned = False
         # With few ranks steps are in the unit of a rank's own gradients: all results were measured so. At two
         # ranks, steps in the unit of the mean gradient lost 0.006 nats.
         self._has_many_ranks = context.group.world_size > FEW_COMPRESSORS
@@ -529,26 +524,10 @@ class StepAheadAddOn(AddOn):
 
     def end_step(self, *, skipped: bool) -> None:
         if self._ahead is not None:
-            displaced, missed = self._ahead.end_step(skipped=skipped, waiting=self._group.waiting)
-            if not skipped and displaced + len(missed):
-                self._note_coverage(self._ahead, displaced, missed)
+            covered = self._ahead.end_step(skipped=skipped, waiting=self._group.waiting)
+            if not skipped:
+                self._ahead.coverage.report(self._group, *covered, self._ahead.why_missed)
             self._warn_of_different_data(self._ahead.coefficients)
-
-    def _note_coverage(self, ahead: StepAhead, displaced: int, missed: Sequence[str]) -> None:
-        """Record how many tensors were displaced in a step, and say once that some were not."""
-        group = self._group
-        if group.metrics is not None:
-            tensors = displaced + len(missed)
-            group.metrics.record(Record(DISPLACED, numel=tensors, nnz=displaced, target_density=1 - 1e-9))
-        self._steps_missed += bool(missed)
-        # A residual may begin between two passes of one step.
-        if missed and self._steps_missed == 2 and not group.group_rank:
-            logger.warning(
-                f"dct: step-ahead: step {group.step}: {len(missed)} of {displaced + len(missed)} tensors "
-                f"were trained at weights that were not displaced ({listed(missed)}): "
-                f"{ahead.why_missed(missed[0])}. Adam and momentum lose quality without it; 'feedback': "
-                "'local' in dct.data_parallel is the same without this line"
-            )
 
     def undo(self, names: Collection[str], *, lost: bool) -> None:
         if self._ahead is not None:
