@@ -231,15 +231,13 @@ class SecondMoments:
         ended = {name: self._moments[name] for name in self._observed if name not in waiting}
         if self._node is not None and ended and not skipped:
             self._node.sum_up([squares for moments in ended.values() for squares in moments.step_squares])
-        groups: dict[float | None, list[Moments]] = {}
+        groups: dict[tuple[torch.device, float | None], list[Moments]] = {}
         for name, moments in () if skipped else ended.items():
             unit = self._unit_of(self._parameters[name])
-            groups.setdefault(None if unit is None else unit.decay, []).append(moments)
-        for memory in self._memory.values():
-            for decay in sorted(groups, key=lambda each: each is not None):  # sums first
-                here = [m for m in groups[decay] if m.memory.device == memory.device]
-                if here:
-                    _add_steps(memory, here, decay)
+            decay = None if unit is None else unit.decay
+            groups.setdefault((moments.memory.device, decay), []).append(moments)
+        for device, decay in sorted(groups, key=lambda key: key[1] is not None):  # sums first
+            _add_steps(self._memory[device], groups[device, decay], decay)
         self.forget(ended)
 
     def forget(self, names: Collection[str]) -> None:
