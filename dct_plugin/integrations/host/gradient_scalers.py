@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 from .patching import Function, Patches
 
-if TYPE_CHECKING:
-    from .steps import OptimizerSteps
 
-_followers: WeakSet[OptimizerSteps] = WeakSet()
+class FollowsScalers(Protocol):
+    """An object that is told of gradient scalers."""
+
+    def scaler_looks(self, scaler: Any, optimizer: Any) -> None:
+        """Note that a scaler looks at the gradients of an optimizer, before its step."""
+
+    def scaler_found(self, optimizer: Any, found: Mapping[Any, Tensor]) -> None:
+        """See whether a scaler found gradients of an optimizer that are not finite: 1 or 0, by device."""
+
+
+_followers: WeakSet[FollowsScalers] = WeakSet()
 _patches = Patches()
 
 
-def follow(follower: OptimizerSteps) -> None:
-    """Tell the steps of all scalers of this process, until :func:`leave`."""
+def follow(follower: FollowsScalers) -> None:
+    """Tell an object of all scalers of this process, until :func:`leave`."""
     if not _followers:
         for name in ("unscale_", "step"):
             _patches.intercept(torch.amp.GradScaler, name, _tell)
@@ -25,7 +35,7 @@ def follow(follower: OptimizerSteps) -> None:
     _followers.add(follower)
 
 
-def leave(follower: OptimizerSteps) -> None:
+def leave(follower: FollowsScalers) -> None:
     """Undo :func:`follow`."""
     _followers.discard(follower)
     if not _followers:
