@@ -86,6 +86,16 @@ class ShardedParameter:
         """Return this rank's shard."""
         return self.sharded.to_local().detach()
 
+    def shard(self) -> Tensor:
+        """Return this rank's shard, 1-D, with padding."""
+        data: Tensor = self.fsdp._sharded_param_data
+        return data
+
+    def version(self) -> tuple[int, ...]:
+        """Return memory and versions of the shard, which are others after it has changed."""
+        sharded, local = self.sharded, self.sharded._local_tensor
+        return local.data_ptr(), local._version, sharded._version
+
 
 def parameter_groups(model: nn.Module) -> Iterator[Any]:
     """Yield FSDP's parameter groups of a model.

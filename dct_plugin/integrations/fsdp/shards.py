@@ -3,7 +3,7 @@
 torch lets a module have gathers and reduce-scatters of its own (``set_custom_all_gather``,
 ``set_custom_reduce_scatter``, torch 2.9). Gradients are summed inside the node in FSDP's type, and cross in
 few bits, straight to the owner, who sums them in fp32 in the order of the nodes. Weights are gathered from
-copies in the nodes (:mod:`.node_copies`).
+copies in the nodes (:mod:`..host.node_copies`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dct_plugin.transport.nodes import ranks_of_machines
 from dct_plugin.transport.tcp_connect import time_limit
 
 from ..host.attachment import PlainTraining
+from ..host.node_copies import ExactCopies, Int8Copies, NodeCopies
 from ..host.replica_checksums import ReplicaChecksums, not_trained
 from ..host.startup import nodes_of
 from .attachment import FSDPAttachment, Groups
-from .node_copies import ExactCopies, Int8Copies, NodeCopies
 from .parameter_groups import ShardedParameter, parameter_groups, sharded_groups, unsharded_parameters
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -146,7 +146,7 @@ class _AllGather(_Collective):
     ) -> Any:
         if group.size() != self._group.reducer.group_size:  # reshard_after_forward is a number
             return self._native(output_tensor, input_tensor, group, async_op)
-        self._copies.gather(self._group.name, self._parameters, output_tensor)
+        self._copies.gather(self._group.name, [self._parameters], [output_tensor])
         return None
 
 
