@@ -264,6 +264,7 @@ class DataParallelConfig(Section):
     """
     min_numel: int = Field(default=4096, ge=0)
     """Smallest number of entries of a compressed tensor. Smaller tensors are sent dense, in their own type.
+    Those in fp32 go to owners in bf16 beside 8 bits or fewer without a residual.
 
     Lower it if `gradient_small` sends most of the bytes. Raise it to keep more layers exact.
     """

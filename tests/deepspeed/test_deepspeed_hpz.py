@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no copies": (
         {},
         {"zero_hpz_partition_size": 1},
-        "copies of the weights that DeepSpeed keeps in each node",
+        "copies of the weights that DeepSpeed keeps",
     ),
 }
 

@@ -67,7 +67,9 @@ def exact_unavailable(job: Job, *, node_copies: bool) -> str | None:
     weights are gathered after a step.
     """
     if job.stage == 3 and not node_copies:
-        return "under ZeRO stage 3 modules gather them when they need them"
+        why = "under ZeRO stage 3 modules gather them when they need them"
+        remedy = "zero_optimization.zero_hpz_partition_size keeps an exact copy in each node"
+        return why if job.ranks_per_copy > 1 else f"{why} ({remedy}; parameters 'int8' keeps one without it)"
     if not (node_copies or job.gathers_weights):
         return None
     if job.precision == "fp32":
