@@ -177,7 +177,7 @@ class Rank:
         self.optimizer = task.optimizer(self.masters.values())
         self.ahead: StepAhead | None = None
         if config.feedback.looks_ahead:
-            units = units_of(self.optimizer, [list(self.named.values())])
+            units = units_of(self.optimizer, groups=[list(self.named.values())])
             pending = {}
             if self.updates is not None and displaced_by_updates:
                 pending["pending_of"] = self.updates.pending_of

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -14,8 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..policy.optimizers import OptimizerFamily, family_of, unknown_step
 
 
-@dataclass(frozen=True)
-class StepUnit:
+class StepUnit(NamedTuple):
     """The step for a gradient: ``lr * g``, divided by ``sqrt(second moment) + eps`` if there is one.
 
     Attributes:
@@ -40,7 +38,7 @@ class StepUnit:
         if hasattr(optimizer, "step_unit"):  # it says so itself
             return optimizer.step_unit(group)
         unit = _rule_of(optimizer.__class__)(group)
-        return replace(unit, lr=-unit.lr) if group.get("maximize") else unit
+        return unit._replace(lr=-unit.lr) if group.get("maximize") else unit
 
 
 #: By tensor, its version counter and its value: a learning rate that is a tensor (``capturable``) may be on a
@@ -121,47 +119,37 @@ def stepping(optimizer: Any) -> Any:
 
 
 def units_of(
-    optimizer: Any, parameters: Sequence[Sequence[torch.nn.Parameter]] | None = None
+    *optimizers: Any, groups: Sequence[Sequence[torch.nn.Parameter]] | None = None
 ) -> Callable[[torch.nn.Parameter], StepUnit | None]:
-    """Return a look-up of a parameter's unit, which reads the settings of its group at every call. It also
-    finds parameters of groups that are added later.
+    """Return a look-up of a parameter's unit in the first of the optimizers that has it. The settings of its
+    group are read at every call, and parameters of groups that are added later are found.
 
     Args:
-        optimizer: With ``param_groups`` as in torch; may be a wrapper, see :func:`unwrapped`.
-        parameters: Parameters of each group, where the groups hold others (flat or sharded master weights).
+        optimizers: With ``param_groups`` as in torch; may be wrappers, see :func:`unwrapped`.
+        groups: Parameters of each group, where the groups hold others (flat or sharded master weights).
 
     Raises:
-        ConfigError: The unit of this optimizer's steps is not known.
+        ConfigError: The unit of an optimizer's steps is not known.
     """
-    inner = stepping(optimizer)
-    for group in optimizer.param_groups:  # refused now rather than in a forward pass
-        StepUnit.of(inner, group)
-    group_of: dict[int, int] = {}
-    groups = 0
+    rules = [(optimizer, stepping(optimizer)) for optimizer in optimizers]
+    for optimizer, rule in rules:
+        for settings in optimizer.param_groups:  # refused now rather than in a forward pass
+            StepUnit.of(rule, settings)
+    found: dict[int, tuple[Any, Any, int]] = {}
+    known = 0
 
     def unit_of(parameter: torch.nn.Parameter) -> StepUnit | None:
-        nonlocal groups
-        if len(optimizer.param_groups) != groups:
-            groups = len(optimizer.param_groups)
-            own = [group["params"] for group in optimizer.param_groups] if parameters is None else parameters
-            group_of.update((id(each), number) for number, group in enumerate(own) for each in group)
-        number = group_of.get(id(parameter))
-        return None if number is None else StepUnit.of(inner, optimizer.param_groups[number])
-
-    return unit_of
-
-
-def units_of_all(optimizers: Iterable[Any]) -> Callable[[torch.nn.Parameter], StepUnit | None]:
-    """Return a look-up of a parameter's unit in the first of several optimizers that has it.
-
-    Raises:
-        ConfigError: See :func:`units_of`.
-    """
-    look_ups = [units_of(optimizer) for optimizer in optimizers]
-
-    def unit_of(parameter: torch.nn.Parameter) -> StepUnit | None:
-        units = (look_up(parameter) for look_up in look_ups)
-        return next((unit for unit in units if unit is not None), None)
+        nonlocal known
+        number = sum([len(optimizer.param_groups) for optimizer in optimizers])
+        if number != known:
+            known = number
+            for optimizer, rule in reversed(rules):
+                own = [each["params"] for each in optimizer.param_groups] if groups is None else groups
+                found.update((id(p), (optimizer, rule, at)) for at, group in enumerate(own) for p in group)
+        if (place := found.get(id(parameter))) is None:
+            return None
+        optimizer, rule, at = place
+        return StepUnit.of(rule, optimizer.param_groups[at])
 
     return unit_of
 

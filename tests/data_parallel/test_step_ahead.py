@@ -190,7 +190,7 @@ def test_units_of_optimizers() -> None:
     assert units(other) is None
     # As in DeepSpeed: a wrapper whose groups hold other tensors than the model's parameters.
     wrapper = SimpleNamespace(optimizer=sgd, param_groups=sgd.param_groups)
-    assert units_of(wrapper, [[other]])(other) == StepUnit(0.5)
+    assert units_of(wrapper, groups=[[other]])(other) == StepUnit(0.5)
 
 
 def test_a_learning_rate_that_is_a_tensor_is_read_once_after_each_change(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -584,6 +585,25 @@ def test_configuration_log_and_bytes_agree(count: int, sparsity: float, values: 
             assert f"sparsity {sparsity:g}, {values} values" in line
             assert line.endswith(f", config {fingerprint}")
     assert len(results[0][2]) >= (count > 1)
+
+
+def _displaced_when_it_is_registered(rank: int, world_size: int, told: bool) -> list[str]:
+    logging.getLogger("dct_plugin").setLevel(logging.INFO)
+    log, ddp = Lines(), model()
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    section = {"data_parallel": {**SPARSE, "warmup_steps": 1, "feedback": "step_ahead"}}
+    state = DCTState(section, optimizer=optimizer if told else None).register(ddp)
+    state.step_ahead(ddp, optimizer)
+    ahead = state._ahead
+    train(ddp, optimizer, rank, range(4))
+    assert state._ahead is ahead
+    return [line for line in log.take() if "step-ahead keeps" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [True, False])
+def test_a_registered_model_is_displaced_once(told: bool) -> None:
+    assert len(run(2, _displaced_when_it_is_registered, told)[0]) == 1
 
 
 def _displaced_before_it_is_registered(rank: int, world_size: int) -> list[str]:

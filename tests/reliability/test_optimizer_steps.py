@@ -50,13 +50,13 @@ def test_only_reduced_gradients_are_used_and_every_state_ends() -> None:
 
 def test_a_second_residual_covers_a_step_from_its_first_gradient_on() -> None:
     gradients = OptimizerGradients(None)
-    gradients.add("a", torch.zeros(1), covered=False)
-    gradients.add("b", torch.zeros(1), covered=True)
+    gradients.add({"a": torch.zeros(1)}, covered=False)
+    gradients.add({"b": torch.zeros(1)}, covered=True)
     assert not gradients.covered
     gradients.note(Event.STEP)
     gradients.note(Event.CLOSE)
     assert not gradients.reduced
-    gradients.add("a", torch.zeros(1), covered=True)
+    gradients.add({"a": torch.zeros(1)}, covered=True)
     assert gradients.covered
 
 

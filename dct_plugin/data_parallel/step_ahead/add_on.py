@@ -30,14 +30,13 @@ import torch
 from torch import Tensor
 
 from ...compression.feedback import ScratchBuffers, unpacked
-from ...console import listed, logger
+from ...console import logger
 from ...errors import ConfigError
 from ...kernels import Backend
 from ...kernels.displacement import Displacement
 from ...kernels.job import part_of
 from ...kernels.reference import ReferenceBackend
-from ...metrics import Record, format_bytes
-from ...metrics.summary import DISPLACED
+from ...metrics import format_bytes
 from ...policy.rules import FEW_COMPRESSORS
 from ..add_on import AddOn, ReducerContext
 from ..module_hooks import register, remove, unregister
@@ -180,7 +179,7 @@ class StepAhead:
         self._device_types = {parameter.device.type for parameter in self._parameters.values()}
         self._displaced = DisplacedWeights(self._compute)
         self._passes = TrainingPasses(self._displaced)
-        self.coverage = Coverage()
+        self.coverage = Coverage(self._is_displaceable)
         self._handles: list[Any] = []
 
     # -- where passes run ---
@@ -268,31 +267,29 @@ class StepAhead:
     def _compute(self) -> list[tuple[str, torch.nn.Parameter, Tensor]]:
         """Compute the displaced weights, also of parameters that are frozen now."""
         self._passes.reduced = False
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
+        with torch.no_grad(), ExitStack() as stack:
             for kind in self._device_types:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             computed = self._compute_all()
-        self.coverage.shown |= {name for name, *_ in computed}
+        self.coverage.show(name for name, *_ in computed)
         return computed
 
     def _compute_all(self) -> list[tuple[str, torch.nn.Parameter, Tensor]]:
         node, computed, jobs = self._node if self._held is None else None, [], []
+        gradient_unit = self._gradient_unit()
         if node is not None and all(self._unsent.residual(name) is None for name in self._parameters):
             return []  # so it is on all ranks of the node
         for name, parameter in self._parameters.items():
-            unit, weight = self._unit_of(parameter), parameter.data
-            if unit is None or not weight.is_contiguous():
+            weight = parameter.data
+            if node is not None and not node.is_divided(weight.numel()):
                 continue
-            start, stop, first = 0, weight.numel(), 0 if self._held is None else self._held[name][0]
-            if node is not None:
-                if not node.is_divided(stop):
-                    continue
-                start, stop = node.part(name, stop)
-                first = start
+            start, stop = (0, weight.numel()) if node is None else node.part(name, weight.numel())
             residual, coefficient, lasting = self._expected(name, stop - start)
             pending = None if node is not None else self._unsent.pending(name)
             if residual is None and pending is None and node is None:
+                continue
+            unit = self._unit_of(parameter)
+            if unit is None or not weight.is_contiguous():
                 continue
             buffer = self._displaced.buffers.get(name)
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
@@ -302,8 +299,8 @@ class StepAhead:
                 (residual, coefficient),
                 self.moments.of(name),
                 unit,
-                gradient_unit=self._gradient_unit(),
-                first=first,
+                gradient_unit=gradient_unit,
+                first=start if self._held is None else self._held[name][0],
                 ratio=self.coefficients.gradient_ratio(name),
                 update=None if pending is None else (pending[1], pending[0].start, self._owner_factor),
                 out=part_of(buffer.view(-1), start, stop),
@@ -326,6 +323,8 @@ class StepAhead:
         """Return what this rank has not sent of a parameter's gradients, its coefficient, and whether the
         tensor lasts beyond the next call.
         """
+        if self.moments.of(name) is None:
+            return None, 0.0, False
         residual, lasting = self._unsent.residual(name), self._unsent.lasting
         if residual is not None and self._node is not None and self._held is not None:
             parameter, held = self._parameters[name], self._held[name]
@@ -335,7 +334,7 @@ class StepAhead:
                 (start, stop), out = common(held, known), self._scratch.take("held", parameter.data).zero_()
                 out[start - held[0] : stop - held[0]] = residual[start - known[0] : stop - known[0]]
                 residual, lasting = out, False
-        if residual is None or self.moments.of(name) is None or residual.numel() != numel:
+        if residual is None or residual.numel() != numel:
             return None, 0.0, False
         coefficient = self.coefficients.of(name)
         both = None  # the residual times its coefficient, and what is held back
@@ -350,10 +349,7 @@ class StepAhead:
     def observe(self, entries: Entries) -> None:
         """Add gradients of this rank (1-D, in their unit) to the second moments, before they are reduced."""
         self._passes.reduced = True
-        names, coverage = {name for name, _ in entries}, self.coverage
-        # A residual that the first reduction of this step has made is none that its passes could know.
-        coverage.missed.update(filter(self._is_displaceable, names - coverage.shown - coverage.reduced))
-        coverage.reduced |= names
+        self.coverage.reduce(name for name, _ in entries)
         self.moments.observe(entries, self._kernels, self._scratch)
 
     def _is_displaceable(self, name: str) -> bool:
@@ -425,7 +421,8 @@ class StepAheadAddOn(AddOn):
         self._group, self._config, self._topologies = context.group, context.config, context.topologies
         self._ahead: StepAhead | None = None
         self._loaded: dict[str, Any] | None = None
-        self._warned, self._steps_missed = False, 0
+        self._is_small: dict[str, bool] = {}
+        self._warned = False
         # With few ranks steps are in the unit of a rank's own gradients: all results were measured so. At two
         # ranks, steps in the unit of the mean gradient lost 0.006 nats.
         self._has_many_ranks = context.group.world_size > FEW_COMPRESSORS
@@ -487,13 +484,16 @@ class StepAheadAddOn(AddOn):
                 "parameters and which optimizer are meant (StepAheadAddOn.prepare); set it to 'local'"
             )
         if self._group.world_size > 1 and not self._group.sends_all:
-            large = [(name, t) for name, t in entries if not self._group.is_small(name, t.numel())]
+            is_small, named = self._is_small, dict(entries)
+            for name in named.keys() - is_small.keys():
+                is_small[name] = self._group.is_small(name, named[name].numel())
+            large = [pair for pair in entries if not is_small[pair[0]]]
             self._ahead.observe(large)
-            for name, tensor in large if self._has_many_ranks else ():
-                self._ahead.coefficients.observe(name, tensor, self._group.step)
+            if self._has_many_ranks:
+                self._ahead.coefficients.observe(large, self._group.step)
 
     def compared(self, names: Iterable[str]) -> list[str]:
-        if self._ahead is None or self._group.sends_all or self._group.step % INTERVAL:
+        if self._ahead is None or self._group.sends_all:
             return []
         return self._ahead.coefficients.due(names, self._group.step)
 
@@ -524,26 +524,10 @@ class StepAheadAddOn(AddOn):
 
     def end_step(self, *, skipped: bool) -> None:
         if self._ahead is not None:
-            displaced, missed = self._ahead.end_step(skipped=skipped, waiting=self._group.waiting)
-            if not skipped and displaced + len(missed):
-                self._note_coverage(self._ahead, displaced, missed)
+            covered = self._ahead.end_step(skipped=skipped, waiting=self._group.waiting)
+            if not skipped:
+                self._ahead.coverage.report(self._group, *covered, self._ahead.why_missed)
             self._warn_of_different_data(self._ahead.coefficients)
-
-    def _note_coverage(self, ahead: StepAhead, displaced: int, missed: Sequence[str]) -> None:
-        """Record how many tensors were displaced in a step, and say once that some were not."""
-        group = self._group
-        if group.metrics is not None:
-            tensors = displaced + len(missed)
-            group.metrics.record(Record(DISPLACED, numel=tensors, nnz=displaced, target_density=1 - 1e-9))
-        self._steps_missed += bool(missed)
-        # A residual may begin between two passes of one step.
-        if missed and self._steps_missed == 2 and not group.group_rank:
-            logger.warning(
-                f"dct: step-ahead: step {group.step}: {len(missed)} of {displaced + len(missed)} tensors "
-                f"were trained at weights that were not displaced ({listed(missed)}): "
-                f"{ahead.why_missed(missed[0])}. Adam and momentum lose quality without it; 'feedback': "
-                "'local' in dct.data_parallel is the same without this line"
-            )
 
     def undo(self, names: Collection[str], *, lost: bool) -> None:
         if self._ahead is not None:

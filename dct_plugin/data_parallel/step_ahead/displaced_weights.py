@@ -196,7 +196,7 @@ class DisplacedWeights:
             if parameter._version == version:
                 self._weights[name], parameter.data = parameter.data, displaced
         self._unchecked = bool(self._computed)
-        _forget_casts()
+        torch.clear_autocast_cache()  # copies of the weights that parameters held until now
 
     def _restore(self) -> list[str]:
         """Put the weights back, and return the names of the parameters that were written meanwhile."""
@@ -214,7 +214,7 @@ class DisplacedWeights:
                 self.buffers[name] = now if moved and now.is_contiguous() else displaced
                 self._computed[name] = Computed(parameter, self.buffers[name], parameter._version)
         self._weights.clear()
-        _forget_casts()
+        torch.clear_autocast_cache()  # copies of the weights that parameters held until now
         return written
 
     def _is_written(self, name: str) -> bool:
@@ -250,8 +250,3 @@ def _is_close(now: Tensor, before: Tensor) -> bool:
     most = float(before.abs().nan_to_num(0.0, 0.0, 0.0).max()) if before.numel() else 0.0
     rounding = ROUNDINGS * torch.finfo(before.dtype).eps * most
     return torch.allclose(now, before, rtol=0.0, atol=rounding, equal_nan=True)
-
-
-def _forget_casts() -> None:
-    """Forget autocast's copies of the weights that parameters held until now."""
-    torch.clear_autocast_cache()

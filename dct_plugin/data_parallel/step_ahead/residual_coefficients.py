@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..plan import Entries
+
 #: Optimizer steps between two measurements, and positions of a residual in each measurement.
 INTERVAL, SAMPLES = 10, 256
 #: Factor of the older measurements when a new one comes.
@@ -85,10 +87,12 @@ class ResidualCoefficients:
         measured = {name for names, _ in self._measured for name in names}
         return [name for name in names if name in self.names and name not in measured]
 
-    def observe(self, name: str, gradient: Tensor, step: int) -> None:
-        """Note the size of a gradient (1-D) of this rank before it is reduced, if it is to be measured."""
-        if self.due([name], step):
-            self._own_squares[name] = gradient.float().square().sum()
+    def observe(self, entries: Entries, step: int) -> None:
+        """Note the sizes of gradients (1-D) of this rank before they are reduced, if they are to be
+        measured.
+        """
+        due = set(self.due((name for name, _ in entries), step))
+        self._own_squares |= {name: each.float().square().sum() for name, each in entries if name in due}
 
     def samples(self, names: Sequence[str], step: int, device: torch.device) -> Tensor:
         """Return residuals at positions that are the same on all ranks, evenly spaced from a random one on:

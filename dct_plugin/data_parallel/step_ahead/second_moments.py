@@ -134,11 +134,10 @@ def sizes(shape: torch.Size | tuple[int, ...]) -> list[int]:
 
 def _add_steps(memory: Tensor, moments: Sequence[Moments], decay: float | None) -> None:
     """Add the squares of a step to the means of ``moments``, all of which lie in ``memory``."""
-    means, squares = ([m.memory[at] for m in moments] for at in (0, 1))
     # Gradients that are not finite are ignored.
     if decay is None:
-        for mean, square in zip(means, squares, strict=True):
-            mean.add_(square.nan_to_num_(0.0, 0.0, 0.0))
+        for each in moments:
+            each.memory[0].add_(each.memory[1].nan_to_num_(0.0, 0.0, 0.0))
     else:
         torch.where(memory[1].isfinite(), memory[1], memory[0], out=memory[1])
         # On a CPU one by one: the last entries of a tensor are rounded otherwise than those in the middle.
@@ -232,15 +231,13 @@ class SecondMoments:
         ended = {name: self._moments[name] for name in self._observed if name not in waiting}
         if self._node is not None and ended and not skipped:
             self._node.sum_up([squares for moments in ended.values() for squares in moments.step_squares])
-        groups: dict[float | None, list[Moments]] = {}
+        groups: dict[tuple[torch.device, float | None], list[Moments]] = {}
         for name, moments in () if skipped else ended.items():
             unit = self._unit_of(self._parameters[name])
-            groups.setdefault(None if unit is None else unit.decay, []).append(moments)
-        for memory in self._memory.values():
-            for decay in sorted(groups, key=lambda each: each is not None):  # sums first
-                here = [m for m in groups[decay] if m.memory.device == memory.device]
-                if here:
-                    _add_steps(memory, here, decay)
+            decay = None if unit is None else unit.decay
+            groups.setdefault((moments.memory.device, decay), []).append(moments)
+        for device, decay in sorted(groups, key=lambda key: key[1] is not None):  # sums first
+            _add_steps(self._memory[device], groups[device, decay], decay)
         self.forget(ended)
 
     def forget(self, names: Collection[str]) -> None:

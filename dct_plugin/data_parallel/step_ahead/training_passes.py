@@ -55,13 +55,10 @@ class TrainingPasses:
             around_backward_passes(self._around_backward),
         ]
         for part in module.modules():
-            save, saved, load = (
-                ModuleHook(lambda *_, function=function: function(), part)
-                for function in (self._before_saving, self._after_saving, self.step)
-            )
+            load = ModuleHook(self.step, part)
             handles += [
-                part.register_state_dict_pre_hook(save),
-                part.register_state_dict_post_hook(saved),
+                part.register_state_dict_pre_hook(ModuleHook(self._before_saving, part)),
+                part.register_state_dict_post_hook(ModuleHook(self._after_saving, part)),
                 part._register_load_state_dict_pre_hook(load, with_module=True),
             ]
         return handles
@@ -120,7 +117,7 @@ class TrainingPasses:
             # Where gradients were reduced the host has waited for the device.
             self._weights.on(ends, thorough=self.reduced, checks=not failed)
 
-    def step(self) -> None:
+    def step(self, *_: Any) -> None:
         """Follow a change of the weights.
 
         Raises:
@@ -134,10 +131,10 @@ class TrainingPasses:
                 self._weights.drop()
             self._passes, self._kept, self._idle, self.transformed = 0, False, True, False
 
-    def _before_saving(self) -> None:
+    def _before_saving(self, *_: Any) -> None:
         # Hooks call this for a module and for all its parts.
         self._saving.append(self._weights.hide())
 
-    def _after_saving(self) -> None:
+    def _after_saving(self, *_: Any) -> None:
         if self._saving:
             self._weights.unhide(self._saving.pop())

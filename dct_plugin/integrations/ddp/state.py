@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_plugin.compression.stream import fresh_state
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.step_units import units_of_all
+from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import counted_by
 from dct_plugin.policy import Training
@@ -156,7 +156,7 @@ class DCTState(OptimizerAttachment):
         coverage = startup.coverage(model.module, model.module.parameters(), lambda p: id(p) in own)
         self._coverage = f"{coverage}, "
         if self.config.data_parallel.feedback.looks_ahead:
-            units_of_all(self._optimizers)
+            units_of(*self._optimizers)
         self._check_optimizers(
             model.module,
             reduced,
@@ -177,7 +177,7 @@ class DCTState(OptimizerAttachment):
         self._buckets.next_pass.watch(model.module)
         settings = self.config.data_parallel
         if self._optimizers and settings.feedback.looks_ahead and self._ahead is None:
-            self.step_ahead(model, self._optimizers)
+            self._displace(model.module, reducer)
         if settings.local_steps is None:
             self._watch_loading(model.module, lambda: self._model.common_weights(reducer, self._ahead))
         else:
@@ -207,17 +207,21 @@ class DCTState(OptimizerAttachment):
         """
         model, optimizers = getattr(model, "module", model), optimizers_of(optimizer, "DCTState.step_ahead")
         if not self._optimizers:
-            self._optimizers = optimizers
             self._optimizer_steps.follow(optimizers)
+        self._optimizers, before = optimizers, self._ahead
         self.ends.callback(attachments.note(model, self))
         self._decide()
-        units, named = units_of_all(optimizers), self.parameters.add(model.named_parameters())
-        reducer = self.reducer(next(iter(named.values())).device)
-        if self._ahead is not None:  # the passes of a registered model are displaced already
+        reducer = self.reducer(next(model.parameters()).device)
+        if self._ahead is before:  # else the passes of a registered model are displaced by that call
+            self._displace(model, reducer)
+
+    def _displace(self, model: torch.nn.Module, reducer: GradientReducer) -> None:
+        named, units = self.parameters.add(model.named_parameters()), units_of(*self._optimizers)
+        if self._ahead is not None:
             self._ahead.detach()
         displaced = [(name, each) for name, each in named.items() if not each.is_complex()]
         self._ahead = reducer.add_ons.step_ahead.prepare(displaced, units)
-        self._ahead.attach(model, *optimizers)
+        self._ahead.attach(model, *self._optimizers)
         self.ends.callback(self._ahead.detach)
         self._buckets.next_pass.watch(model)  # before weights are displaced
 
@@ -343,7 +347,7 @@ class DCTState(OptimizerAttachment):
             DesyncError: Another rank that is needed did not call it within seconds.
         """
         reducer = self._reducer
-        if self._optimizer_steps.is_due and reducer is not None:
+        if self._optimizer_steps.due and reducer is not None:
             settings = self.config.data_parallel
             if reducer.node is not None or settings.quality or settings.trains_alone:
                 startup.join(

@@ -67,7 +67,7 @@ class DisplacedPasses(EnginePart):
         self._engine, self._optimizer = path.engine, path.optimizer
         self._groups = len(path.optimizer.param_groups)
         groups = path.named_parameters()
-        unit_of = units_of(path.optimizer, [[parameter for _, parameter in group] for group in groups])
+        unit_of = units_of(path.optimizer, groups=[[parameter for _, parameter in group] for group in groups])
         unit = 1.0 / (path.scale * path.reducer.group_size)
         pairs = [pair for group in groups for pair in group]
         pending: dict[str, Any] = {} if updates is None else {"pending_of": updates.pending_of}

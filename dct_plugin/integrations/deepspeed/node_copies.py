@@ -177,7 +177,7 @@ class NodeCopies(WeightUpdates):
             ConfigError: The step of the engine's optimizer is not known.
         """
         groups = [[parameter for _, parameter in group] for group in path.named_parameters()]
-        units = units_of(path.optimizer, groups)
+        units = units_of(path.optimizer, groups=groups)
         pairs: Any = [(each.name, each) for each in self.slices if each.shards]
         self.ahead = path.reducer.add_ons.step_ahead.prepare(
             pairs,

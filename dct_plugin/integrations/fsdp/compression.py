@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.step_units import StepUnit, units_of_all
+from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy import Training
 
@@ -105,7 +105,7 @@ class ReplicaCompression(FSDPAttachment):
 
     def _step_ahead(self) -> None:
         """Displace the shards that FSDP gathers in training passes."""
-        units = units_of_all(self._optimizers)
+        units = units_of(*self._optimizers)
 
         def unit_of(shard: Any) -> StepUnit | None:
             return units(shard.parameter.sharded)

@@ -77,12 +77,12 @@ class OptimizerGradients:
         if self.use is Use.IDLE:
             self.reduced, self.asked, self.overflow = {}, False, None
 
-    def add(self, name: str, parameter: Tensor, *, covered: bool) -> None:
-        """Note that the gradient of a parameter was reduced, with a second residual (``covered``) or
+    def add(self, named: dict[str, Tensor], *, covered: bool) -> None:
+        """Note that gradients of parameters, by name, were reduced, with a second residual (``covered``) or
         without.
         """
         self.covered = covered and (self.covered or not self.reduced)
-        self.reduced[name] = parameter
+        self.reduced |= named
         self.note(Event.REDUCE)
 
     def is_cleared(self, *, zeros: bool) -> bool:
@@ -99,6 +99,11 @@ class OptimizerGradients:
     def is_left_out(self) -> bool:
         """Return whether the scaler has left out a step that is decided."""
         return self.use is Use.REDUCED or (self.overflow is not None and bool(self.overflow().any()))
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def local_part(tensor: Tensor) -> Tensor:

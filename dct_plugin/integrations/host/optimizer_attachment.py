@@ -20,6 +20,7 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.transport.nodes import Nodes
 
 from .attachment import HostAttachment
+from .gradient_use import parameters_of
 from .replica_checksums import ReplicaChecksums
 from .restored_weights import RestoredWeights
 from .settings import optimizers_of
@@ -124,7 +125,7 @@ class OptimizerAttachment(HostAttachment, ABC):
         optimizers, own = self._optimizers, {id(parameter) for parameter in model.parameters()}
         told: set[int] = set()
         for number, optimizer in enumerate(optimizers, 1):
-            parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            parameters = set(map(id, parameters_of(optimizer)))
             if not parameters & own:
                 which = f"{type(optimizer).__name__}, {number} of {len(optimizers)}"
                 raise ConfigError(f"{call}: the optimizer ({which}) has no parameter of the model; {remedy}")

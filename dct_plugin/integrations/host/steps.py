@@ -20,16 +20,14 @@ from dct_plugin.console import listed, logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.module_hooks import remove
 from dct_plugin.errors import ConfigError
-from dct_plugin.host_traffic import own_traffic
 from dct_plugin.kernels.reference import overflow_flags
 from dct_plugin.metrics import Metrics
-from dct_plugin.transport import lost_ranks
 
 from . import gradient_scalers
-from .gradient_use import Event, OptimizerGradients, Use
+from .gradient_use import Event, OptimizerGradients, Use, parameters_of
 from .patching import Function, Patches
 from .replica_checksums import ReplicaChecksums
-from .transactions import Transactions, collective_device
+from .transactions import Transactions, least
 
 
 class FrozenParameters:
@@ -90,12 +88,10 @@ class PoisonedSteps:
         torch's optimizers leave parameters without gradients, and their states, alone.
         """
         skips = self.found(step)
-        for group in (group for each in optimizers for group in each.param_groups) if skips else ():
-            for parameter in group["params"]:
-                parameter.grad = None
+        for parameter in (p for each in optimizers for p in parameters_of(each)) if skips else ():
+            parameter.grad = None
         return skips
 
-    @own_traffic(recorded=False)
     def found(self, step: int) -> bool:
         """Return whether to skip step ``step``, the same on all ranks; a warning says why, at the first,
         second, fourth, ... such step.
@@ -111,10 +107,7 @@ class PoisonedSteps:
             flags = overflow_flags([g._values() if g.is_sparse else g for _, g in named])
         speaker = torch.where(flags.any(), rank, nobody).view(1)
         if self._agree:
-            speaker = speaker.to(collective_device())
-            flags = flags.to(speaker.device)
-            with lost_ranks.reported("agreement on a step that is not finite", step=step):
-                dist.all_reduce(speaker, dist.ReduceOp.MIN)
+            speaker = least(speaker, "agreement on a step that is not finite", step)
         first, *found = to_host(torch.cat([speaker, flags.to(speaker)])).tolist()
         if first == nobody:
             return False
@@ -195,8 +188,7 @@ class StepHooks:
 
     def warn_of_own_reduction(self, optimizer: torch.optim.Optimizer) -> None:
         """Say once if an optimizer steps with gradients, and none were ever passed to dct."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        has_gradients = any(parameter.grad is not None for parameter in parameters)
+        has_gradients = any(parameter.grad is not None for parameter in parameters_of(optimizer))
         if self._warns and has_gradients and dist.get_rank() == 0:
             self._warn("nothing is compressed: ")
 
@@ -256,7 +248,7 @@ class OptimizerSteps:
         """The optimizer's gradients to which a parameter belongs, by identity."""
         self._reducers, self._poisoned, self._sharded = reducers, poisoned, sharded
         armed = scaler is not None or poisoned.skips
-        self.transactions = Transactions(steps, reducers, armed=armed, sharded=sharded)
+        self.transactions = Transactions(reducers, armed=armed, sharded=sharded)
         self.has_stepped = False
         """True if a step was made since the start, or since a state was loaded."""
         self._updated = False
@@ -289,11 +281,6 @@ class OptimizerSteps:
         """True if gradients were reduced that no optimizer has used yet."""
         return any(each.use is Use.REDUCED for each in self._gradients)
 
-    @property
-    def _is_undecided(self) -> bool:
-        """True until it is known whether an optimizer of torch makes the steps."""
-        return not (self.scaler or self._passes_are_steps or self.optimizers)
-
     def close(self) -> None:
         """Follow the optimizers and the scaler no longer."""
         self._finalizer()
@@ -315,12 +302,13 @@ class OptimizerSteps:
             self._owners = {
                 id(parameter): each
                 for each in reversed(self._gradients[1:])
-                for group in each.optimizer.param_groups
-                for parameter in group["params"]
+                for parameter in parameters_of(each.optimizer)
             }
+        reduced: dict[OptimizerGradients, dict[str, Tensor]] = {}
         for name, parameter in named:
-            owner = self._owners.get(id(parameter), self._unknown)
-            owner.add(name, parameter, covered=self.transactions.armed)
+            reduced.setdefault(self._owners.get(id(parameter), self._unknown), {})[name] = parameter
+        for owner, parameters in reduced.items():
+            owner.add(parameters, covered=self.transactions.armed)
         self.steps.begin()
 
     def end_pass(self) -> None:
@@ -331,9 +319,9 @@ class OptimizerSteps:
             self._end()
 
     @property
-    def is_due(self) -> bool:
-        """True if the gradient scaler has made or skipped a step that has not ended."""
-        return self.scaler is not None and any(each.is_decided(self._updated) for each in self._gradients)
+    def due(self) -> list[OptimizerGradients]:
+        """The gradients of steps that the gradient scaler has made or skipped, and that have not ended."""
+        return [each for each in self._gradients if self.scaler and each.is_decided(self._updated)]
 
     def end_due(self, *, alone: bool = False) -> None:
         """End the step that the gradient scaler has made or skipped, before the next gradients come.
@@ -343,12 +331,11 @@ class OptimizerSteps:
         """
         if not alone:
             self.steps.check()
-        if not self.is_due:
-            return
-        for each in self._gradients:
-            if each.is_decided(self._updated) and each.is_left_out():
-                each.note(Event.LEAVE_OUT)
-        self._end(alone=alone)
+        if due := self.due:
+            for each in due:
+                if each.is_left_out():
+                    each.note(Event.LEAVE_OUT)
+            self._end(alone=alone)
 
     def end_or_reject(self) -> None:
         """End or reject the last step, before a backward pass adds to gradients or a state is saved. For
@@ -358,7 +345,7 @@ class OptimizerSteps:
         cleared = self.transactions.cleared(
             [each for each in self._gradients if each.use is Use.REDUCED], zeros=True
         )
-        if cleared and self._is_undecided:
+        if cleared and not (self.scaler or self._passes_are_steps or self.optimizers):
             self._passes_are_steps = True
             self._unknown.note(Event.STEP)
             self._end()
@@ -386,21 +373,10 @@ class OptimizerSteps:
             ConfigError: Another scaler was followed.
         """
         asked = self._of(optimizer) if scaler.is_enabled() else []
-        if asked and scaler is not self.scaler:
-            self._adopt(scaler)
         for each in asked:
             each.asked = True
-
-    def scaler_found(self, optimizer: Any, found: Mapping[Any, Tensor]) -> None:
-        """Let all ranks skip a step that one of them skips, where progress is exchanged in every step."""
-        for reducer in self._reducers if self._of(optimizer) else ():
-            if reducer.config.exchange_of == "updates" and not reducer.flushed:
-                for flag in found.values():
-                    reducer.exchange.all_reduce(flag)
-                    flag.clamp_(max=1.0)
-
-    def _adopt(self, scaler: Any) -> None:
-        """Follow a scaler that was not passed. The gradients that were reduced so far are in its unit."""
+        if not asked or scaler is self.scaler:
+            return
         if self.scaler is not None and self.scaler.is_enabled():
             raise ConfigError(
                 f"rank {dist.get_rank()}: two gradient scalers (torch.amp.GradScaler) scale gradients of one "
@@ -409,13 +385,21 @@ class OptimizerSteps:
         self.scaler = scaler
         self._patches.intercept(scaler, "update", self._update_scaler)
         self.transactions.arm()
-        for reducer in self._reducers:
+        for reducer in self._reducers:  # the gradients that were reduced so far are in its unit
             reducer.loss_scale *= scaler.get_scale()
         if dist.get_rank() == 0:
             logger.warning(
                 f"dct: {type(scaler).__name__} was not passed, and is followed from step {self.steps.step} "
                 "on; pass it as scaler= to dct_plugin.attach"
             )
+
+    def scaler_found(self, optimizer: Any, found: Mapping[Any, Tensor]) -> None:
+        """Let all ranks skip a step that one of them skips, where progress is exchanged in every step."""
+        for reducer in self._reducers if self._of(optimizer) else ():
+            if reducer.config.exchange_of == "updates" and not reducer.flushed:
+                for flag in found.values():
+                    reducer.exchange.all_reduce(flag)
+                    flag.clamp_(max=1.0)
 
     def _update_scaler(self, original: Function, *arguments: Any, **keywords: Any) -> None:
         original(*arguments, **keywords)
@@ -461,12 +445,12 @@ class OptimizerSteps:
         """Return the gradients that an optimizer may use: its own, and those of optimizers that it is a part
         or a wrapper of.
         """
-        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = set(map(id, parameters_of(optimizer)))
         unknown = {n: p for n, p in self._unknown.reduced.items() if id(p) in parameters}
         if unknown and not self._passes_are_steps:
             found = OptimizerGradients(optimizer)
-            for name, parameter in unknown.items():
-                found.add(name, parameter, covered=self._unknown.covered)
+            found.add(unknown, covered=self._unknown.covered)
+            for name in unknown:
                 del self._unknown.reduced[name]
             if not self._unknown.reduced:
                 self._unknown.use = Use.IDLE
@@ -482,8 +466,7 @@ class OptimizerSteps:
         outer = None if self._stepping is None else self._stepping()
         if outer is None or outer is optimizer:
             return False
-        parameters = {id(p) for group in outer.param_groups for p in group["params"]}
-        return any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
+        return not set(map(id, parameters_of(outer))).isdisjoint(map(id, parameters_of(optimizer)))
 
     def _end(self, *, alone: bool = False) -> None:
         """End the steps that were made or skipped; the first one since gradients were reduced counts."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dct_plugin.codecs.copies import to_host
 from dct_plugin.console import logger
@@ -15,13 +16,7 @@ from dct_plugin.host_traffic import own_traffic
 from dct_plugin.metrics import format_bytes
 from dct_plugin.transport import lost_ranks
 
-from .gradient_use import Event, OptimizerGradients, local_part
-
-
-class HasStep(Protocol):
-    """An object that counts optimizer steps."""
-
-    step: int
+from .gradient_use import Event, OptimizerGradients, local_part, parameters_of
 
 
 def collective_device() -> torch.device:
@@ -43,7 +38,6 @@ class Transactions:
     there is a second residual.
 
     Args:
-        steps: The optimizer steps.
         reducers: The reducers of the gradients; more may be added.
         armed: Whether there is a second residual from the start.
         sharded: Whether ranks hold different gradients.
@@ -52,11 +46,8 @@ class Transactions:
         armed: True if there is a second residual.
     """
 
-    def __init__(
-        self, steps: HasStep, reducers: Collection[GradientReducer], *, armed: bool, sharded: bool
-    ) -> None:
-        self._steps, self._reducers, self._sharded = steps, reducers, sharded
-        self.armed = armed
+    def __init__(self, reducers: Collection[GradientReducer], *, armed: bool, sharded: bool) -> None:
+        self._reducers, self._sharded, self.armed = reducers, sharded, armed
         self._has_rejected = False
 
     def arm(self) -> None:
@@ -71,7 +62,8 @@ class Transactions:
         """
         flags = [each.is_cleared(zeros=zeros) for each in waiting]
         if flags and zeros and self._sharded:
-            flags = _on_all_ranks(flags, self._steps.step)
+            what, step = "agreement on gradients that were cleared", next(iter(self._reducers)).step
+            flags = to_host(least(torch.tensor(flags, dtype=torch.int32), what, step)).tolist()
         return [each for each, flag in zip(waiting, flags, strict=True) if flag]
 
     def reject(self, cleared: Sequence[OptimizerGradients], optimizers: Iterable[Any]) -> None:
@@ -94,34 +86,31 @@ class Transactions:
 
     def _report(self, cleared: Sequence[OptimizerGradients], optimizers: Iterable[Any]) -> None:
         """Say once what becomes of gradients that are cleared without a step."""
-        if dist.get_rank() if self._sharded else next(iter(self._reducers)).group_rank:
+        reducer = next(iter(self._reducers))
+        if dist.get_rank() if self._sharded else reducer.group_rank:
             return
-        what = f"dct: step {self._steps.step}: its gradients were cleared without optimizer.step()"
+        what = f"dct: step {reducer.step}: its gradients were cleared without optimizer.step()"
         if self.armed:
             logger.warning(f"{what}: residuals are as before it")
             return
         lost = "the step was dense, and nothing is lost"
         if any(reducer.streams for reducer in self._reducers):
             lost = "what earlier steps had left unsent of these tensors is set to zero, once"
-        told = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        told = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         known = told or [parameter for each in cleared for parameter in each.reduced.values()]
         sizes = [local_part(each).numel() for each in known]
-        memory = format_bytes(
-            max(
-                r.streams.residual_bytes(sum(n for n in sizes if not r.is_small("", n)))
-                for r in self._reducers
-            )
-        )
+        kept = [(r, sum(n for n in sizes if not r.is_small("", n))) for r in self._reducers]
+        memory = max(r.streams.residual_bytes(numel) for r, numel in kept)
         logger.warning(
-            f"{what}: {lost}. From now on a second residual, {memory} on a rank, keeps residuals as they "
-            "were before such a batch"
+            f"{what}: {lost}. From now on a second residual, {format_bytes(memory)} on a rank, "
+            "keeps residuals as they were before such a batch"
         )
 
 
 @own_traffic(recorded=False)
-def _on_all_ranks(flags: Sequence[bool], step: int) -> list[bool]:
-    """Return which flags are set on all ranks of the job; a collective."""
-    common = torch.tensor(flags, dtype=torch.int32, device=collective_device())
-    with lost_ranks.reported("agreement on gradients that were cleared", step=step):
-        dist.all_reduce(common, dist.ReduceOp.MIN)
-    return [bool(flag) for flag in to_host(common).tolist()]
+def least(numbers: Tensor, what: str, step: int) -> Tensor:
+    """Return the least of each number on all ranks of the job; a collective, ``what`` is its name."""
+    numbers = numbers.to(collective_device())
+    with lost_ranks.reported(what, step=step):
+        dist.all_reduce(numbers, dist.ReduceOp.MIN)
+    return numbers

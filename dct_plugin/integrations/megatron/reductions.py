@@ -64,7 +64,7 @@ class Optimizers:
         """
         for optimizer in reversed(list(self)):  # the last one, of a model set up again
             if not hasattr(optimizer, _LOOK_UP):
-                setattr(optimizer, _LOOK_UP, units_of(optimizer, getattr(optimizer, _GROUPS)))
+                setattr(optimizer, _LOOK_UP, units_of(optimizer, groups=getattr(optimizer, _GROUPS)))
             unit: StepUnit | None = getattr(optimizer, _LOOK_UP)(parameter)
             if unit is not None:
                 return unit
