@@ -69,7 +69,7 @@ def _by_hand(rank: int, world_size: int, value: str, turns: int) -> None:
     share = -(-len(weights) // (256 * turns)) * 256
     for step in range(9):
         train(model, optimizer, rank, range(step, step + 1))
-        factors = add_on(state)._updates._factors
+        factors = add_on(state).progress._factors
         spread = torch.cat([torch.full((n,), f) for n, f in zip(sizes, factors, strict=True)])
         first = step % turns * share
         part, total = slice(first, first + share), 0
@@ -105,7 +105,7 @@ def _factors(rank: int, world_size: int) -> None:
     squares = {"own": 0.0, "mean": 0.0}
     for step in range(3):
         loss_of(model, step, rank).backward()
-        shortened = add_on(state)._shortened
+        shortened = add_on(state).progress.shortened
         named = model.module.named_parameters()
         gradients = everyones([parameter.grad / shortened[name] for name, parameter in named])
         for name, of in (
@@ -117,9 +117,9 @@ def _factors(rank: int, world_size: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     exact = (squares["own"] / squares["mean"]).sqrt().clamp(1, world_size)
-    found = torch.tensor(add_on(state)._updates._factors)
+    found = torch.tensor(add_on(state).progress._factors)
     torch.testing.assert_close(found, exact, rtol=0.15, atol=0)
-    assert 0.5 < add_on(state)._updates.factors.ratio < 0.98  # by which gradients are shortened until then
+    assert 0.5 < add_on(state).progress.factors.ratio < 0.98  # by which gradients are shortened until then
     assert exact[0] > 1.05  # else this shows nothing
     torch.testing.assert_close(found[1:], exact[1:], rtol=1e-4, atol=0)  # their sketches are the tensors
 
@@ -327,7 +327,7 @@ def _two_optimizers(rank: int, world_size: int, value: str) -> None:
         assert all(torch.equal(each, common(model)) for each in everyones(common(model)))
         if value == "fp32":
             torch.testing.assert_close(common(model), own(alone), rtol=1e-5, atol=1e-6)
-    factors = add_on(state)._updates._factors
+    factors = add_on(state).progress._factors
     assert (max(factors) == 1.0) == (value == "fp32")
     assert max(factors) <= world_size
 
@@ -360,9 +360,9 @@ def _clips(rank: int, world_size: int) -> None:
         loss_of(model, data, rank).backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert not add_on(state)._updates.clips
+    assert not add_on(state).progress.shortens
     loss_of(model, 8, rank).backward()
-    assert not add_on(state)._shortened
+    assert set(add_on(state).progress.shortened.values()) == {1.0}
 
 
 def test_scripts_clip_by_the_norm_of_the_mean_gradient() -> None:
