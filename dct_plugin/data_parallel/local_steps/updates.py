@@ -216,7 +216,7 @@ class UnsentUpdates(OuterStep):
         decays = [self._decays.pop(name, 0.0) for name in self._weights.common]
         common = list(self._weights.common.values())
         before = torch._foreach_add(common, self._unsent)
-        made = torch._foreach_sub(self._weights.own(), before)
+        torch._foreach_sub_(made := self._weights.own(), before)  # until they are shown again
         if any(decays):
             torch._foreach_add_(made, torch._foreach_mul(before, decays))
             torch._foreach_mul_(common, [1.0 - decay for decay in decays])
