@@ -171,9 +171,7 @@ def _measure(plan: Plan) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from dct_plugin.report.page import write_page
-
-    from .report import as_dict, draw, links_part, tables, unmeasured
+    from .report import as_dict, draw, tables, unmeasured
 
     console, started, out = Console(), time.monotonic(), plan.out
 
@@ -198,11 +196,8 @@ def _measure(plan: Plan) -> None:
     figures = {**provenance(started), "command": COMMAND, "cells": as_dict(cells)}
     write(out / "links.json", figures)
     draw(cells, out / "links.png")
-    write_page(out / "links.html", [links_part(cells)])
     seconds = time.monotonic() - started
-    console.print(
-        Text(f"\nWrote links.json, links.md, links.png and links.html to {out} in {seconds:.0f} s.")
-    )
+    console.print(Text(f"\nWrote links.json, links.md and links.png to {out} in {seconds:.0f} s."))
     if any(cell.failed for cell in cells):
         raise typer.Exit(1)
 

@@ -1,11 +1,9 @@
-"""The report: tables, plot, JSON and a page."""
+"""The report: tables, plot and JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +12,6 @@ from dct_plugin.output import Table
 from dct_plugin.rates import rate_name
 from dct_plugin.recommender.links.interleave import Figures
 from dct_plugin.recommender.plots import draw_bars, png
-from dct_plugin.report.page import Part, Section
 
 from .suite import WORKLOADS, Cell
 
@@ -159,35 +156,3 @@ def _draw_steps(axis: Any, cell: Cell, title: str) -> None:
     draw_bars(axis, [f.name for f in cell.figures], [f.median for f in cell.figures], labels)
     axis.set_title(f"{rate_name(cell.rate)}: {title}")
     axis.set_xlabel("ms per step, median")
-
-
-def links_part(cells: Sequence[Cell]) -> Part:
-    """Return the page's part about the cells."""
-    sections: list[Section] = []
-    said = []
-    for group in groups(cells):
-        sections.append(Section(_steps(group, True)))
-        for cell in group.cells:
-            rows = [[f.name, f"{f.median:.3f}", f"{f.sent:,.1f}"] for f in cell.figures]
-            title = f"{group.title}, {rate_name(cell.rate)}: ms per step"
-            table = Table(title, ["", "median, ms", "bytes, all ranks"], rows)
-            draw_cell = partial(_draw_steps, cell=cell, title=group.title)
-            sections.append(Section(table, draw_cell, _height(cell)))
-        if (parts := _split(group, True)) is not None:
-            sections.append(Section(parts))
-        said += _gain(group)
-    return Part(f"Steps on links, {date.today()}", said, sections, notes=unmeasured(cells))
-
-
-def _gain(group: Group) -> list[str]:
-    """Say what the fastest method of the plugin gains on the slowest link."""
-    cell = group.cells[-1]
-    ours = [figures for figures in cell.figures if "DCT" in figures.name]
-    if not ours:
-        return []
-    baseline, best = _named(cell, cell.baseline), min(ours, key=lambda each: each.median)
-    fewer = f", with {baseline.sent / best.sent:.3g}x fewer bytes" if best.sent else ""
-    return [
-        f"{group.title} at {rate_name(cell.rate)}: {best.name} takes {best.median:.1f} ms a step, "
-        f"{baseline.median / best.median:.2f}x faster than {baseline.name}{fewer}."
-    ]

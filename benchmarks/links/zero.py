@@ -122,8 +122,18 @@ FINE_TUNING: dict[str, dict[str, Any]] = {
 }
 
 
+#: The same for ZeRO-3, whose passes gather the weights.
+FINE_TUNING_3: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "gradients in int8": {"sparsity": 0, "value_dtype": "int8", "feedback": "none"},
+    "gradients and copies in int8": {
+        "sparsity": 0, "value_dtype": "int8", "feedback": "none", "parameters": "int8",
+    },
+}  # fmt: skip
+
+
 class FineTuning(Zero):
-    """Fine-tuning at 1e-5 in bf16 with AdamW: variants are ``ZeRO-1`` and ``ZeRO-2``.
+    """Fine-tuning at 1e-5 in bf16 with AdamW: variants are ``ZeRO-1`` to ``ZeRO-3``.
 
     DeepSpeed's own quantised gathers (qwZ) are not beside it: they need ZeRO-3 and kernels for CUDA.
     """
@@ -142,5 +152,5 @@ class FineTuning(Zero):
         stage = int(variant.removeprefix("ZeRO-"))
         return [
             self._method(stage, name, {**job, **({"dct": {"data_parallel": section}} if section else {})})
-            for name, section in FINE_TUNING.items()
+            for name, section in (FINE_TUNING_3 if stage == 3 else FINE_TUNING).items()
         ]

@@ -101,11 +101,7 @@ def _advise() -> Any:
     return advise
 
 
-@_command(
-    "Make an HTML page of a run from its metrics files.",
-    ("matplotlib", "jinja2"),
-    "report",
-)
+@_command("Show what a run saved, from its metrics files, and write it as an HTML page.")
 def _report() -> Any:
     from .report import report
 

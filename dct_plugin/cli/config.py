@@ -131,26 +131,39 @@ def suggest(
     lr: Annotated[
         float | None, typer.Option(min=0, help="Learning rate: in fine-tuning few weights change.")
     ] = None,
+    one_mesh: Annotated[
+        bool, typer.Option("--one-mesh", help="FSDP2 shards one copy of the model over all ranks.")
+    ] = False,
 ) -> None:
     """Print the section to take, and on stderr what it becomes, with measured bytes and quality."""
     from ..config import DCTConfig
+    from ..errors import ConfigError
     from ..integrations.deepspeed.rules import training_facts
     from ..integrations.deepspeed.section import Job
     from ..policy import resolve
     from ..policy.evidence import MEASURED_DEFAULTS
     from ..policy.rules import compressors_of
 
+    if one_mesh and stage:
+        raise ConfigError(f"dct config suggest: --one-mesh is FSDP2's, --stage {stage} DeepSpeed's: take one")
     rate = math.inf if lr is None else lr
     job = Job(stage, precision.value, optimizer, momentum, lr=rate, gathers_weights=stage in (1, 2))
     section = DCTConfig()
     training = replace(training_facts(job, section), ranks=ranks)
     count = compressors_of(section.data_parallel, ranks, ranks_per_node)
+    if one_mesh:
+        halves, apart = precision is not Precision.FP32, ranks_per_node == 1
+        training = training.sharing_copy(in_halves=halves, has_nodes=count < ranks, is_apart=apart)
     made = resolve(section.data_parallel, training, count)
     typer.echo(json.dumps({"dct": {}}))
     say = functools.partial(typer.echo, err=True)
     say(f"it becomes: {made.settings.summary}")
     for line in made.lines:
         say(line)
+    if one_mesh:
+        say("measured with AdamW: docs/quality.md#one-mesh, docs/performance.md")
+        say("where 16 to 18 bytes per parameter fit in a node, take HSDP: docs/settings.md#sharded-jobs")
+        return
     row = next((row for row in MEASURED_DEFAULTS if row.suits(replace(training, ranks=count))), None)
     if row is None:
         say("this combination was not measured")

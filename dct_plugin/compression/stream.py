@@ -462,12 +462,12 @@ def encode_all(
 
 
 def encode_dense(
-    kernels: Backend, flat: Tensor, writer: MessageWriter, bounds: Key, receivers: Key = ONE
+    kernels: Backend, flat: Tensor, writer: MessageWriter, bounds: Key, receivers: Key, dtype: ValueDtype
 ) -> Encoded:
-    """Write every entry of ``flat`` (:func:`as_flat`) without loss, in payloads of its parts (see
+    """Write every entry of ``flat`` (:func:`as_flat`) in a type, in payloads of its parts (see
     :meth:`Compressor.encode`); leave zeros there.
     """
-    numel, dtype = flat.numel(), ValueDtype.lossless(flat.dtype)
+    numel = flat.numel()
     parts = parts_of(bounds, numel, 1.0, dtype, kernels.most_kept)
     job = PartedJob(flat, None, 0.0, None, parts, clear=True)
     return Encoded(kernels.compress_parts(job, writer, receivers), numel)

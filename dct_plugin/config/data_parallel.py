@@ -264,6 +264,7 @@ class DataParallelConfig(Section):
     """
     min_numel: int = Field(default=4096, ge=0)
     """Smallest number of entries of a compressed tensor. Smaller tensors are sent dense, in their own type.
+    Those in fp32 go to owners in bf16 beside 8 bits or fewer without a residual.
 
     Lower it if `gradient_small` sends most of the bytes. Raise it to keep more layers exact.
     """
@@ -326,7 +327,8 @@ class DataParallelConfig(Section):
         default=None, json_schema_extra={"allowed": '"exact", "int8", an object with its settings, or null'}
     )
     """`"exact"` sends the bf16 or fp16 weights whose bits changed, and nothing is lost. `"int8"` has FSDP2 on
-    one mesh gather from copies in int8, of which changed codes cross. An object has its updates thresholded.
+    one mesh, and ZeRO-3, gather from copies in int8, of which changed codes cross. An object has its updates
+    thresholded.
     null leaves the gather of updated weights to the host. If it is not written, it is
     `"exact"` where gradients are thresholded or in 8 bits or fewer, and the host gathers bf16 or fp16 weights
     ([hosts](methods.md#exact-updates)).

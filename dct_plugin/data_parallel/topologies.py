@@ -16,7 +16,7 @@ from torch import Tensor
 from ..codecs.message import MessageWriter
 from ..codecs.payload import payload_bound
 from ..codecs.values import ValueDtype
-from ..compression.stream import as_flat, dense_nbytes, encode_all, encode_dense
+from ..compression.stream import as_flat, encode_all, encode_dense
 from ..host_traffic import bytes_sent
 from ..policy.rules import exchange_by_rule
 from .plan import PlannedTensor, ReductionPlan, Shard, shards_of
@@ -48,7 +48,8 @@ class GradientPhase(Phase):
         group, stream, shards = self.group, None, tensor.parts
         grad, (density, label) = as_flat(tensor.tensor), tensor.sparsity
         if tensor.small:
-            encoded = encode_dense(group.backend, grad, writer, shards.bounds, shards.owners)
+            dtype = self._small_dtype(grad)
+            encoded = encode_dense(group.backend, grad, writer, shards.bounds, shards.owners, dtype)
         else:
             stream = group.streams.named(tensor.name)
             encoded = stream.encode(grad, writer, density, shards.bounds, shards.owners, clear=True)
@@ -63,7 +64,12 @@ class GradientPhase(Phase):
     def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
         if not tensor.small:
             return self.most_bytes(tensor.parts.bounds, tensor.numel, tensor.sparsity.density)
-        return [dense_nbytes(stop - start, tensor.tensor.dtype) for _, start, stop in tensor.parts]
+        dtype, numels = self._small_dtype(tensor.tensor), [stop - start for _, start, stop in tensor.parts]
+        return [payload_bound(numel, numel, dtype) for numel in numels]
+
+    def _small_dtype(self, tensor: Tensor) -> ValueDtype:
+        """Return the type of a small tensor's entries on the wire: its own, without loss."""
+        return ValueDtype.lossless(tensor.dtype)
 
 
 class Direct(Topology):
@@ -108,6 +114,11 @@ class _MessagesToOwners(GradientPhase):
 
     def sums(self, plan: ReductionPlan) -> tuple[Sequence[Tensor], float]:
         return plan.views_of(self.group.rank), plan.scale
+
+    def _small_dtype(self, tensor: Tensor) -> ValueDtype:
+        """fp32 crosses in bf16 beside entries in 8 bits or fewer that have no residual either."""
+        few = self.group.value_dtype.bits <= 8 and not self.group.settings.feedback.keeps_residual
+        return ValueDtype.BF16 if few and tensor.dtype == torch.float32 else super()._small_dtype(tensor)
 
 
 class TwoPhase(Topology):

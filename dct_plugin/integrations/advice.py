@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
 from dct_plugin.data_parallel.autotune.cost_model import CostModel
+from dct_plugin.errors import ConfigError
 from dct_plugin.policy import Training
 
 from .host.measured_job import FACTS, SECTION, VARIABLE
@@ -80,7 +81,15 @@ def _compress_sharded(model: torch.nn.Module) -> bool:
     if not any(isinstance(module, kinds) for module in model.modules()):
         return False
     from .fsdp.compression import compress_replicas, is_compressed
+    from .fsdp.parameter_groups import has_replicas, parameter_groups
 
+    if not any(map(has_replicas, parameter_groups(model))):
+        raise ConfigError(
+            f"rank {dist.get_rank()}: dct advise: FSDP2 shards one copy of the model over all ranks (one "
+            "mesh), and no gradients cross between replicas, which are what is measured. dct config suggest "
+            "--one-mesh says what nothing written becomes; to have HSDP measured, pass fully_shard a mesh "
+            "of two dimensions (nodes, ranks in a node)"
+        )
     if not is_compressed(model):
         compress_replicas(model)
     return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import NamedTuple
 
@@ -69,6 +69,22 @@ class Training:
         ranks = f"{self.ranks} ranks" if self.ranks else ""
         nodes = f"{compressors} nodes" if self.ranks and compressors != self.ranks else ""
         return ", ".join(filter(None, (rate, ranks, nodes, self.precision)))
+
+    def sharing_copy(self, *, in_halves: bool, has_nodes: bool, is_apart: bool) -> Training:
+        """Return the facts of these ranks if they shard one copy of the model.
+
+        Args:
+            in_halves: Whether weights are gathered in a 16-bit type.
+            has_nodes: Whether nodes have several ranks.
+            is_apart: Whether every rank is on a machine of its own, or a node because the section says so.
+        """
+        unavailable = ""
+        if not in_halves:
+            unavailable = "nearly all fp32 weights change in a step (MixedPrecisionPolicy(param_dtype=bf16))"
+        elif not has_nodes:
+            unavailable = "every rank is a node, and an exact copy of all weights takes 2 bytes each"
+        int8_copies = is_apart and in_halves
+        return replace(self, shares_copy=True, exact_unavailable=unavailable, int8_copies=int8_copies)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "family", family_of(self.optimizer, momentum=self.momentum))

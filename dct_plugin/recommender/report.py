@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dct_plugin.metrics import format_bytes
 from dct_plugin.metrics.summary import fewer
 from dct_plugin.output import Table, faster
-from dct_plugin.report.page import Part, Section
+from dct_plugin.report.page import Part
 
 from .comparison import Comparison
 from .figures import LAYERS, Run
@@ -322,31 +321,18 @@ def _draw_steps(axis: Any, comparison: Comparison) -> None:
     axis.set_xticks([])
 
 
-# -- parts of the HTML report ---
+# -- the part of the page ---
 
 
 def comparison_part(comparison: Comparison, *, title: str, quick: bool = False) -> Part:
-    """Return the demo's part of the page: verdict, step times, bytes and loss curves."""
-    table = speed_table(comparison, title="Dense and DCT")
-    payload = [row for row in table.rows if row[0].startswith(("Payload", "On the wire"))]
-    times = [row for row in table.rows if row[0].startswith(("Step", "  dense"))]
-    window, dense, dct = _loss_curves(comparison)
-    losses = [
-        [str(window + at), f"{dense[at]:.6f}", f"{dct[at]:.6f}"]
-        for at in range(0, len(dense), -(-len(dense) // 60))
-    ]
-    loss_table = Table(f"Training loss, mean of {window} steps", ["to step", "dense", "DCT"], losses)
-    height = 0.27 * (2 + 3 * len(comparison.measured)) + 0.9
-    sections = [
-        Section(table),
-        Section(
-            Table("Step times", table.header, times), partial(_draw_steps, comparison=comparison), height
-        ),
-        Section(Table("Bytes", table.header, payload), partial(_draw_bytes, comparison=comparison), 2.0),
-        Section(loss_table, partial(_draw_losses, comparison=comparison)),
-    ]
+    """Return the demo's part of the page: verdict and table."""
     broken = diverged([comparison.dense, comparison.dct])
-    return Part(title, verdict(comparison, quick=quick), sections, notes=broken)
+    return Part(
+        title,
+        verdict(comparison, quick=quick),
+        [speed_table(comparison, title="Dense and DCT")],
+        notes=broken,
+    )
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:

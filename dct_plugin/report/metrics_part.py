@@ -1,23 +1,24 @@
-"""The part of the page about a run's metrics."""
+"""The part of the report about a run's metrics: verdict, advice, tables and a picture."""
 
 from __future__ import annotations
 
-import itertools
+import html
+import io
+import re
 import statistics
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from pydantic import ValidationError
+
+from ..config import DataParallelConfig
 from ..metrics import format_bytes
 from ..metrics.summary import DISPLACED, fewer
 from ..output import Table, faster, formatted
-from . import charts
 from .advice import advice
-from .page import Part, Section
+from .page import Part
 from .reading import RankRun
-from .run import Run, Window, grouped, weighted
+from .run import Run, grouped, weighted
 
 PART_NAMES = {
     "select_ms": "select",
@@ -26,17 +27,14 @@ PART_NAMES = {
     "waited_ms": "exchange, wait for slow ranks",
     "decode_ms": "decode",
 }
-#: Number of classes that the chart shows, and of decisions.
-_DRAWN, _MARKED = 7, 100
-
-_Column = tuple[str, Callable[[Window], float | None], str]
-
+#: Rows of a table at most.
+_ROWS = 40
 
 _Losses = Sequence[tuple[int, float]]
 
 
 def metrics_part(ranks: Sequence[RankRun], dense: _Losses = (), dense_step_ms: float | None = None) -> Part:
-    """Return verdict, advice and charts of a run.
+    """Return verdict, advice, tables and picture of a run.
 
     Args:
         ranks: The lines of each of its ranks; see :func:`.reading.read`.
@@ -44,17 +42,24 @@ def metrics_part(ranks: Sequence[RankRun], dense: _Losses = (), dense_step_ms: f
         dense_step_ms: Milliseconds of a step of the dense run; None: the dense steps at the start count.
     """
     run = Run(ranks, dense_step_ms)
-    sections = [_bytes(run), *_densities(run), _times(run)]
-    if run.losses or dense:
-        sections.append(_losses(run.losses, dense))
+    tables = [_steps(run, dense), _classes(run), _times(run)]
+    if run.tensors:
+        tables.append(_tensors(run))
     if run.decisions:
-        sections.append(_decisions(run))
-    if len(run.ranks) > 1:
-        rows = [[str(rank), f"{waited:.3f}"] for rank, waited in run.waited().items()]
-        header = ["rank", "waited, ms"]
-        sections.append(Section(Table("Wait for slower ranks, ms per step after the start", header, rows)))
+        tables.append(_decisions(run))
     sources = ", ".join(dict.fromkeys(Path(part.source).name for part in run.ranks))
-    return Part(f"Metrics: {sources}", verdict(run, dense), sections, advice(run))
+    title = f"Metrics: {sources}"
+    said = [*_settings(run), *verdict(run, dense)]
+    return Part(title, said, tables, advice(run), picture=_picture(run, title))
+
+
+def _settings(run: Run) -> list[str]:
+    """Return a sentence on the applied settings; none if the file does not say them."""
+    try:
+        section = run.settings
+        return [f"Settings: {DataParallelConfig.model_validate(section).summary}."] if section else []
+    except ValidationError:
+        return ["Settings: of another version of dct-plugin."]
 
 
 def verdict(run: Run, dense_losses: _Losses = ()) -> list[str]:
@@ -101,144 +106,97 @@ def _quality(losses: _Losses, dense: Mapping[int, float]) -> str:
     )
 
 
-# -- sections ---
+# -- tables ---
 
 
-def _over_steps(
-    run: Run, title: str, columns: Sequence[_Column], draw: Callable[..., None], height: float = 2.8
-) -> Section:
-    """Return a section with a row for each window, or each group of them where there are many.
-
-    Args:
-        run: The run.
-        title: Title of chart and table.
-        columns: For each column its name, its figure of a window, and the format of that in the table.
-        draw: Draws the chart, from the axes, the last step of each row, and the figures by name of column.
-        height: Height of the chart.
-    """
-    groups = grouped(run.windows)
-    steps = [group[-1].step for group in groups]
-    found = {name: [weighted(group, figure) for group in groups] for name, figure, _ in columns}
-    form = {name: form for name, _, form in columns}
-    rows = [
-        [str(step), *(formatted(figures[at], form[name]) for name, figures in found.items())]
-        for at, step in enumerate(steps)
-    ]
-    if len(groups) < len(run.windows):
-        title += f"; each row is the mean of {len(groups[0])} reports"
-    return Section(Table(title, ["to step", *found], rows), lambda axis: draw(axis, steps, found), height)
+def _steps(run: Run, dense: _Losses) -> Table:
+    """Return a row for each window, or each group of them where there are many."""
+    losses = {"loss": run.losses, "dense run": dense}
+    rows, before = [], -1
+    for group in grouped(run.windows, _ROWS):
+        step = group[-1].step
+        means = [_mean(series, before, step) for series in losses.values()]
+        sent, whole, plugin = (weighted(group, figure) or 0.0 for figure in _FIGURES)
+        ms = weighted(group, lambda window: window.of_step())
+        shown = [formatted(ms, ".1f"), f"{plugin:.1f}", *(formatted(mean, ".6g") for mean in means)]
+        rows.append([str(step), format_bytes(sent), format_bytes(whole), *shown])
+        before = step
+    header = ["to step", "sent", "without the plugin", "step, ms", "plugin, ms", *losses]
+    kept = len(header) - (not dense) - (not (dense or run.losses))
+    return Table("Per step and rank", header[:kept], [row[:kept] for row in rows])
 
 
-def _bytes(run: Run) -> Section:
-    sending = [cls for cls in run.classes if any(window.mean("sent_bytes", cls) for window in run.windows)]
-    columns: list[_Column] = [
-        ("without the plugin", lambda window: window.total("dense_bytes"), ",.1f"),
-        ("sent", lambda window: window.total("sent_bytes"), ",.1f"),
-        *((cls, lambda window, cls=cls: window.mean("sent_bytes", cls) or 0.0, ",.1f") for cls in sending),
-    ]
-
-    def draw(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]]) -> None:
-        chosen = {cls: found[cls] for cls in sending[:_DRAWN]}
-        reference = {"without the plugin": found["without the plugin"]}
-        charts.lines(axis, steps, chosen, "bytes", reference=reference, logarithmic=True)
-
-    return _over_steps(run, "Bytes per step by class", columns, draw, 3.4)
+_FIGURES = (
+    lambda window: window.total("sent_bytes"),
+    lambda window: window.total("dense_bytes"),
+    lambda window: sum(window.part(key) for key in PART_NAMES),
+)
 
 
-def _densities(run: Run) -> list[Section]:
-    """Return density and threshold of each class, and the tensors that miss their density most."""
-    if not run.thresholded:
-        return []
-    drawn = run.thresholded[:_DRAWN]
-
-    def columns(key: str, suffix: str = "") -> list[_Column]:
-        return [(cls + suffix, partial(Window.mean, key=key, cls=cls), ".6g") for cls in run.thresholded]
-
-    def draw(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]], unit: str) -> None:
-        targets = {name: values for cls in drawn if (values := found.get(name := f"{cls}, target"))}
-        charts.lines(axis, steps, {cls: found[cls] for cls in drawn}, unit, reference=targets)
-        axis.set_ylim(bottom=0)
-
-    pairs = zip(columns("density"), columns("density_target", ", target"), strict=True)
-    density = list(itertools.chain.from_iterable(pairs))
-    sections = [
-        _over_steps(run, "Density by class", density, partial(draw, unit="share of entries sent")),
-        _over_steps(run, "Mean threshold by class", columns("tau"), partial(draw, unit="gradient units")),
-    ]
-    return [*sections, _tensors(run)] if run.tensors else sections
+def _mean(losses: _Losses, after: int, to: int) -> float | None:
+    """Return the mean loss of some steps; None where there is none."""
+    found = [loss for step, loss in losses if after < step <= to]
+    return statistics.fmean(found) if found else None
 
 
-def _tensors(run: Run) -> Section:
+def _classes(run: Run) -> Table:
+    rows = []
+    for cls in run.classes[:_ROWS]:
+        sent, dense = (run.per_step(key, run.steady, cls) for key in ("sent_bytes", "dense_bytes"))
+        ratio = fewer(dense / sent) if sent and dense else ""
+        pair = run.density(cls) if cls in run.thresholded else None
+        taus = [tau for window in run.steady if (tau := window.mean("tau", cls)) is not None] if pair else []
+        figures = [*(pair or (None, None)), taus[-1] if taus else None]
+        rows.append(
+            [cls, format_bytes(sent), format_bytes(dense), ratio, *(formatted(x, ".4g") for x in figures)]
+        )
+    header = ["class", "sent", "without the plugin", "fewer", "density", "target", "threshold"]
+    return Table("Classes, per step after the start", header, rows)
+
+
+def _times(run: Run) -> Table:
+    rows = [[name, f"{run.part(key):.3f}"] for key, name in PART_NAMES.items()]
+    if len(run.ranks) > 1:
+        rows += [[f"  rank {rank} waits", f"{waited:.3f}"] for rank, waited in run.waited().items()]
+    return Table("Milliseconds per step after the start", ["part", "ms"], rows[:_ROWS])
+
+
+def _tensors(run: Run) -> Table:
     worst = run.tensors[:10]
     rows = [
         [each.name, *(formatted(x, ".6g") for x in (each.density, each.target, each.tau))] for each in worst
     ]
-
-    def draw(axis: Any) -> None:
-        for at, each in enumerate(worst):
-            axis.barh(at, each.density / each.target, color=charts.SERIES[0], height=0.6)
-        axis.axvline(1, color=charts.INK, linestyle=":")
-        axis.set_yticks(range(len(worst)), [charts.short(each.name) for each in worst], fontsize=7)
-        axis.set(ylim=(len(worst) - 0.4, -0.6), xlabel="density, times its target")
-
     title = f"The {len(worst)} of {len(run.tensors)} tensors that miss their density most"
-    table = Table(title, ["tensor", "density", "target", "threshold"], rows)
-    return Section(table, draw, 0.9 + 0.24 * len(worst))
+    return Table(title, ["tensor", "density", "target", "threshold"], rows)
 
 
-def _times(run: Run) -> Section:
-    columns: list[_Column] = [("step", lambda window: window.of_step(), ".4f")]
-    columns += [(name, partial(Window.part, key=key), ".4f") for key, name in PART_NAMES.items()]
-    columns.append(("dense steps at the start", lambda window: window.of_step("dense_step_ms"), ".4f"))
-
-    def draw(axis: Any, steps: Sequence[int], found: dict[str, list[float | None]]) -> None:
-        parts = {name: found[name] for name in PART_NAMES.values()}
-        bottom = [0.0] * len(steps)
-        width = [after - before for before, after in zip([0, *steps], steps, strict=False)]
-        for (name, values), color in zip(parts.items(), charts.SERIES, strict=False):
-            heights = [value or 0.0 for value in values]
-            left = [step - wide for step, wide in zip(steps, width, strict=True)]
-            axis.bar(left, heights, width, bottom=bottom, align="edge", color=color, label=name, linewidth=0)
-            bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-        for name, dash in (("step", "-"), ("dense steps at the start", ":")):
-            if any(value is not None for value in found[name]):
-                values = [float("nan") if value is None else value for value in found[name]]
-                axis.plot(steps, values, color=charts.INK, linestyle=dash, label=name, linewidth=1.4)
-        for decision in run.decisions[-_MARKED:]:
-            axis.axvline(decision.step, color=charts.FAINT, linestyle="--", linewidth=1)
-        axis.set(xlabel="step" + (" (dashed: decisions)" if run.decisions else ""), ylabel="ms per step")
-        charts.legend(axis)
-
-    return _over_steps(run, "Milliseconds per step by part", columns, draw, 3.6)
-
-
-def _losses(losses: _Losses, dense: _Losses) -> Section:
-    steps = sorted({step for step, _ in (*losses, *dense)})
-    size = -(-len(steps) // 200)
-    ends = [steps[min(at + size, len(steps)) - 1] for at in range(0, len(steps), size)]
-    series = {"training loss": _means(losses, ends)} | ({"dense run": _means(dense, ends)} if dense else {})
-    rows = [
-        [str(end), *(formatted(x, ".6g") for x in means)]
-        for end, *means in zip(ends, *series.values(), strict=True)
-    ]
-    header = ["to step", "loss", "dense run"][: 1 + len(series)]
-    return Section(
-        Table("Training loss", header, rows), lambda axis: charts.lines(axis, ends, series, "loss")
-    )
-
-
-def _means(losses: _Losses, ends: Sequence[int]) -> list[float | None]:
-    """Return the mean loss of the steps up to each end; None where there are none."""
-    found: list[list[float]] = [[] for _ in ends]
-    for step, loss in losses:
-        found[bisect_left(ends, step)].append(loss)
-    return [statistics.fmean(values) if values else None for values in found]
-
-
-def _decisions(run: Run) -> Section:
+def _decisions(run: Run) -> Table:
     rows = []
-    for each in run.decisions:
+    for each in run.decisions[-_ROWS:]:
         times = (formatted(ms, ".1f") for ms in (each.predicted_ms, each.measured_ms))
         rows.append([str(each.step), each.setting, each.reason, *times])
     header = ["step", "setting", "reason", "predicted ms", "measured ms"]
-    return Section(Table("Decisions by measured times", header, rows))
+    return Table("Decisions by measured times", header, rows)
+
+
+def _picture(run: Run, label: str) -> str:
+    """Draw bytes per step, and the losses if there are any, as SVG; empty without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return ""
+    figure = Figure(figsize=(9, 2.6), layout="constrained")
+    axes = figure.subplots(1, 2 if run.losses else 1, squeeze=False)[0]
+    steps = [window.step for window in run.windows]
+    for key, name in (("dense_bytes", "without the plugin"), ("sent_bytes", "sent")):
+        axes[0].plot(steps, [window.total(key) for window in run.windows], ".-", label=name)
+    axes[0].set(xlabel="step", ylabel="bytes per step and rank", yscale="log")
+    axes[0].legend()
+    if run.losses:
+        axes[1].plot(*zip(*run.losses, strict=True))
+        axes[1].set(xlabel="step", ylabel="training loss")
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    text = re.sub(r' (?:height|width)="[\d.]+pt"', "", file.getvalue(), count=2)
+    named = f'<svg role="img" aria-label="{html.escape(label)}" style="max-width: 60rem"'
+    return text[text.index("<svg") :].replace("<svg", named, 1)

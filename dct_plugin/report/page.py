@@ -1,60 +1,61 @@
-"""The page: parts with a verdict, advice and sections, written as one file that needs no other."""
+"""The report of a run: sentences and tables, for the terminal and as one file that needs no other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import io
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from .._version import __version__
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
 from ..output import Table, write
-from . import charts
 from .advice import Advice
 
-
-class Section(NamedTuple):
-    """A chart with its figures as a table, or a table alone. The title of the table is the chart's."""
-
-    table: Table
-    draw: Callable[[Any], None] | None = None
-    """Draws on the axes of matplotlib."""
-    height: float = 2.8
-    """Height of the chart; its width is 5."""
+#: Columns of the page, and of a terminal of unknown width.
+WIDTH = 120
 
 
 @dataclass
 class Part:
-    """A part of the page: the figures of one source."""
+    """The figures of one source."""
 
     title: str
     verdict: Sequence[str]
     """Sentences or paragraphs."""
-    sections: Sequence[Section]
+    tables: Sequence[Table]
     advice: Sequence[Advice] = ()
     notes: list[str] = field(default_factory=list)
     """Sentences on lines that could not be read, or were left out."""
+    picture: str = ""
+    """SVG, for the page alone."""
 
 
-#: Rows and columns that a table shows; more do not fit into a page that a browser opens at once.
-_ROWS, _COLUMNS = 500, 40
+def _lines(part: Part) -> Iterator[RenderableType]:
+    yield Text(part.title, "bold")
+    yield from map(Text, [*part.notes, *part.verdict])
+    for said in part.advice:
+        yield Text.assemble((f"To try: {said.try_this}", "bold"), f" {said.because}")
+    for table in part.tables:
+        yield Padding(table.rich(), (1, 0, 0, 0))
+
+
+def show(parts: Sequence[Part], console: Console) -> None:
+    """Print all parts."""
+    for part in parts:
+        for line in _lines(part):
+            console.print(line, soft_wrap=isinstance(line, Text), markup=False, highlight=False)
 
 
 def write_page(path: Path, parts: Sequence[Part]) -> None:
-    """Write the page of all parts."""
-    from jinja2 import Environment, PackageLoader, select_autoescape
-    from markupsafe import Markup
-
-    environment = Environment(
-        loader=PackageLoader(__package__, "."), autoescape=select_autoescape(), trim_blocks=True
-    )
-
-    def chart(section: Section) -> Markup:
-        if section.draw is None:
-            return Markup()
-        return Markup(charts.svg(section.draw, section.table.title, height=section.height))
-
-    text = environment.get_template("page.html").render(
-        parts=parts, chart=chart, colours=charts.COLOURS, version=__version__, most=(_ROWS, _COLUMNS)
-    )
-    write(path, text)
+    """Write all parts as HTML, with the picture of each above its text."""
+    body = ""
+    for part in parts:
+        console = Console(record=True, width=WIDTH, file=io.StringIO())
+        show([part], console)
+        text = console.export_html(inline_styles=True, code_format="{code}")
+        body += f'{part.picture}<pre style="white-space: pre-wrap">{text}</pre>\n'
+    head = '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>dct report</title>\n'
+    write(path, f"{head}<body>\n{body}</body></html>\n")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -67,6 +67,7 @@ class EventLine(Line):
     reason: _Text = ""
     predicted_ms: _Amount | None = None
     measured_ms: _Amount | None = None
+    data_parallel: dict[str, Any] = {}
 
 
 @dataclass
@@ -149,56 +150,36 @@ def _reason(error: Exception) -> str:
     return f"it is not JSON ({error})"
 
 
-def read(paths: Iterable[Path], *, number: int | None = None) -> tuple[list[list[RankRun]], list[str]]:
-    """Read metrics files.
+def read(paths: Iterable[Path]) -> tuple[list[RankRun], list[str]]:
+    """Read metrics files of one run.
 
     Args:
-        paths: The files.
-        number: Which run of each file, from 1; None takes the last one.
+        paths: The files. Of a file with several runs the last one counts.
 
     Returns:
-        The runs, each with its ranks, and notes about what was left out.
+        The ranks of the run, and notes about what was left out.
 
     Raises:
-        DCTError: A file cannot be read, holds no report, or has no run of that number.
+        DCTError: A file cannot be read, holds no report, or is of another run or the same rank as another.
     """
-    runs: list[list[RankRun]] = []
+    ranks: dict[int, RankRun] = {}
     notes: list[str] = []
     for path in paths:
         found, said = _read(path)
-        by_rank: dict[int, list[RankRun]] = {}
-        for each in found:
-            if each.rows:
-                by_rank.setdefault(each.rank, []).append(each)
-        if not by_rank:
-            if _is_document(path):
-                said = [
-                    "It is one JSON document; metrics files have a line for each report"
-                    " (dct.metrics.path). dct dlrm --report FILE.md makes a report."
-                ]
+        found = [each for each in found if each.rows]
+        if not found:
             why = " ".join(said) or "It is empty, or its job has not made a report yet (dct.metrics.every)."
             raise DCTError(f"{path}: holds no report of metrics. {why}")
-        count = max(map(len, by_rank.values()))
-        if number is not None and number > count:
-            raise DCTError(f"{path}: --run {number}: the file has {count} run(s)")
-        if count > 1:
-            shown = count if number is None else number
-            said.append(f"{path} holds {count} runs; this is number {shown}. --run N shows another one.")
-        for part in by_rank.values():
-            _add(runs, part[-1 if number is None else min(number, len(part)) - 1])
+        last = {each.rank: each for each in found}
+        if (count := max(sum(each.rank == rank for each in found) for rank in last)) > 1:
+            said.append(f"{path} holds {count} runs; this is the last one.")
+        for rank, each in last.items():
+            other = next(iter(ranks.values()), each)
+            if rank in ranks or (each.world_size, each.identity) != (other.world_size, other.identity):
+                raise DCTError(f"{path}: is not of the same run as {other.source}: report each run by itself")
+            ranks[rank] = each
         notes += said
-    if len(runs) > 1:
-        names = [", ".join(dict.fromkeys(part.source for part in run)) for run in runs]
-        notes.append(f"These are {len(runs)} different runs, each in a part of its own: {'; '.join(names)}.")
-    return runs, notes
-
-
-def _is_document(path: Path) -> bool:
-    """Return whether a file is one JSON object or list over several lines."""
-    try:
-        return isinstance(json.loads(path.read_bytes()), (dict, list)) and path.read_bytes().count(b"\n") > 1
-    except (ValueError, RecursionError):
-        return False
+    return list(ranks.values()), notes
 
 
 def losses_of(path: Path) -> list[tuple[int, float]]:
@@ -215,16 +196,3 @@ def losses_of(path: Path) -> list[tuple[int, float]]:
             f'metrics.event("loss", step=n, loss=x). {" ".join(notes)}'
         )
     return losses[-1]
-
-
-def _add(runs: list[list[RankRun]], part: RankRun) -> None:
-    """Add the lines of a rank to its run; where files do not say which run it is, to the first one of as many
-    ranks that has no lines of this rank yet.
-    """
-    mine = part.world_size, part.identity
-    for run in runs:
-        others = [part.rank != other.rank for other in run]
-        if (run[0].world_size, run[0].identity) == mine and all(others):
-            run.append(part)
-            return
-    runs.append([part])

@@ -80,6 +80,8 @@ class Run:
         first = self.ranks[0]
         self.losses = first.losses
         self.decisions: list[EventLine] = [e for e in first.events if e.event == "decision"]
+        self.settings = next((e.data_parallel for e in reversed(first.events) if e.event == "settings"), {})
+        """The applied ``dct.data_parallel``, as the file has it."""
 
     @property
     def who(self) -> str:
@@ -177,7 +179,7 @@ class Run:
         return waited
 
 
-def grouped(windows: Sequence[Window], most: int = 40) -> list[list[Window]]:
+def grouped(windows: Sequence[Window], most: int) -> list[list[Window]]:
     """Return successive windows in at most so many groups."""
     size = -(-len(windows) // most)
     return [list(windows[at : at + size]) for at in range(0, len(windows), size)]

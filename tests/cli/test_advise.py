@@ -217,7 +217,7 @@ def test_an_unmodified_script_is_measured_and_stopped(
 
 @pytest.mark.slow
 def test_a_model_without_replicas_is_refused_by_name(script: str) -> None:
-    message = "pass fully_shard a mesh of two dimensions"
+    message = "dct config suggest --one-mesh"
     with forked_interpreters(), pytest.raises(DCTError, match=message) as caught:
         _measured(torchrun(2, script, "sharded"), 60)
     assert "ChildFailedError" not in str(caught.value)  # torchrun's own report

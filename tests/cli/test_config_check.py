@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "updates at stage 3": (
         zero(3, gradients(parameters={"sparsity": 0.97})),
-        "dct.data_parallel.parameters = {} under ZeRO stage 3: modules gather their parameters",
+        "dct.data_parallel.parameters = {} under ZeRO stage 3: updates with thresholds go to copies",
     ),
     "step-ahead at stage 3": (
         zero(3, gradients(feedback="step_ahead")),

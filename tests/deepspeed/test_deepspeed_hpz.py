@@ -51,7 +51,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "larger nodes": ({"nodes": 4}, {}, "a copy in each 2 consecutive ranks, but the nodes are [0, 1, 2, 3]"),
     "one copy": ({}, {"zero_hpz_partition_size": 4}, "all 4 ranks have one copy between them"),
     "fp32 exactly": ({"parameters": "exact"}, {}, "nearly all fp32 weights change in a step"),
-    "no copies": ({}, {"zero_hpz_partition_size": 1}, "no rank keeps a copy"),
+    "no copies": (
+        {},
+        {"zero_hpz_partition_size": 1},
+        "copies of the weights that DeepSpeed keeps",
+    ),
 }
 
 

@@ -334,26 +334,37 @@ def test_nothing_crosses_in_backward_passes_and_further_micro_batches() -> None:
         assert steps == 7
 
 
-def _resumed(rank: int, world_size: int, folder: str, nodes: int) -> tuple[bool, bool, int]:
-    def start() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-        model = sharded()
-        optimizer = adamw(model)
-        return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": nodes}})
+def _start(nodes: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = sharded()
+    optimizer = adamw(model)
+    return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": nodes}})
 
-    def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        weights, moments = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments}
 
-    model, optimizer, attached = start()
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def _saved(folder: str, nodes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer, attached = _start(nodes)
     train(model, optimizer, 3)
-    dcp.save({**states(model, optimizer), "dct": attached}, checkpoint_id=folder)
-    train(model, optimizer, range(3, 6))
-    again, its_optimizer, resumed = start()
-    state = states(again, its_optimizer)
+    dcp.save({**_states(model, optimizer), "dct": attached}, checkpoint_id=folder)
+    return model, optimizer
+
+
+def _loaded(folder: str, nodes: int) -> tuple[nn.Module, torch.optim.Optimizer, bool, int]:
+    model, optimizer, attached = _start(nodes)
+    state = _states(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(again, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    loaded = resumed.load(folder)
-    steps = resumed.steps.step
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    loaded = attached.load(folder)
+    return model, optimizer, loaded, attached.steps.step
+
+
+def _resumed(rank: int, world_size: int, folder: str, nodes: int) -> tuple[bool, bool, int]:
+    model, optimizer = _saved(folder, nodes)
+    train(model, optimizer, range(3, 6))
+    again, its_optimizer, loaded, steps = _loaded(folder, nodes)
     train(again, its_optimizer, range(3, 6))
     return loaded, same(model, again), steps
 
@@ -361,6 +372,30 @@ def _resumed(rank: int, world_size: int, folder: str, nodes: int) -> tuple[bool,
 @pytest.mark.parametrize("nodes", [2, 1], ids=["exact copies", "int8 copies"])
 def test_resumed_on_the_same_mesh(tmp_path: Path, nodes: int) -> None:
     assert run(4, _resumed, str(tmp_path / "saved"), nodes) == [(True, True, 3)] * 4
+
+
+def _whole(model: nn.Module) -> list[list[float]]:
+    return [p.full_tensor().flatten().tolist() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+def _saved_by_four(rank: int, world_size: int, folder: str, nodes: int) -> list[list[float]]:
+    return _whole(_saved(folder, nodes)[0])
+
+
+def _loaded_by_two(
+    rank: int, world_size: int, folder: str, nodes: int
+) -> tuple[list[list[float]], int, tuple[bool, bool]]:
+    model, optimizer, _, steps = _loaded(folder, nodes)
+    masters = _whole(model)
+    train(model, optimizer, range(3, 5))
+    return masters, steps, _gathered(model, 0.016)
+
+
+@pytest.mark.parametrize("nodes", [2, 1], ids=["exact copies", "int8 copies"])
+def test_resumed_on_another_mesh_with_the_same_masters(tmp_path: Path, nodes: int) -> None:
+    folder = str(tmp_path / "saved")
+    saved = run(4, _saved_by_four, folder, nodes)[0]
+    assert run(2, _loaded_by_two, folder, 1) == [(saved, 3, (True, True))] * 2
 
 
 def _detached(rank: int, world_size: int) -> tuple[bool, bool]:
@@ -397,6 +432,30 @@ def test_a_divide_factor_and_a_gradient_that_is_not_finite() -> None:
     for bias, any_finite in run(4, _odd_operations):
         assert bias == pytest.approx([4 * 4 / 3] * 3)  # four ranks, four rows, divided by 3
         assert not any_finite
+
+
+def _small_in_bf16(rank: int, world_size: int) -> dict[str, list[bool]]:
+    """Return whether gradients of biases are averages of what is rounded to bf16, and of what is not."""
+    found = {}
+    points = torch.randn(16, 24, generator=torch.Generator().manual_seed(rank))
+    for name, value_dtype in (("int8", "int8"), ("log4", "log4"), ("fp32", "fp32")):
+        model, plain = sharded(param_dtype=None), Net()
+        section = {"nodes": 1, "value_dtype": value_dtype, "parameters": None}
+        attached: Any = dct_plugin.attach(model, adamw(model), {"data_parallel": section})
+        for each in (model, plain):
+            each(points).square().mean().backward()
+        grads = [each.bias.grad for each in (model.first, plain.first)]  # type: ignore[union-attr]
+        own = everyones(grads[1].tolist())  # type: ignore[union-attr]
+        exact = torch.tensor(own)
+        averages = [exact.bfloat16().float().sum(0) / 2, exact.sum(0) / 2]
+        found[name] = [torch.equal(grads[0].full_tensor(), each) for each in averages]  # type: ignore
+        attached.close()
+    return found
+
+
+def test_biases_cross_in_bf16_beside_entries_in_few_bits() -> None:
+    for found in run(2, _small_in_bf16):
+        assert found == {"int8": [True, False], "log4": [True, False], "fp32": [False, True]}
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

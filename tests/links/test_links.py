@@ -201,7 +201,6 @@ def test_the_suite_on_one_link(namespaces: None, tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (out / "links.png").exists()
-    assert "<svg" in (out / "links.html").read_text()
     assert "fp32" in (out / "links.md").read_text()
     (cell,) = json.loads((out / "links.json").read_text())["cells"]
     assert (cell["workload"], cell["ranks"], cell["rate"]) == ("ddp", 2, "100mbit")

@@ -207,6 +207,30 @@ def test_what_was_not_measured_is_said() -> None:
         assert "all entries are sent, in int8" in said
 
 
+@pytest.mark.parametrize(
+    ("per_node", "precision", "copies"),
+    [
+        (2, "bf16", "updated weights cross where their bits changed"),
+        (1, "bf16", "weights are gathered from a copy in int8 on each rank"),
+        (4, "bf16", "gathered whole: every rank is a node"),
+        (2, "fp32", "gathered whole: nearly all fp32 weights change"),
+    ],
+)
+def test_ranks_that_share_one_copy(per_node: int, precision: str, copies: str) -> None:
+    options = ["--one-mesh", "--ranks-per-node", str(per_node), "--precision", precision]
+    section, said = suggested(Training(["adamw"], ranks=4), *options)
+    assert json.loads(section) == {"dct": {}}
+    assert "it becomes: sparsity 0, int8 values, feedback none\n" in said
+    assert copies in said
+    assert "take HSDP: docs/settings.md#sharded-jobs" in said
+
+
+def test_one_mesh_is_no_zero_stage() -> None:
+    line = ["config", "suggest", "--optimizer", "adamw", "--ranks", "4", "--stage", "3", "--one-mesh"]
+    with pytest.raises(ConfigError, match="--one-mesh is FSDP2's, --stage 3 DeepSpeed's"):
+        runner.invoke(cli.app, line, catch_exceptions=False)
+
+
 def test_the_page_has_the_table() -> None:
     page = (ROOT / "docs" / "settings.md").read_text()
     assert updated(page) == page, "run python docs/reference_page.py"

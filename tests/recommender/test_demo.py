@@ -260,7 +260,7 @@ def test_table_and_charts(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         json.dumps(drawn.as_dict())
         write_page(tmp_path / "page.html", [comparison_part(drawn, title=name)])
-        assert (tmp_path / "page.html").read_text().count("<svg") == 3
+        assert (tmp_path / "page.html").read_text().count("Dense and DCT") == 1
 
 
 def test_measured_steps() -> None:
@@ -334,8 +334,9 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
         assert part in output, output
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "Bytes per step by class" in page
-    assert "Training loss" in page
+    assert "Dense and DCT" in page
+    assert "Settings: sparsity" in page
+    assert page.count("<svg") == 1
 
     figures = json.loads((tmp_path / "figures" / "demo.json").read_text())
     dense, dct = figures["dense"], figures["dct"]

@@ -24,7 +24,7 @@ from dct_plugin.metrics import Event, Metrics, Sink
 from dct_plugin.transport.agreement import HINT
 from dct_plugin.transport.nodes import layout_of
 
-from ..host import attachments, startup, versions
+from ..host import attachments, startup
 from ..host.attachment import HostAttachment, PlainTraining, switched_off
 from ..host.patching import Function, Patches, given
 from ..host.replica_checksums import ReplicaChecksums, not_trained
@@ -446,7 +446,6 @@ def _nothing(engine: Any, config: DCTConfig, reason: str) -> None:
 def _warn(engine: Any, attachment: EngineAttachment) -> None:
     """Log what is strange about the configuration."""
     if attachment.weights_lag:
-        versions.warn_of_unknown_bodies("deepspeed", type(engine.optimizer).__name__)
         logger.warning(
             "dct: the weights lack updates that dct.data_parallel.parameters has not sent yet: before an "
             "evaluation or export call engine.dct.gather_parameters() on all ranks; save_checkpoint does it"

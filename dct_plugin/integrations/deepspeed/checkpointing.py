@@ -133,7 +133,7 @@ class CheckpointFiles(EnginePart):
         path = self._path
         state = path.reducer.state_dict()
         if self._gather is not None:
-            state["parameters"] = self._gather.updates.state_dict()
+            state["parameters"] = self._gather.state_dict()
         if path.experts:
             state["expert_gradients"] = {
                 name: {"unit": path.unit, "state": reducer.state_dict()}
@@ -148,7 +148,7 @@ class CheckpointFiles(EnginePart):
         path.reducer.load_state_dict(state, loss_scale=scale)
         step = self._steps.step = path.reducer.step
         if self._gather is not None:
-            self._gather.updates.load_state_dict(state.get("parameters"), step=step)
+            self._gather.load_state_dict(state.get("parameters"), step=step)
         for name, reducer in path.experts.items():
             saved = (state.get("expert_gradients") or {}).get(name)
             own = {**FRESH, "step": step}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 
-from dct_plugin.config import AutoFeedback, DataParallelConfig, DCTConfig, LocalFeedback
+from dct_plugin.config import AutoFeedback, DataParallelConfig, DCTConfig, LocalFeedback, ParametersConfig
 from dct_plugin.config.data_parallel import refuse
 from dct_plugin.config.options import show
 from dct_plugin.errors import ConfigError
@@ -67,7 +67,9 @@ def exact_unavailable(job: Job, *, node_copies: bool) -> str | None:
     weights are gathered after a step.
     """
     if job.stage == 3 and not node_copies:
-        return "under ZeRO stage 3 modules gather them when they need them"
+        why = "under ZeRO stage 3 modules gather them when they need them"
+        remedy = "zero_optimization.zero_hpz_partition_size keeps an exact copy in each node"
+        return why if job.ranks_per_copy > 1 else f"{why} ({remedy}; parameters 'int8' keeps one without it)"
     if not (node_copies or job.gathers_weights):
         return None
     if job.precision == "fp32":
@@ -162,6 +164,8 @@ def _of_section(job: Job, config: DCTConfig) -> Iterator[str]:
             for key, reason in _under_zero3(job, settings):
                 given = show(attrgetter(key)(settings))
                 yield f"dct.data_parallel.{key} = {given} under ZeRO stage 3: {reason}"
+        elif settings.parameters == "int8":
+            yield "dct.data_parallel.parameters = 'int8': copies of the weights are for ZeRO stage 3"
         elif settings.parameters is not None:
             yield from _against_updates(job)
 
@@ -204,15 +208,15 @@ def _under_zero3(job: Job, settings: DataParallelConfig) -> Iterator[tuple[str, 
     copies = job.ranks_per_copy > 1
     if settings.parameters == "exact" and job.precision == "fp32":
         yield "parameters", f"{_ALL_CHANGE}: it is for bf16 and fp16"
-    if settings.parameters is not None and not copies:
+    if isinstance(settings.parameters, ParametersConfig) and not copies:
         yield (
             "parameters",
-            "modules gather their parameters from all ranks when they need them, and no rank keeps a copy "
-            "that takes updates. With several ranks per node set zero_optimization.zero_hpz_partition_size "
-            "to their number, which keeps a copy in each node. One rank per node would need all the weights "
-            "in its memory, as under ZeRO stage 2: take that stage or 1, or leave parameters out "
-            "(zero_optimization.zero_quantized_weights is DeepSpeed's own way)",
+            "updates with thresholds go to copies of the weights that DeepSpeed keeps in each node: set "
+            "zero_optimization.zero_hpz_partition_size to the ranks of a node; or write 'int8', or 'exact' "
+            "with several ranks per node, for copies that the plugin keeps",
         )
+    if settings.parameters == "int8" and copies:
+        yield "parameters", "DeepSpeed keeps the copies in nodes, in 16 bits; write 'exact'"
     if settings.asks_to_verify:
         yield (
             "verify",

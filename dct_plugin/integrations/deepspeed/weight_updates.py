@@ -75,6 +75,14 @@ class WeightUpdates(EnginePart):
     def gather(self) -> None:
         """Bring all working weights to the masters, in full; a collective."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        return self.updates.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None, *, step: int) -> None:
+        """Restore :meth:`state_dict`; None starts afresh, ``step`` optimizer steps into the training."""
+        self.updates.load_state_dict(state, step=step)
+
 
 def swap(first: Tensor, second: Tensor) -> None:
     """Exchange the values of two vectors, with memory for a part of them."""

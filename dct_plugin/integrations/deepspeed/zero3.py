@@ -4,7 +4,8 @@ DeepSpeed averages a bucket of gradients and scatters it in ``__avg_scatter_grad
 ``reduce_scatter: false``, in ``__avg_scatter_contiguous_grads``, which moves a whole all-reduce. Both become
 the reducer's ``reduce_scatter`` to the owners: rank ``r`` of ``P`` has the ``r``-th ``ceil(numel / P)``
 entries of every parameter. Buckets, streams, accumulation over micro-batches, clipping, and the gathers of
-parameters before each module stay DeepSpeed's; with hpZ :mod:`.node_copies` keeps what they gather from.
+parameters before each module stay DeepSpeed's; what they gather from is kept by :mod:`.node_copies` with hpZ,
+and by :mod:`.resident_copies` without.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from ..host.patching import Function, Patches
 from .engine import EngineContext, targets_of
 from .node_copies import NodeCopies
 from .path import GradientPath
+from .resident_copies import ResidentCopies
+from .weight_updates import WeightUpdates
 
 _CLASS = "DeepSpeedZeroOptimizer_Stage3"
 _SCATTER = f"_{_CLASS}__avg_scatter_grads"
@@ -56,7 +59,9 @@ class Zero3Path(GradientPath):
     def describe(self) -> str:
         return f"{self.setting}, reduce-scatter, residuals in {self._residual_dtype}"
 
-    def weight_updates(self, context: EngineContext) -> NodeCopies:
+    def weight_updates(self, context: EngineContext) -> WeightUpdates:
+        if self.engine.zero_hpz_partition_size() <= 1:
+            return ResidentCopies(context, self.reducer)
         pairs = [pair for group in self.named_parameters() for pair in group]
         return NodeCopies(context, self.reducer, pairs)
 

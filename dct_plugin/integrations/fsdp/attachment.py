@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -16,7 +15,6 @@ from typing_extensions import Self
 from dct_plugin.config import DCTConfig
 from dct_plugin.console import log_once
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training
 from dct_plugin.transport import lost_ranks
@@ -25,7 +23,13 @@ from ..host import attachments
 from ..host.attachment import PlainTraining, switched_off
 from ..host.optimizer_attachment import OptimizerAttachment
 from . import saved_residuals
-from .parameter_groups import ShardedParameter, check_torch, follow_methods
+from .parameter_groups import (
+    ShardedParameter,
+    check_settings,
+    check_torch,
+    follow_methods,
+    refuse_compiled_autograd,
+)
 
 #: FSDP's parameter groups, and their parameters.
 Groups = Sequence[tuple[Any, list[ShardedParameter]]]
@@ -87,7 +91,7 @@ class FSDPAttachment(OptimizerAttachment):
             self.ends.callback(attachments.note(self._model, self))
             hint = f"{self.call}(..., optimizer=optimizer) takes what suits it"
             self._decide(groups, Training(steps=total_steps, optimizer_unknown_hint=hint))
-            self._check_settings()
+            check_settings(self.config.data_parallel, self._optimizers, self.call)
             self._check_optimizers(
                 self._model,
                 {each.name: each.sharded for _, parameters in groups for each in parameters},
@@ -97,7 +101,7 @@ class FSDPAttachment(OptimizerAttachment):
             )
             self.metrics = metrics or self.report(dist.get_rank(), self.applied.compressors)
             self._connect_all(groups)
-            self._before_forward(self._model, self._refuse_compiled_autograd)
+            self._before_forward(self._model, lambda: refuse_compiled_autograd(self.call))
             self._before_forward(self._model, self.close_if_done)
             self._change_passes()
             self._optimizer_steps.follow(self._optimizers)
@@ -141,22 +145,6 @@ class FSDPAttachment(OptimizerAttachment):
     def _change_passes(self) -> None:
         """Follow the passes of the model beside what every attachment follows."""
 
-    def _check_settings(self) -> None:
-        """Refuse settings that need an optimizer.
-
-        Raises:
-            ConfigError: Names the setting.
-        """
-        settings = self.config.data_parallel
-        for key, needed in (
-            ("feedback = 'step_ahead'", settings.feedback.looks_ahead),
-            ("nonfinite_action = 'skip'", settings.nonfinite_action == "skip"),
-        ):
-            if needed and not self._optimizers:
-                raise ConfigError(
-                    f"dct.data_parallel.{key} needs {self.call}(model, config, optimizer=optimizer)"
-                )
-
     @property
     def parameters(self) -> Iterator[ShardedParameter]:
         """The parameters whose gradients are compressed."""
@@ -169,7 +157,7 @@ class FSDPAttachment(OptimizerAttachment):
 
     def _begin_exchange(self, group: Any, expected: Iterable[ShardedParameter]) -> bool:
         """Note an exchange of a group's gradients; return whether it is finished at the end of the pass."""
-        self._refuse_compiled_autograd()
+        refuse_compiled_autograd(self.call)
         current = torch._C._current_graph_task_id()
         if current != self._pass:
             self._pass = current
@@ -217,27 +205,6 @@ class FSDPAttachment(OptimizerAttachment):
         Raises:
             ConfigError: A module came later.
         """
-
-    def _late_module(self, group: Any) -> ConfigError:
-        """Return the error for a parameter group that came after this attachment."""
-        module = group._module_fqn or type(group.modules[0]).__name__
-        return ConfigError(
-            f"rank {dist.get_rank()}: module {module} was passed to fully_shard after {self.call}; call "
-            f"{self.call} after the last fully_shard"
-        )
-
-    def _refuse_compiled_autograd(self) -> None:
-        """Refuse compiled autograd, under which FSDP2 trains other weights without the plugin, too.
-
-        Raises:
-            ConfigError: Names it.
-        """
-        module = sys.modules.get("torch._dynamo.compiled_autograd")
-        if getattr(module, "compiled_autograd_enabled", False):
-            raise ConfigError(
-                f"rank {dist.get_rank()}: {self.call}: under torch's compiled autograd FSDP2 does not "
-                "train as without it; switch it off (torch._dynamo.config.compiled_autograd = False)"
-            )
 
     # -- a step ---
 

@@ -25,6 +25,7 @@ from .parameter_groups import (
     ShardedParameter,
     check_displaceable,
     has_replicas,
+    late_module,
     parameter_groups,
     replicated_groups,
     unsharded_parameters,
@@ -161,7 +162,7 @@ class ReplicaCompression(FSDPAttachment):
     def _active(self, group: ReplicaGroup) -> str:
         for each in filter(has_replicas, parameter_groups(self._model)):
             if not isinstance(each.mesh_info.replicate_process_group, ReplicaGroup):
-                raise self._late_module(each)
+                raise late_module(each, self.call)
         count = sum(1 for _ in parameter_groups(self._model))
         return f"FSDP2, {group.size()} replicas, {len(self.groups)} of {count} parameter groups"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dct_plugin.config import DataParallelConfig
 from dct_plugin.console import listed, logger
 from dct_plugin.data_parallel.passes import calls_of
 from dct_plugin.errors import ConfigError
@@ -85,6 +87,16 @@ class ShardedParameter:
     def local(self) -> Tensor:
         """Return this rank's shard."""
         return self.sharded.to_local().detach()
+
+    def shard(self) -> Tensor:
+        """Return this rank's shard, 1-D, with padding."""
+        data: Tensor = self.fsdp._sharded_param_data
+        return data
+
+    def version(self) -> tuple[int, ...]:
+        """Return memory and versions of the shard, which are others after it has changed."""
+        sharded, local = self.sharded, self.sharded._local_tensor
+        return local.data_ptr(), local._version, sharded._version
 
 
 def parameter_groups(model: nn.Module) -> Iterator[Any]:
@@ -251,6 +263,43 @@ def _name(names: dict[int, str], parameter: Any) -> str:
             "between two steps, with the model that was passed to fully_shard"
         )
     return name
+
+
+def late_module(group: Any, call: str) -> ConfigError:
+    """Return the error for a parameter group that came after ``call``."""
+    module = group._module_fqn or type(group.modules[0]).__name__
+    return ConfigError(
+        f"{_rank()}: module {module} was passed to fully_shard after {call}; call {call} after the last "
+        "fully_shard"
+    )
+
+
+def check_settings(settings: DataParallelConfig, optimizers: Sequence[Any], call: str) -> None:
+    """Refuse settings that need an optimizer.
+
+    Raises:
+        ConfigError: Names the setting.
+    """
+    for key, needed in (
+        ("feedback = 'step_ahead'", settings.feedback.looks_ahead),
+        ("nonfinite_action = 'skip'", settings.nonfinite_action == "skip"),
+    ):
+        if needed and not optimizers:
+            raise ConfigError(f"dct.data_parallel.{key} needs {call}(model, config, optimizer=optimizer)")
+
+
+def refuse_compiled_autograd(call: str) -> None:
+    """Refuse compiled autograd, under which FSDP2 trains other weights without the plugin, too.
+
+    Raises:
+        ConfigError: Names it.
+    """
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(module, "compiled_autograd_enabled", False):
+        raise ConfigError(
+            f"{_rank()}: {call}: under torch's compiled autograd FSDP2 does not train as without it; switch "
+            "it off (torch._dynamo.config.compiled_autograd = False)"
+        )
 
 
 def _rank() -> str:

@@ -3,7 +3,7 @@
 torch lets a module have gathers and reduce-scatters of its own (``set_custom_all_gather``,
 ``set_custom_reduce_scatter``, torch 2.9). Gradients are summed inside the node in FSDP's type, and cross in
 few bits, straight to the owner, who sums them in fp32 in the order of the nodes. Weights are gathered from
-copies in the nodes (:mod:`.node_copies`).
+copies in the nodes (:mod:`..host.node_copies`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,17 @@ from dct_plugin.transport.nodes import ranks_of_machines
 from dct_plugin.transport.tcp_connect import time_limit
 
 from ..host.attachment import PlainTraining
+from ..host.node_copies import ExactCopies, Int8Copies, NodeCopies
 from ..host.replica_checksums import ReplicaChecksums, not_trained
 from ..host.startup import nodes_of
 from .attachment import FSDPAttachment, Groups
-from .node_copies import ExactCopies, Int8Copies, NodeCopies
-from .parameter_groups import ShardedParameter, parameter_groups, sharded_groups, unsharded_parameters
+from .parameter_groups import (
+    ShardedParameter,
+    late_module,
+    parameter_groups,
+    sharded_groups,
+    unsharded_parameters,
+)
 
 _HALVES = (torch.bfloat16, torch.float16)
 _WHOLE = "gradients cross whole, without a residual"
@@ -146,7 +152,7 @@ class _AllGather(_Collective):
     ) -> Any:
         if group.size() != self._group.reducer.group_size:  # reshard_after_forward is a number
             return self._native(output_tensor, input_tensor, group, async_op)
-        self._copies.gather(self._group.name, self._parameters, output_tensor)
+        self._copies.gather(self._group.name, [self._parameters], [output_tensor])
         return None
 
 
@@ -181,29 +187,17 @@ class ShardCompression(FSDPAttachment):
         self._nodes = nodes_of(settings, self._mesh)
         types = [_gathered_type(group) for group, _ in groups]
         self._dtype = next((dtype for dtype in types if dtype in _HALVES), torch.float32)
-        unavailable = ""
-        if self._dtype not in _HALVES:
-            unavailable = "nearly all fp32 weights change in a step (MixedPrecisionPolicy(param_dtype=bf16))"
-        elif self._nodes is None:
-            unavailable = "every rank is a node, and an exact copy of all weights takes 2 bytes each"
         ranks = self._mesh.size()
         # On one machine each rank would hold all weights once more, without being asked.
         apart = settings.nodes == 1 or (self._nodes is None and len(self._machines()) == ranks)
-        self.resolve(
-            self._optimizers,
-            replace(
-                training,
-                ranks=ranks,
-                shares_copy=True,
-                exact_unavailable=unavailable,
-                int8_copies=apart and self._dtype in _HALVES,
-            ),
-            self._nodes,
+        training = replace(training, ranks=ranks).sharing_copy(
+            in_halves=self._dtype in _HALVES, has_nodes=self._nodes is not None, is_apart=apart
         )
+        self.resolve(self._optimizers, training, self._nodes)
         if self.config.data_parallel.parameters == "exact" and self._dtype not in _HALVES:
             raise ConfigError(
                 f"rank {dist.get_rank()}: dct.data_parallel.parameters = 'exact': FSDP gathers fp32, and "
-                f"{unavailable}; gather bf16, write 'int8', or leave it out"
+                f"{training.exact_unavailable}; gather bf16, write 'int8', or leave it out"
             )
 
     def _machines(self) -> Any:
@@ -272,7 +266,7 @@ class ShardCompression(FSDPAttachment):
         known = {id(each.fsdp) for each in self.groups}
         for each in parameter_groups(self._model):
             if id(each) not in known:
-                raise self._late_module(each)
+                raise late_module(each, self.call)
         nodes = "every rank a node" if self._nodes is None else str(self._nodes)
         copies = "weights gathered by FSDP"
         if self.copies is not None:

@@ -19,7 +19,7 @@ _WHOLE_OPTIMIZER = "every rank has the whole optimizer, no weights are gathered 
 _MESH = "under FSDP2 the replicas of the mesh are the nodes, inside which FSDP gathers the weights"
 _BARE = "this needs parameters and optimizer, and torchft hands over bare tensors"
 _WHOLE = "all ranks shard one copy of the model, and gradients cross whole, without a residual"
-_NO_INT8 = "copies of the weights in int8 are for FSDP2 on one mesh"
+_NO_INT8 = "copies of the weights in int8 are for FSDP2 on one mesh and ZeRO stage 3"
 _MEGATRON = "Megatron's iterations exchange gradients in every step"
 
 
@@ -58,7 +58,6 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
         Refusal("local_steps", _MEGATRON), Refusal("exchange_of", _MEGATRON),
         Refusal("parameters", _NO_INT8, value="int8"),
     ),
-    "DeepSpeed": (Refusal("parameters", _NO_INT8, value="int8"),),
 }  # fmt: skip
 
 

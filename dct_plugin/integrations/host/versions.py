@@ -5,21 +5,14 @@ A host that moved one of them is refused with a message, instead of training on 
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import hashlib
 import importlib.metadata
 import inspect
-import json
 import pkgutil
 import re
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, NamedTuple
 
-from dct_plugin.console import logger
 from dct_plugin.errors import VersionError
 
 #: Versions that the test suite was run with, by distribution; docs/support.md says what was run.
@@ -154,45 +147,3 @@ def require(targets: Iterable[Target], found: str, supported: VersionRange | str
     if problems := faults(targets):
         why = "is not what dct-plugin was made for; nothing was patched"
         raise unsupported(found, supported, remedy, why=why, faults=problems)
-
-
-#: By distribution and function, the normalised bodies of tested versions: ``{fingerprint: versions}``. The
-#: integrations rewrite these bodies, or lean on the order of what they do.
-BODIES: dict[str, dict[str, dict[str, str]]] = json.loads(
-    (resources.files(__package__) / "bodies.json").read_text(encoding="utf-8")
-)
-
-
-def fingerprint(function: Any) -> str:
-    """Return a hash of a function's body, without decorators, docstring, comments and blanks.
-
-    Raises:
-        OSError: Its source is not installed.
-    """
-    source = textwrap.dedent(inspect.getsource(undecorated(function)))
-    node: Any = ast.parse(source).body[0]
-    first = node.body[1] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body[0]
-    lines = source.splitlines()[first.lineno - 1 : node.end_lineno]
-    kept = [" ".join(line.split()) for line in lines if line.strip() and line.strip()[0] != "#"]
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:12]
-
-
-def warn_of_unknown_bodies(distribution: str, part: str = "") -> None:
-    """Warn once about functions whose body is none of a tested version.
-
-    Args:
-        distribution: A key of :data:`BODIES`.
-        part: Look at functions whose name contains it.
-    """
-    unknown = []
-    for name, known in BODIES[distribution].items():
-        if part in name:
-            with contextlib.suppress(OSError):  # compiled, without its source
-                if fingerprint(pkgutil.resolve_name(name)) not in known:
-                    unknown.append(name)
-    if unknown:
-        logger.warning(
-            f"dct: {distribution} {installed(distribution)} is not as in the versions that were tested "
-            f"({', '.join(TESTED[distribution])}): {', '.join(unknown)}; compare the first steps at sparsity "
-            "0 with a run without dct"
-        )

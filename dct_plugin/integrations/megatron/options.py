@@ -28,7 +28,7 @@ usage: torchrun ... -m dct_plugin.megatron [--dct SECTION] [--dct-config FILE] S
   --dct-help           this text
 
 These arguments may stand anywhere; the script does not see them. SECTION overrides FILE. `dct config show`
-lists what may stand in a section.
+prints a section with all defaults.
 """
 
 # torch.distributed.launch and deepspeed put this before the arguments of what they start.

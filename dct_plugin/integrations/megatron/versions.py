@@ -8,7 +8,6 @@ from typing import Any
 
 from ..host import versions
 from ..host.versions import Target, VersionRange, parse, unsupported
-from .options import launcher_rank
 
 SUPPORTED = VersionRange("0.16.0", "0.20.0")
 
@@ -88,9 +87,6 @@ def require_supported(core: Any, hooks: Sequence[str]) -> None:
     remedy = f"use an unmodified megatron-core {SUPPORTED}, or switch these hooks off in the dct section"
     targets = [target for target in TARGETS if target.part in parts]
     versions.require(targets, found, SUPPORTED, remedy)
-    bodies = {"data_parallel": "param_and_grad_buffer", "pipeline": "p2p_communication"}
-    for hook in sorted(bodies.keys() & hooks) if not launcher_rank() else ():
-        versions.warn_of_unknown_bodies("megatron-core", bodies[hook])
 
 
 def _advice(version: str, folder: str) -> str:

@@ -175,7 +175,7 @@ class _Demo:
                 "the DCT run wrote no metrics, so the plugin was not active in it. See `dct doctor`: is "
                 f"TORCH_DEVICE_BACKEND_AUTOLOAD=0 set, or the plugin not installed for {sys.executable}?"
             ) from error
-        rows = self._metrics[0][0].rows
+        rows = self._metrics[0].rows
         dense, dct = read_runs(self._done.events)
         target = DCTConfig.parse(self._dct["dct"]).data_parallel.density
         self._comparison = Comparison(
@@ -247,7 +247,7 @@ class _Demo:
             console.print(Text("  " + line), soft_wrap=True)
         page = self._out / "report.html"
         shown = comparison_part(comparison, title=f"{of_data} {of_run}", quick=self._quick)
-        write_page(page, [shown, *map(metrics_part, self._metrics)])
+        write_page(page, [shown, metrics_part(self._metrics)])
         files = str(plot)
         if json_file is not None:
             write(json_file, {**self._figures(), "quick": self._quick})

@@ -1,25 +1,23 @@
-"""Copies of the gathered weights, one in each node, which FSDP's gathers read.
+"""Copies of the gathered weights, one in each node, which the gathers of FSDP2 and ZeRO-3 read.
 
 Position ``j`` of every node holds the shards of all ranks with position ``j`` (a *rail*), in the type that
-FSDP gathers, or in int8. The first gather after the weights have changed brings the copies up to date: what
-changed crosses between nodes in one exchange for the whole model, or all of it, where that is faster. Every
-other gather, in forward and backward passes, stays inside the node. All ranks, owners too, gather from the
-copies.
+the framework gathers, or in int8. The first gather after the weights have changed brings the copies up to
+date: what changed crosses between nodes in one exchange for the whole model, or all of it, where that is
+faster. Every other gather, in forward and backward passes, stays inside the node. All ranks, owners too,
+gather from the copies.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
-
-from .parameter_groups import ShardedParameter
 
 #: Entries of an int8 copy that share a scale, and its largest code.
 BLOCK, _LARGEST = 128, 127
@@ -30,12 +28,28 @@ _ROOM, _LEAST = 1.125, 1 / 2.6
 _AT_ONCE = 1 << 22
 
 
+class CopiedParameter(Protocol):
+    """A parameter of which each rank has a shard."""
+
+    @property
+    def padded_numel(self) -> int:
+        """Entries of a shard, the same on all ranks."""
+
+    def shard(self) -> Tensor:
+        """Return this rank's shard, 1-D; it may lack the padding at its end."""
+
+    def version(self) -> tuple[int, ...]:
+        """Return numbers that are others after the shard may have changed."""
+
+
 class NodeCopies(ABC):
     """The copies of this rank's rail.
 
     Args:
         reducer: Sums the gradients of the same ranks.
         updates: Exchanges weights over the rail.
+        counts_steps: Whether each time that the copies are brought up to date counts as a step of
+            ``updates``; False where the framework counts them.
 
     Attributes:
         gathers: Gathers that read the copies so far.
@@ -45,11 +59,13 @@ class NodeCopies(ABC):
     alignment = 1
     """Shards of parameters begin at multiples of so many entries."""
 
-    def __init__(self, reducer: GradientReducer, updates: ParameterUpdates) -> None:
-        self._reducer, self._updates = reducer, updates
+    def __init__(
+        self, reducer: GradientReducer, updates: ParameterUpdates, *, counts_steps: bool = True
+    ) -> None:
+        self._reducer, self._updates, self._counts_steps = reducer, updates, counts_steps
         self._layout = reducer.layout or [[rank] for rank in range(reducer.group_size)]
         self._position = 0 if reducer.node is None else reducer.node.position
-        self._parameters: list[Any] = []
+        self._parameters: list[CopiedParameter] = []
         self._bounds: list[tuple[int, int]] = []
         """The places of the parameters' shards in a rank's part of the copies."""
         self._numel, self.gathers, self._held = 0, 0, False
@@ -62,11 +78,11 @@ class NodeCopies(ABC):
         """Note that an optimizer has made a step; a hook of all optimizers."""
         self._seen = []
 
-    def add(self, parameters: Sequence[ShardedParameter]) -> slice:
+    def add(self, parameters: Sequence[CopiedParameter]) -> slice:
         """Keep copies of a parameter group; return which ones of all parameters it has."""
         first = len(self._parameters)
         for each in parameters:
-            self._parameters.append(each.fsdp)
+            self._parameters.append(each)
             self._bounds.append((self._numel, self._numel + each.padded_numel))
             self._numel = -(-self._bounds[-1][1] // self.alignment) * self.alignment
         return slice(first, len(self._parameters))
@@ -76,30 +92,35 @@ class NodeCopies(ABC):
         return len(self._layout) * self._numel * self.bytes_per_weight
 
     @torch.no_grad()
-    def gather(self, name: str, parameters: slice, output: Tensor) -> None:
-        """Fill the output of a gather, 1-D, of the shards of all ranks; a collective of the node's ranks, and
-        of all ranks if weights have changed since the last one.
+    def gather(self, name: str, places: Sequence[slice], outputs: Sequence[Tensor]) -> None:
+        """Fill outputs, 1-D, with the shards of all ranks of the parameters at each place; a collective of
+        the node's ranks, and of all ranks if weights have changed since the last one.
         """
         self.gathers += 1
         # A backward pass gathers what its forward pass gathered.
         if not self._held or (torch._C._current_graph_task_id() < 0 and self._versions() != self._seen):
             self._refresh()
-            self._updates.end_step()
+            if self._counts_steps:
+                self._updates.end_step()
             self._held, self._seen = True, self._versions()
-        table, node = output.view(self._reducer.group_size, -1), self._reducer.node
-        rows = [[table[rank] for rank in ranks] for ranks in zip(*self._layout, strict=True)]
-        self._read(rows[self._position], self._bounds[parameters])
+        node = self._reducer.node
+        rows: list[list[Tensor]] = [[] for _ in self._layout[0]]
+        for place, output in zip(places, outputs, strict=True):
+            table = output.view(self._reducer.group_size, -1)
+            for row, ranks in zip(rows, zip(*self._layout, strict=True), strict=True):
+                row += [table[rank] for rank in ranks]
+            self._read(rows[self._position][-len(self._layout) :], self._bounds[place])
         if node is not None:
-            node.gather_rows("copies", rows, [(name, output)])
+            node.gather_rows("copies", rows, [(name, output) for output in outputs])
 
     def _versions(self) -> list[tuple[int, ...]]:
-        pairs = ((each.sharded_param, each.sharded_param._local_tensor) for each in self._parameters)
-        return [(local.data_ptr(), local._version, sharded._version) for sharded, local in pairs]
+        return [each.version() for each in self._parameters]
 
     def _write_shard(self, out: Tensor) -> None:
         """Write this rank's shards into ``out`` [entries of a shard], in its type."""
-        shards = [each._sharded_param_data for each in self._parameters]
-        torch._foreach_copy_([out[slice(*bounds)] for bounds in self._bounds], shards)
+        shards = [each.shard() for each in self._parameters]
+        places = zip(self._bounds, shards, strict=True)
+        torch._foreach_copy_([out[start : start + len(shard)] for (start, _), shard in places], shards)
 
     def _shards_of(self, numel: int) -> list[Shard]:
         return [Shard(rank, rank * numel, (rank + 1) * numel) for rank in range(self._updates.world_size)]
@@ -129,12 +150,19 @@ class ExactCopies(NodeCopies):
     """Copies in a 16-bit type, of which the bits that changed cross.
 
     Args:
-        reducer, updates: See :class:`NodeCopies`.
-        dtype: The type that FSDP gathers.
+        reducer, updates, counts_steps: See :class:`NodeCopies`.
+        dtype: The type that the framework gathers.
     """
 
-    def __init__(self, reducer: GradientReducer, updates: ParameterUpdates, dtype: torch.dtype) -> None:
-        super().__init__(reducer, updates)
+    def __init__(
+        self,
+        reducer: GradientReducer,
+        updates: ParameterUpdates,
+        dtype: torch.dtype,
+        *,
+        counts_steps: bool = True,
+    ) -> None:
+        super().__init__(reducer, updates, counts_steps=counts_steps)
         self._dtype, self.bytes_per_weight = dtype, float(dtype.itemsize)
         self._copy = torch.empty(0, dtype=dtype)
         """The weights of the rail, [nodes, entries of a shard]."""
@@ -171,8 +199,10 @@ class Int8Copies(NodeCopies):
     bytes_per_weight = 1 + 2 / BLOCK
     alignment = BLOCK  # a bias may be far smaller than the weights beside it
 
-    def __init__(self, reducer: GradientReducer, updates: ParameterUpdates) -> None:
-        super().__init__(reducer, updates)
+    def __init__(
+        self, reducer: GradientReducer, updates: ParameterUpdates, *, counts_steps: bool = True
+    ) -> None:
+        super().__init__(reducer, updates, counts_steps=counts_steps)
         self._codes, self._scales = torch.empty(0, dtype=torch.int8), torch.empty(0, dtype=torch.bfloat16)
         self._loaded: Tensor | None = None
         """Scales of this rank's shards, of a checkpoint."""
