@@ -86,11 +86,12 @@ class DCTCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Take everything off the model; a further fit attaches anew."""
         if self.state is not None:
-            self.state.close()
+            self.state.finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Take everything off the model."""
-        self.on_train_end(trainer, pl_module)
+        """Take everything off the model; other ranks may train on."""
+        if self.state is not None:
+            self.state.close()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Put the mean of the residuals into a checkpoint; a collective."""

@@ -59,7 +59,7 @@ class DCTCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remove all hooks; the next training attaches again."""
         if self.state is not None:
-            self.state.close()
+            self.state.finish()
 
     def _report(self, metrics: Metrics | None) -> None:
         """Follow the metrics of this training."""

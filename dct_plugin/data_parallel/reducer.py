@@ -167,9 +167,9 @@ class GradientReducer(StreamGroup):
         """
         self.planner.sends_all = True
         local = self.add_ons.local_steps
-        if local is not None and local.has_unsent:
+        if local is not None and (unsent := local.entries(last=True)):
             self.set_value_dtype("int8")
-            self.all_reduce(local.progress(last=True), scale=1.0 / self.group_size)
+            self.all_reduce(unsent, scale=1.0 / self.group_size)
             local.step()
         for each in self.add_ons:
             each.flush()
@@ -207,7 +207,7 @@ class GradientReducer(StreamGroup):
     def shared_weight(self, name: str, own: Tensor) -> Tensor:
         """Return a weight as all ranks hold it: the common one under local steps, else ``own``."""
         local = self.add_ons.local_steps
-        return own if local is None else local.weight(name)
+        return own if local is None else local.weights.weight(name)
 
     # -- steps ---
 
@@ -255,7 +255,7 @@ class GradientReducer(StreamGroup):
     def _exchange_progress(self) -> None:
         local = self.add_ons.local_steps
         if local is not None and local.due:
-            self.all_reduce(local.progress(), scale=1.0 / self.group_size)
+            self.all_reduce(local.entries(), scale=1.0 / self.group_size)
             local.step()
 
     def undo(self, names: Collection[str], *, lost: bool) -> None:

@@ -146,6 +146,7 @@ class MeasuredDefault(NamedTuple):
             and self.ranks[0] <= training.ranks <= self.ranks[1]
             and training.stage in self.stages
             and training.lr <= self.most_lr
+            and (self.most_lr < math.inf or not training.is_fine_tuning)
         )
 
 

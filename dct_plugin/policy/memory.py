@@ -62,6 +62,7 @@ _EXACT, _INT8 = _AHEAD | {"parameters": "exact"}, {"residual_dtype": "int8"}
 JOBS = (
     Job("DDP, fp32 weights", _AHEAD, weight_bytes=4.0),
     Job("the same, after a rejected batch", _AHEAD, weight_bytes=4.0, transactional=True),
+    Job("DDP, fp32 weights, exchange of updates", {"exchange_of": "updates"}, weight_bytes=4.0),
     Job("DDP, two nodes of 8 ranks", _AHEAD, ranks=2, inside=8, weight_bytes=4.0),
     Job("ZeRO-1 and 2, Megatron, bf16 weights", _EXACT, shards=8),
     Job("the same, residual_dtype int8", _EXACT | _INT8, shards=8),
@@ -117,10 +118,15 @@ def memory(job: Job, parameters: float, *, width: int = 1024, bucket: int = 6_55
     answers = not job.shards and exchange_by_rule(settings, job.ranks) != "direct"
     updates = weights / job.shards if job.shards and settings.parameters else 0.0
     sent = min(entries, bucket + (MOST_PENDING / settings.density if job.in_slots else 0.0))
+    kind = "residual"
+    if settings.exchange_of == "updates":  # a part of the entries crosses, all of it in one exchange
+        kind, sent = "unsent progress", settings.density * entries
+        settings = settings.model_copy(update={"sparsity": 0.0})
     copies = 2.0 if job.shards else 3.0 if answers else job.ranks  # of a message, the own one with them
     arrive = _SLOT * copies if job.in_slots else copies - 1.0
     return {
-        "residual": kept,
+        kind: kept,
+        "common weights": weights * settings.trains_alone,
         "owners' residuals": kept / job.ranks * answers,
         "displaced weights": weights / job.weights_inside * feedback.looks_ahead,
         "second moments": 16.0 * parameters / width * feedback.looks_ahead,

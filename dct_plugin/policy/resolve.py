@@ -324,7 +324,8 @@ def _offer(training: Training) -> str:
     can = not training.stage and training.exact_unavailable is None
     if measured is None or not can or training.family.loses_by_delay > training.is_fine_tuning:
         return ""
-    return f'; "exchange_of": "updates" sends {measured.what} (docs/{measured.source})'
+    price = f"{measured.what} and keeps 8 bytes per parameter, with fp32 weights (docs/{measured.source})"
+    return f'; "exchange_of": "updates" sends {price}'
 
 
 def _sharing_copy(written: DataParallelConfig, training: Training, count: int) -> AppliedSettings:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from support.alone import everyones, loss_of, sharded, train
-from support.processes import run
+from support.processes import launch, run
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
 from dct_plugin.codecs.values import ValueDtype, encode_values
 from dct_plugin.config import DataParallelConfig
-from dct_plugin.errors import ConfigError
+from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.integrations.host.refusals import refuse
 
 pytestmark = pytest.mark.slow
@@ -69,7 +71,7 @@ def _by_hand(rank: int, world_size: int, value: str, turns: int) -> None:
     share = -(-len(weights) // (256 * turns)) * 256
     for step in range(9):
         train(model, optimizer, rank, range(step, step + 1))
-        factors = add_on(state)._updates._factors
+        factors = add_on(state).progress._factors
         spread = torch.cat([torch.full((n,), f) for n, f in zip(sizes, factors, strict=True)])
         first = step % turns * share
         part, total = slice(first, first + share), 0
@@ -105,7 +107,7 @@ def _factors(rank: int, world_size: int) -> None:
     squares = {"own": 0.0, "mean": 0.0}
     for step in range(3):
         loss_of(model, step, rank).backward()
-        shortened = add_on(state)._shortened
+        shortened = add_on(state).progress.shortened
         named = model.module.named_parameters()
         gradients = everyones([parameter.grad / shortened[name] for name, parameter in named])
         for name, of in (
@@ -117,9 +119,9 @@ def _factors(rank: int, world_size: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     exact = (squares["own"] / squares["mean"]).sqrt().clamp(1, world_size)
-    found = torch.tensor(add_on(state)._updates._factors)
+    found = torch.tensor(add_on(state).progress._factors)
     torch.testing.assert_close(found, exact, rtol=0.15, atol=0)
-    assert 0.5 < add_on(state)._updates.factors.ratio < 0.98  # by which gradients are shortened until then
+    assert 0.5 < add_on(state).progress.factors.ratio < 0.98  # by which gradients are shortened until then
     assert exact[0] > 1.05  # else this shows nothing
     torch.testing.assert_close(found[1:], exact[1:], rtol=1e-4, atol=0)  # their sketches are the tensors
 
@@ -201,10 +203,23 @@ def test_a_step_that_a_scaler_skips_on_one_rank_is_skipped_on_all() -> None:
     assert run(2, _skips) == [(512.0, 11)] * 2
 
 
+class Lion(torch.optim.Optimizer):
+    """Has the name of the real one, and its base class."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": LR})
+
+
+class AdamWScheduleFree(Lion):
+    """As above."""
+
+
 def _refuses(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(model_of())
-    with pytest.raises(ConfigError, match=r"exchange_of = 'updates' was not measured with Adafactor"):
-        dct_plugin.attach(model, torch.optim.Adafactor(model.parameters()), {"data_parallel": SECTION})
+    for kind in (torch.optim.Adafactor, Lion, AdamWScheduleFree, torch.optim.SGD):
+        named = rf"exchange_of = 'updates' was not measured with {kind.__name__}"
+        with pytest.raises(ConfigError, match=named):
+            dct_plugin.attach(model, kind(model.parameters()), {"data_parallel": SECTION})
 
 
 def test_what_does_not_go_with_updates_is_named() -> None:
@@ -327,7 +342,7 @@ def _two_optimizers(rank: int, world_size: int, value: str) -> None:
         assert all(torch.equal(each, common(model)) for each in everyones(common(model)))
         if value == "fp32":
             torch.testing.assert_close(common(model), own(alone), rtol=1e-5, atol=1e-6)
-    factors = add_on(state)._updates._factors
+    factors = add_on(state).progress._factors
     assert (max(factors) == 1.0) == (value == "fp32")
     assert max(factors) <= world_size
 
@@ -360,10 +375,147 @@ def _clips(rank: int, world_size: int) -> None:
         loss_of(model, data, rank).backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert not add_on(state)._updates.clips
+    assert not add_on(state).progress.shortens
     loss_of(model, 8, rank).backward()
-    assert not add_on(state)._shortened
+    assert set(add_on(state).progress.shortened.values()) == {1.0}
 
 
 def test_scripts_clip_by_the_norm_of_the_mean_gradient() -> None:
     run(2, _clips)
+
+
+class Regression(nn.Module):
+    """Notes what this rank holds before every step: its own weights, and those in ``state_dict``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model_of()
+        self.seen: list[tuple[float, Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor, labels: Any = None) -> dict[str, Tensor]:
+        loss = (self.inner(x) - x[:, :3].sin()).square().mean()
+        state = [each.view(-1).clone() for each in self.inner.state_dict().values()]
+        self.seen.append((float(loss), own(self.inner), torch.cat(state)))
+        return {"loss": loss}
+
+
+def rows(rank: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [{"x": torch.randn(24, generator=generator), "labels": torch.zeros(())} for _ in range(512)]
+
+
+def _trainer(rank: int, folder: str, model: Regression) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from dct_plugin.transformers import DCTCallback
+
+    arguments = TrainingArguments(
+        folder, max_steps=12, per_device_train_batch_size=16, use_cpu=True, ddp_backend="gloo", report_to=[],
+        save_strategy="no", disable_tqdm=True, learning_rate=LR,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=rows(0))
+    trainer.add_callback(DCTCallback({"data_parallel": SECTION}, trainer=trainer))
+    trainer.train()
+
+
+def _accelerate(rank: int, folder: str, model: Regression) -> None:
+    from accelerate import Accelerator
+
+    from dct_plugin.accelerate import attach
+
+    accelerator = Accelerator(cpu=True)
+    loader = torch.utils.data.DataLoader(rows(0), batch_size=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    ddp, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    state = attach(accelerator, ddp, optimizer, {"data_parallel": SECTION})
+    for batch in loader:
+        accelerator.backward(ddp(**batch)["loss"])
+        accelerator.clip_grad_norm_(ddp.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    state.detach()
+
+
+def _lightning(rank: int, folder: str, model: Regression) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    from dct_plugin.lightning import DCTCallback
+
+    class Training(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=LR)
+
+    trainer = Trainer(
+        accelerator="cpu", strategy="ddp", devices=2, max_steps=12, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, plugins=[TorchElasticEnvironment()],
+        callbacks=[DCTCallback({"data_parallel": SECTION})],
+    )  # fmt: skip
+    trainer.fit(Training(), torch.utils.data.DataLoader(rows(0), batch_size=16))
+
+
+def _loop(rank: int, world_size: int, loop: Callable[..., None], folder: str) -> None:
+    model = Regression()
+    loop(rank, folder, model)
+    assert len(model.seen) >= 12
+    for step, (_, weights, common_weights) in enumerate(model.seen):
+        assert torch.equal(*everyones(common_weights)), step
+        assert torch.equal(*everyones(weights)) == (step == 0), step
+    assert model.seen[-1][0] < 0.9 * model.seen[0][0]
+    assert torch.equal(*everyones(own(model))), "after the training"
+    assert not torch.equal(own(model), model.seen[-1][2])
+
+
+@pytest.mark.parametrize(
+    ("loop", "package"),
+    [(_trainer, "transformers"), (_accelerate, "accelerate"), (_lightning, "lightning")],
+    ids=["trainer", "accelerate", "lightning"],
+)
+def test_loops_of_other_packages_end_with_the_same_weights(
+    loop: Callable[..., None], package: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(package)
+    run(2, _loop, loop, str(tmp_path))
+
+
+def _killed_in_a_save(rank: int, world_size: int, folder: str, last: str) -> None:
+    """Save at step 5 and, into ``last``, at step 9, where rank 1 is killed before its file is there."""
+    model, optimizer, state = attached({**SECTION, "verify": None})
+    train(model, optimizer, rank, range(5))
+    state.save(f"{folder}/first")
+    torch.save([model.module.state_dict(), optimizer.state_dict(), own(model)], f"{folder}/script{rank}")
+    train(model, optimizer, rank, range(5, 9))
+    if rank == 1:
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    state.save(f"{folder}/{last}")
+
+
+def _resumes_after_it(rank: int, world_size: int, folder: str) -> str:
+    model, optimizer, state = attached(SECTION)
+    of_model, of_optimizer, weights = torch.load(f"{folder}/script{rank}", weights_only=False)
+    model.module.load_state_dict(of_model)
+    optimizer.load_state_dict(of_optimizer)
+    try:
+        assert state.load(f"{folder}/first")
+    except DCTError as error:
+        return str(error)
+    assert torch.equal(own(model), weights)
+    train(model, optimizer, rank, range(5, 9))
+    assert torch.equal(*everyones(common(model)))
+    return "resumed"
+
+
+@pytest.mark.parametrize(("last", "said"), [("second", "resumed"), ("first", "its file is of step 5")])
+def test_a_kill_during_a_save(last: str, said: str, tmp_path: Path) -> None:
+    (kind, text), (ended, _) = launch(2, _killed_in_a_save, str(tmp_path), last, killed=1)
+    assert (kind, ended) == ("error", "killed")
+    assert text.startswith("DesyncError: rank 0: ")
+    assert "[1]" in text.splitlines()[0]
+    assert all(said in found for found in run(2, _resumes_after_it, str(tmp_path)))

@@ -26,7 +26,9 @@ from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.kernels import register_backend
 from dct_plugin.metrics import format_bytes
 from dct_plugin.policy import memory as memory_jobs
+from dct_plugin.policy.evidence import Training
 from dct_plugin.policy.memory import Job, kept_in_words, memory
+from dct_plugin.policy.resolve import resolve
 
 TENSORS, WIDTH = 8, 1 << 10
 STEPS = 4
@@ -46,13 +48,17 @@ def _measured(job: Job, parameters: int, backend: str) -> int:
     weights = [(f"layer {i}", nn.Parameter(torch.zeros(shape))) for i in range(TENSORS)]
     gradients = [(name, torch.empty(weight.numel())) for name, weight in weights]
     before, per = _held(), TENSORS // 4
+    written, training = DataParallelConfig.of(job.section), Training(["AdamW"], ranks=job.ranks)
     reducer = GradientReducer(
-        DataParallelConfig.of(job.section),
+        resolve(written, training).settings if written.trains_alone else written,
         LoopedPeers(0, range(job.ranks)),
         transactional=job.transactional,
         kernels=KernelConfig(backend=backend),
     )
-    ahead = None
+    ahead, local = None, reducer.add_ons.local_steps
+    if local is not None:
+        held = dict(weights)
+        local.attach(nn.ParameterList(held.values()), held, [torch.optim.AdamW(held.values())])
     if reducer.config.feedback.looks_ahead:
         optimizer = torch.optim.AdamW([weight for _, weight in weights])
         ahead = reducer.add_ons.step_ahead.prepare(weights, units_of(optimizer))
@@ -77,6 +83,8 @@ JOBS = [
     (Job("", AHEAD | {"sparsity": 0.99}, 2, weight_bytes=4.0, transactional=True, in_slots=False), "auto"),
     (Job("", AHEAD, 8, weight_bytes=4.0, in_slots=False), "auto"),
     (Job("", {"feedback": "local", "residual_dtype": "int8"}, 8, in_slots=False), "auto"),
+    (Job("", {"exchange_of": "updates"}, 2, weight_bytes=4.0, in_slots=False), "auto"),
+    (Job("", {"exchange_of": "updates"}, 8, weight_bytes=4.0, in_slots=False), "auto"),
     (Job("", {"feedback": "local"}, 2), "deferred"),
     (Job("", AHEAD, 8, weight_bytes=4.0), "deferred"),
 ]

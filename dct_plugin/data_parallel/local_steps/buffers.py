@@ -21,25 +21,20 @@ class AveragedBuffers:
 
     Args:
         group: The ranks.
+        module: It has the buffers.
     """
 
-    def __init__(self, group: StreamGroup) -> None:
-        self._group = group
-        self._module: weakref.ref[torch.nn.Module] | None = None
+    def __init__(self, group: StreamGroup, module: torch.nn.Module) -> None:
+        self._group, self._module = group, weakref.ref(module)
         self._sums: dict[str, Tensor] = {}
         """Checksums of the buffers after the last exchange."""
         self._changing: list[str] | None = None
         """Names of the buffers that cross; None before the first exchange."""
         self._sent: list[Tensor] = []
 
-    def follow(self, module: torch.nn.Module) -> None:
-        """Average the buffers of a module."""
-        self._module = weakref.ref(module)
-
     def all(self) -> dict[str, Tensor]:
         """Return all floating buffers by name; modules may replace them."""
-        module = None if self._module is None else self._module()
-        named = () if module is None else module.named_buffers()
+        named = () if (module := self._module()) is None else module.named_buffers()
         return {name: buffer for name, buffer in named if buffer.is_floating_point()}
 
     def note(self) -> None:
@@ -75,8 +70,7 @@ class AveragedBuffers:
         parts = mean[len(buffers) :].split([each.numel() for each in crossed])
         for buffer, part in zip(crossed, parts, strict=True):
             buffer.copy_(part.view(buffer.shape))
-        flagged = self._flagged(mean[: len(buffers)])
-        self._changing += [name for name in flagged if name not in self._changing]
+        self._changing = list(dict.fromkeys([*self._changing, *self._flagged(mean[: len(buffers)])]))
         self.note()
 
     def _flagged(self, flags: Tensor) -> list[str]:

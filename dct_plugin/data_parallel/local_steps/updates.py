@@ -18,9 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...policy.optimizers import OptimizerFamily, family_of
 from ..add_on import ReducerContext
+from ..module_hooks import remove
 from ..plan import Entries
+from ..stream_group import StreamGroup
+from .outer_step import OuterStep
+from .training import Optimizers, TrainedWeights, decay_of, is_muon, memory_of
 
 #: Numbers of a sketch, and signs in a row; more entries begin the row elsewhere.
 WIDTH, ROW = 256, 1 << 20
@@ -32,64 +35,53 @@ KEPT = 0.5
 PIECE = 1 << 20
 
 
-def is_muon(optimizer: Any, group: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer orthogonalises the steps of a parameter group."""
-    names = [cls.__name__ for cls in type(optimizer).__mro__]
-    return family_of(names) is OptimizerFamily.MUON and group.get("use_muon", True)
+def sketch(flat: Tensor, turn: int, signs: Tensor) -> Tensor:
+    """Return the count sketch of a tensor [n], fp32 [min(n, 256)].
+
+    A sum of tensors has the sum of their sketches, and nearly the norm of its own one.
+
+    Args:
+        flat: The tensor.
+        turn: Varies the signs.
+        signs: 1 or -1 at random, int8 [2**21].
+    """
+    if flat.numel() <= WIDTH:
+        return flat.to(torch.float32)
+    out = torch.zeros(WIDTH, device=flat.device)
+    for number, part in enumerate(flat.split(ROW)):
+        first = (31 * turn + number) * 7919 % ROW
+        signed = part.to(torch.float32) * signs[first : first + part.numel()]
+        whole = signed.numel() // WIDTH * WIDTH
+        out += signed[:whole].view(-1, WIDTH).sum(0)
+        out[: signed.numel() - whole] += signed[whole:]
+    return out
 
 
-def decay_of(optimizer: Any, group: Mapping[str, Any]) -> float:
-    """Return the share by which a step shrinks the weights of a group, apart from their gradients."""
-    names = " ".join(cls.__name__.lower() for cls in type(optimizer).__mro__)
-    decoupled = group.get("decoupled_weight_decay") or "adamw" in names or "muon" in names
-    decoupled = decoupled or bool(getattr(optimizer, "adam_w_mode", getattr(optimizer, "adamw_mode", False)))
-    return float(group["lr"]) * float(group.get("weight_decay", 0.0)) if decoupled else 0.0
-
-
-class Sketches:
-    """Count sketches: a sum of tensors has the sum of their sketches, and nearly the norm of its own one."""
-
-    def __init__(self, device: torch.device) -> None:
-        signs = torch.randint(0, 2, (2 * ROW,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
-        self._signs = (2 * signs - 1).to(device)
-
-    def of(self, flat: Tensor, turn: int) -> Tensor:
-        """Return the sketch of a tensor [n], fp32 [min(n, 256)]; ``turn`` varies the signs."""
-        if flat.numel() <= WIDTH:
-            return flat.to(torch.float32)
-        out = torch.zeros(WIDTH, device=flat.device)
-        for number, part in enumerate(flat.split(ROW)):
-            first = (31 * turn + number) * 7919 % ROW
-            signed = part.to(torch.float32) * self._signs[first : first + part.numel()]
-            whole = signed.numel() // WIDTH * WIDTH
-            out += signed[:whole].view(-1, WIDTH).sum(0)
-            out[: signed.numel() - whole] += signed[whole:]
-        return out
+def is_due(step: int) -> bool:
+    """Return whether sketches are exchanged in a step."""
+    return step < FIRST or step % SKETCH_EVERY == 0
 
 
 class StepFactors:
     """The factor of a rank's steps for each tensor, the same on all ranks.
 
     Args:
-        context: The reducer.
+        group: The ranks.
         sizes: Entries of the tensors by name.
-        groups: The optimizer and the parameter group of each tensor.
+        optimizers: Those that train the tensors.
     """
 
-    def __init__(
-        self, context: ReducerContext, sizes: Mapping[str, int], groups: Mapping[str, tuple[Any, Any]]
-    ) -> None:
-        self._group, self._sketches = context.group, Sketches(context.group.device)
-        widths = [min(WIDTH, numel) for numel in sizes.values()]
-        device = context.group.device
+    def __init__(self, group: StreamGroup, sizes: Mapping[str, int], optimizers: Optimizers) -> None:
+        self._group, device, groups = group, group.device, optimizers.groups
+        signs = torch.randint(0, 2, (2 * ROW,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+        self._signs, widths = (2 * signs - 1).to(device), [min(WIDTH, numel) for numel in sizes.values()]
         self._flat = torch.zeros(sum(widths) + len(widths), device=device)
         *parts, self._squares = self._flat.split([*widths, len(widths)])
         self._parts = dict(zip(sizes, parts, strict=True))
         self._of_steps = {name for name, (optimizer, group) in groups.items() if is_muon(optimizer, group)}
-        memories = [self._memory(name, *groups.get(name, (None, {}))) for name in sizes]
+        memories = [memory_of(*groups.get(name, (None, {}))) for name in sizes]
         self._memory_of = torch.tensor(memories, device=device)
-        is_seen = [name not in self._of_steps for name in sizes]
-        self._are_gradients = torch.tensor(is_seen, device=device)
+        self._are_gradients = torch.tensor([name not in self._of_steps for name in sizes], device=device)
         self.saved = {name: torch.zeros(len(widths), device=device) for name in ("own", "mean")}
         """Squared norms: the mean of the ranks' own ones, and that of the mean; fp32 [tensors] each. The same
         of all gradients together, of the last steps: fp32 [2].
@@ -98,31 +90,20 @@ class StepFactors:
         self.ratio = 1.0
         """The norm of the mean gradient over that of the ranks' own ones, all tensors together."""
 
-    def _memory(self, name: str, optimizer: Any, group: Mapping[str, Any]) -> float:
-        """Return the share of the optimizer's statistic that outlasts a step."""
-        if name in self._of_steps:
-            return float(group.get("momentum", 0.95))
-        return float(group.get("betas", (0.9, 0.999))[1])
-
-    @staticmethod
-    def is_due(step: int) -> bool:
-        """Return whether sketches are exchanged in a step."""
-        return step < FIRST or step % SKETCH_EVERY == 0
-
-    def see(self, entries: Sequence[tuple[str, Tensor]], step: int, *, steps: bool) -> None:
+    def see(self, entries: Mapping[str, Tensor], step: int, *, steps: bool) -> None:
         """Sketch gradients, or with ``steps`` the optimizer's steps, of the tensors whose factor is of these.
 
         Args:
-            entries: Name and tensor, any shape and floating type.
+            entries: The tensors by name, of any shape and floating type.
             step: Number of the step.
             steps: Whether the tensors are steps.
         """
-        for name, flat in entries:
+        for name, flat in entries.items():
             if name in self._parts and (name in self._of_steps) == steps:
-                self._parts[name].copy_(self._sketches.of(flat.detach().reshape(-1), step))
+                self._parts[name].copy_(sketch(flat.detach().reshape(-1), step, self._signs))
 
-    def exchange(self, step: int) -> None:
-        """Take over what was seen since the last call; a collective."""
+    def exchange(self, step: int) -> list[float]:
+        """Take over what was seen since the last call, and return the factors; a collective."""
         group, ranks = self._group, self._group.world_size
         self._squares.copy_(self._norms())  # of sketches, too: then errors of both norms cancel
         with group.recorded("gradient_local"):
@@ -138,121 +119,139 @@ class StepFactors:
         together /= together.max().clamp(min=torch.finfo(torch.float32).tiny)
         self.saved["all"].mul_(KEPT).add_(together)
         self._flat.zero_()
-        self.read()
+        return self.values()
 
-    def read(self) -> None:
-        """Take over what is saved."""
+    def values(self) -> list[float]:
+        """Take over what is saved; return the factors, 1 to the number of ranks."""
         own, mean = self.saved["all"].tolist()
         self.ratio = min(1.0, math.sqrt(mean / own)) if own else 1.0
+        ratio = self.saved["own"] / self.saved["mean"].clamp(min=torch.finfo(torch.float32).tiny)
+        return ratio.sqrt().clamp(1.0, float(self._group.world_size)).tolist()
 
     def _norms(self) -> Tensor:
         return torch.stack([each.square().sum() for each in self._parts.values()])
 
-    def values(self) -> list[float]:
-        """Return the factors, 1 to the number of ranks."""
-        ratio = self.saved["own"] / self.saved["mean"].clamp(min=torch.finfo(torch.float32).tiny)
-        return ratio.sqrt().clamp(1.0, float(self._group.world_size)).tolist()
 
+class UnsentUpdates(OuterStep):
+    """The progress of a rank that the others have not got; a part of it crosses in each step.
 
-class UnsentUpdates:
-    """The progress of a rank that the others have not got.
+    No outer optimizer moves the common weights. From the backward pass to the optimizer's step gradients are
+    shortened: they have about the norm of the mean gradient, by which scripts clip.
 
-    Args:
-        context: The reducer.
-        common: The common weights by name, 1-D parts of ``flat`` in this order; fp32.
-        flat: All common weights, 1-D.
-        groups: The optimizer and the parameter group of each tensor.
+    Attributes:
+        factors: Those of the steps. They see gradients as the optimizer does: clipped, and without a loss
+            scale.
+        shortened: The factor of gradients that no optimizer has used, by name.
+        shortens: False if gradients of several passes of a step were reduced: these have no factor.
     """
 
-    def __init__(
-        self,
-        context: ReducerContext,
-        common: Mapping[str, Tensor],
-        flat: Tensor,
-        groups: Mapping[str, tuple[Any, Any]],
-    ) -> None:
-        self._group, self._topologies = context.group, context.topologies
-        self._common, self._flat_common = common, flat
-        self._flat = torch.zeros_like(flat)
-        self._unsent = self._flat.split([each.numel() for each in common.values()])
-        self._turns = round(1.0 / context.config.density)
-        self.factors = StepFactors(context, {n: each.numel() for n, each in common.items()}, groups)
-        self._factors = [1.0] * len(common)
-        self.clips = True
-        """False if gradients of several passes of a step were reduced: they are not shortened."""
-        self._sent: list[tuple[int, int, Tensor]] = []
-        for turn in range(self._turns):
-            for start, stop in self._pieces(turn):
-                if not self._group.is_small("", stop - start):
-                    stream = self._group.streams.named(_name(start, stop))
-                    stream.use_residual_memory(self._flat[start:stop])
+    option = "exchange_of"
+    keeps_unsent = True
+    buffers_every = SKETCH_EVERY
+    lost = "with the mean of what was not sent, and new states of the optimizer where it has none"
 
-    def _pieces(self, turn: int) -> Iterator[tuple[int, int]]:
-        """Yield the bounds of the entries that cross in a turn."""
+    def __init__(self, context: ReducerContext, weights: TrainedWeights, optimizers: Optimizers) -> None:
+        self._group, self._topologies, self._weights = context.group, context.topologies, weights
+        self._optimizers, self._step = optimizers, context.group.step - context.config.dense_steps
+        self._flat = torch.zeros_like(weights.flat)
+        sizes = {name: each.numel() for name, each in weights.common.items()}
+        self._unsent = self._flat.split(list(sizes.values()))
+        self._turns = round(1.0 / context.config.density)
+        self.factors = StepFactors(context.group, sizes, optimizers)
+        self.saved, self._factors = {"factors": self.factors.saved}, [1.0] * len(sizes)
+        self.shortened: dict[str, float] = {}
+        self.shortens = True
+        self._decays: dict[str, float] = {}
+        self._sent: list[tuple[int, int, Tensor]] = []
+        for start, stop in self._pieces(range(self._turns)):
+            if not self._group.is_small("", stop - start):
+                stream = self._group.streams.named(_name(start, stop))
+                stream.use_residual_memory(self._flat[start:stop])
+        torchs = [each for each in optimizers.all if isinstance(each, torch.optim.Optimizer)]
+        self._handles = [each.register_step_pre_hook(self._before_step) for each in torchs]
+
+    def _pieces(self, turns: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield the bounds of the entries that cross in turns."""
         numel = self._flat.numel()
         share = math.ceil(numel / self._turns / WIDTH) * WIDTH
-        for start in range(turn * share, min(numel, (turn + 1) * share), PIECE):
-            yield start, min(numel, (turn + 1) * share, start + PIECE)
+        for turn in turns:
+            for start in range(turn * share, min(numel, (turn + 1) * share), PIECE):
+                yield start, min(numel, (turn + 1) * share, start + PIECE)
 
-    def show(self, weights: Sequence[Tensor]) -> None:
-        """Let ``weights``, in the order of the names, be the common ones plus the unsent progress."""
-        torch._foreach_copy_(list(weights), torch._foreach_add(list(self._common.values()), self._unsent))
+    def restore(self) -> None:
+        self._factors = self.factors.values()
+        self._show()
 
-    def take_step(self, weights: Sequence[Tensor], decays: Sequence[float], step: int) -> None:
-        """Add the optimizer's step to the unsent progress; the decay of the weights acts on the common ones.
+    def shorten(self, names: Sequence[str]) -> float:
+        self.shortens &= self.shortened.keys().isdisjoint(names)
+        ratio = self.factors.ratio if self.shortens else 1.0
+        self.shortened |= dict.fromkeys(names, ratio)
+        return ratio
 
-        Args:
-            weights: Those after the step, 1-D.
-            decays: The share by which each tensor has decayed.
-            step: Number of the step.
-        """
-        common = list(self._common.values())
+    def end_step(self) -> None:
+        self.shortened = {n: ratio for n, ratio in self.shortened.items() if n in self._group.waiting}
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        skips = bool(getattr(optimizer, "found_inf", None))  # a fused optimizer, by itself
+        for group, gradients in self._optimizers.used(optimizer):
+            for name, gradient in gradients.items():
+                if (ratio := self.shortened.pop(name, 1.0)) != 1.0:
+                    gradient.div_(ratio)
+            if not skips:
+                self._decays |= dict.fromkeys(gradients, decay_of(optimizer, group))
+            if is_due(self._step):
+                self.factors.see(gradients, self._step, steps=False)
+
+    def close(self) -> None:
+        remove(self._handles)
+
+    def _show(self) -> None:
+        """Let the weights be the common ones plus the unsent progress."""
+        common = list(self._weights.common.values())
+        torch._foreach_copy_(self._weights.own(), torch._foreach_add(common, self._unsent))
+
+    def _take_step(self, step: int) -> None:
+        """Add the optimizer's step to the unsent progress. Weight decay acts on the common weights."""
+        decays = [self._decays.pop(name, 0.0) for name in self._weights.common]
+        common = list(self._weights.common.values())
         before = torch._foreach_add(common, self._unsent)
-        made = torch._foreach_sub(list(weights), before)
+        torch._foreach_sub_(made := self._weights.own(), before)  # until they are shown again
         if any(decays):
-            torch._foreach_add_(made, torch._foreach_mul(before, list(decays)))
+            torch._foreach_add_(made, torch._foreach_mul(before, decays))
             torch._foreach_mul_(common, [1.0 - decay for decay in decays])
-        if self.factors.is_due(step):
-            self.factors.see(list(zip(self._common, made, strict=True)), step, steps=True)
-            self.factors.exchange(step)
-            self._factors = self.factors.values()
+        if is_due(step):
+            self.factors.see(dict(zip(self._weights.common, made, strict=True)), step, steps=True)
+            self._factors = self.factors.exchange(step)
         torch._foreach_mul_(made, self._factors)
         torch._foreach_add_(self._unsent, made)
+        self._step = step + 1
 
-    def entries(self, step: int | None) -> Entries:
-        """Return what crosses in a step, or with None all that is unsent, by name; :meth:`take_over` expects
-        the mean there.
-        """
-        if step is None:
+    def entries(self, step: int, *, last: bool) -> Entries:
+        self._take_step(step)
+        if last:
             self._take_back_answers()
-        self._sent, turns = [], range(self._turns) if step is None else [step % self._turns]
-        for start, stop in (bounds for turn in turns for bounds in self._pieces(turn)):
+        for start, stop in self._pieces(range(self._turns) if last else [step % self._turns]):
             part = self._flat[start:stop]
             self._sent.append((start, stop, part.clone()))
             part.zero_()  # what is not sent returns as the stream's residual
         return [(_name(start, stop), sent) for start, stop, sent in self._sent]
 
     def take_over(self) -> None:
-        """Move the common weights by the mean of what was sent."""
         for start, stop, mean in self._sent:
-            self._flat_common[start:stop] += mean
+            self._weights.flat[start:stop] += mean
         self._sent = []
+        self._show()
 
     def _take_back_answers(self) -> None:
         """Make what this rank owes the others as the owner of sums a part of its own progress."""
-        for start, stop in (each for turn in range(self._turns) for each in self._pieces(turn)):
+        for start, stop in self._pieces(range(self._turns)):
             owned = self._topologies.all_reduce.owner_residuals(_name(start, stop), stop - start)
             for shard, name in owned:
                 stream = self._group.streams.get(name)
                 if stream is not None and stream.residual is not None:
                     self._flat[start + shard.start : start + shard.stop] += stream.residual.current
                     stream.residual.clear()
-
-    def restore(self) -> None:
-        """Take over the factors of a loaded state."""
-        self.factors.read()
-        if self.factors.saved["mean"].any():
-            self._factors = self.factors.values()
 
 
 def _name(start: int, stop: int) -> str:

@@ -205,6 +205,12 @@ class HostAttachment:
         for reducer in self.reducers:
             reducer.flush()
 
+    def finish(self) -> None:
+        """Close at the end of a training, on every rank. Ranks that trained alone get equal weights first."""
+        if self.config.data_parallel.trains_alone:
+            self.detach()
+        self.close()
+
     def close_if_done(self) -> None:
         """Close a detached attachment whose last step was made."""
         if self.leaves and all(reducer.flushed for reducer in self.reducers):
