@@ -28,6 +28,8 @@ from .plan import PlannedTensor, ReductionPlan
 SAMPLES = 64
 #: Share of the gradients by which sums may differ: rounding of fp32, and of 16-bit gradients or residuals.
 _EXACT, _ROUNDED = 1e-3, 3e-2
+#: A tensor whose residual is longer than so many of its gradients has none now: that is no delay.
+_MOST_DELAY = 1e4
 #: The delays in steps at which quality was measured (docs/reliability.md#guard).
 MEASURED_DELAY = 40.0
 
@@ -179,7 +181,8 @@ class ResidualChecks(AddOn):
         missing, size, residual, gradient = ([part.norm().item() for part in r.split(parts)] for r in rows)
         for name in names:
             self._start_anew(name)
-        self._report_delay([r / g for r, g in zip(residual, gradient, strict=True) if 0 < g < float("inf")])
+        pairs = zip(residual, gradient, strict=True)
+        self._report_delay([r / g for r, g in pairs if r < _MOST_DELAY * g and g < float("inf")])
         if self._verify.conservation:
             self._report_missing(
                 {n: m / s for n, m, s in zip(names, missing, size, strict=True) if 0 < s < float("inf")}
