@@ -127,7 +127,7 @@ class Planner:
 
 
 class _Layout:
-    """What stays the same in the plans of the same tensors.
+    """The parts of the same tensors, which stay the same in all their plans.
 
     Attributes:
         tensors: Number among the entries, parts, and whether it is small, of each tensor.
