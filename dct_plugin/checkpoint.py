@@ -6,20 +6,22 @@ anew so that what the model still lacks stays the same: every new rank gets the 
 residuals.
 
 A file that is damaged, or that is another's, would change the training without a sign of it. So every file
-ends with a checksum of all before it, says which rank wrote it in which save, and is compared with that, and
-with the model, before anything of it is used.
+holds a checksum of each of its tensors and a digest of all else, says which rank wrote it in which save, and
+is compared with that, and with the model, before anything of it is used.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,9 +30,7 @@ from ._version import __version__
 from .compression.feedback import entries_of, unpacked
 from .errors import DCTError
 
-FORMAT = 3
-#: Bytes of the checksum at the end of a file.
-_DIGEST = 32
+FORMAT = 2
 #: Marks a folder in which a checkpoint is being written over an older one: until that is done, its parts may
 #: be of two steps.
 UNFINISHED = "dct_unfinished"
@@ -127,13 +127,12 @@ def write(path: Path, content: State) -> None:
     """Write tensors, numbers and texts to a file, complete or not at all; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")  # one rank writes it; the next time over what a kill left
+    content = {"format": FORMAT, "version": __version__, **content}
+    tensors, digest = _sums(content)
     try:
         temporary.unlink(missing_ok=True)  # it may be a FIFO
-        with open(temporary, "x+b") as file:
-            torch.save({"format": FORMAT, "version": __version__, **content}, file)
-            length = file.tell()
-            file.seek(0)
-            file.write(_digest(file, length))
+        with open(temporary, "xb") as file:
+            torch.save({**content, "tensors": tensors, "digest": digest}, file)
             file.flush()
             os.fsync(file.fileno())  # or a crash may leave the new name with no content
         os.replace(temporary, path)
@@ -410,19 +409,24 @@ def read(path: Path, other: State | None = None) -> State:
         if not path.is_file():  # to open a FIFO would wait for whoever writes to it
             raise OSError("no regular file")
         with open(path, "rb") as file:
-            if _digest(file, path.stat().st_size - _DIGEST) != file.read():
-                raise ValueError("damaged: it does not have the checksum it was written with")
-            file.seek(0)
             content: Any = torch.load(file, map_location="cpu", weights_only=True)
         found = content["format"]
-        missing = [key for key in ("version", "world_size", "save", "state") if key not in content]
-        step = None if missing else content["state"]["step"]
     except Exception as error:
         raise DCTError(f"{path}: not a readable state of dct-plugin: {_line(error)}") from error
     if found != FORMAT:
         raise DCTError(f"{path}: written in format {found!r}, this version of dct-plugin reads {FORMAT}")
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise DCTError(f"{path}: not a complete state of dct-plugin")
+    try:
+        tensors, digest = content.pop("tensors"), content.pop("digest")
+        sums, found = _sums(content)
+        wrong = [name for name in sums.keys() | tensors.keys() if sums.get(name) != tensors.get(name)]
+        missing = [key for key in ("version", "world_size", "save", "state") if key not in content]
+        step = content["state"]["step"]
+    except Exception as error:
+        raise DCTError(f"{path}: not a complete state of dct-plugin: {_line(error)}") from error
+    if wrong:
+        raise DCTError(f"{path}: damaged: {min(wrong)} does not have the checksum it was written with")
+    if digest != found or missing or isinstance(step, bool) or not isinstance(step, int):
+        raise DCTError(f"{path}: damaged: names or numbers in it are not those that were written")
     for name, tensor in _leaves(content):
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.isfinite().all():
             raise DCTError(f"{path}: {name} holds values that are not finite")
@@ -445,13 +449,19 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
 
 
-def _digest(file: BinaryIO, length: int) -> bytes:
-    """Return the SHA-256 of the next ``length`` bytes, which stands behind them."""
+def _sums(content: State) -> tuple[dict[str, Any], str]:
+    """``[type, shape, CRC-32]`` of every tensor by name, and a digest of these and all else."""
+    tensors: dict[str, Any] = {}
     digest = hashlib.sha256()
-    while length > 0 and (part := file.read(min(length, 1 << 20))):
-        digest.update(part)
-        length -= len(part)
-    return digest.digest()
+    for name, leaf in _leaves(content):
+        if isinstance(leaf, Tensor):
+            data = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            tensors[name] = [str(leaf.dtype), list(leaf.shape), zlib.crc32(data.data)]
+            text = json.dumps(tensors[name])
+        else:
+            text = f"{type(leaf).__name__} {leaf!r}"
+        digest.update(f"{name!r} {text}\n".encode())
+    return tensors, digest.hexdigest()
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -146,7 +146,7 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(DCTError, match="not a readable state"):
         load(tmp_path, rank=0, world_size=1)
-    checkpoint.write(path, {"format": 99, "world_size": 1})
+    torch.save({"format": 99, "world_size": 1}, path)
     with pytest.raises(DCTError, match="written in format 99"):
         load(tmp_path, rank=0, world_size=1)
     save_all(tmp_path, [state(0), state(1)])

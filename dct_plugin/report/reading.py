@@ -168,6 +168,11 @@ def read(paths: Iterable[Path]) -> tuple[list[RankRun], list[str]]:
         found, said = _read(path)
         found = [each for each in found if each.rows]
         if not found:
+            if _is_document(path):
+                said = [
+                    "It is one JSON document; metrics files have a line for each report"
+                    " (dct.metrics.path). dct dlrm --report FILE.md makes a report."
+                ]
             why = " ".join(said) or "It is empty, or its job has not made a report yet (dct.metrics.every)."
             raise DCTError(f"{path}: holds no report of metrics. {why}")
         last = {each.rank: each for each in found}
@@ -180,6 +185,14 @@ def read(paths: Iterable[Path]) -> tuple[list[RankRun], list[str]]:
             ranks[rank] = each
         notes += said
     return list(ranks.values()), notes
+
+
+def _is_document(path: Path) -> bool:
+    """Return whether a file is one JSON object or list over several lines."""
+    try:
+        return isinstance(json.loads(path.read_bytes()), (dict, list)) and path.read_bytes().count(b"\n") > 1
+    except (ValueError, RecursionError):
+        return False
 
 
 def losses_of(path: Path) -> list[tuple[int, float]]:

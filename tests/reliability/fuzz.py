@@ -230,13 +230,13 @@ def states(generator: random.Random) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         path, state = checkpoint.Writer(0, 0).file(folder), {"step": 7, "loss_scale": 1.0, "streams": streams}
         checkpoint.write(path, checkpoint.Writer(0, 1).content(state, unit=1.0))
-        whole, expected = path.read_bytes(), list(checkpoint._leaves(checkpoint.read(path)))
+        whole, expected = path.read_bytes(), checkpoint._sums(checkpoint.read(path))
         while True:
             data = mutated(whole, generator)
             path.write_bytes(data)
             try:
                 checkpoint.load(folder, checkpoint.Writer(0, 1), sizes={"a": 300, "b.weight": 40})
-                if repr(list(checkpoint._leaves(checkpoint.read(path)))) != repr(expected):
+                if checkpoint._sums(checkpoint.read(path)) != expected:
                     violated("a changed state was loaded", data)
                 yield "as written"
             except DCTError as error:

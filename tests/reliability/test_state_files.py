@@ -51,21 +51,21 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     checkpoint.write(path, {k: v for k, v in content.items() if k not in ("format", "version")})
 
 
-def test_a_flipped_bit_is_found_and_its_file_named(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_and_its_parameter_named(tmp_path: Path) -> None:
     path = written(tmp_path)
     whole, residual = path.read_bytes(), state(1)["streams"]["b.weight"]["residual"]
     at = whole.index(residual.numpy().tobytes())
     path.write_bytes(whole[: at + 41] + bytes([whole[at + 41] ^ 1]) + whole[at + 42 :])
-    words = "ValueError: damaged: it does not have the checksum it was written with"
-    assert refused(tmp_path) == f"{path}: not a readable state of dct-plugin: {words}"
+    words = "damaged: state.streams.b.weight.residual does not have the checksum it was written with"
+    assert refused(tmp_path) == f"{path}: {words}"
     for other in (0, 3):  # also for whoever reads it for another number of ranks
         assert str(path) in refused(tmp_path, rank=other, world_size=4)
 
 
 def outcome(path: Path) -> Any:
-    """What a file holds, in words, or that it was refused in one line with its name."""
+    """Checksums of what a file holds, or that it was refused in one line with its name."""
     try:
-        return repr(list(checkpoint._leaves(checkpoint.read(path))))
+        return checkpoint._sums(checkpoint.read(path))
     except DCTError as error:
         named = str(error).startswith(f"{path}: ") and "\n" not in str(error)
         return "refused" if named else str(error)
@@ -74,7 +74,7 @@ def outcome(path: Path) -> Any:
 def test_no_mutation_loads_as_something_else(tmp_path: Path) -> None:
     """Bits, pieces and ends of the file: refused by name, or what was written."""
     path, generator = written(tmp_path), random.Random(0)
-    whole, expected = path.read_bytes(), outcome(path)
+    whole, expected = path.read_bytes(), checkpoint.read(path)
     for _ in range(400):
         data = bytearray(whole)
         kind, at = generator.randrange(4), generator.randrange(len(data))
@@ -87,7 +87,7 @@ def test_no_mutation_loads_as_something_else(tmp_path: Path) -> None:
         else:
             data[at : at + 1] = data[at : at + generator.randrange(1, 200)]
         path.write_bytes(data)
-        assert outcome(path) in ("refused", expected)
+        assert outcome(path) in ("refused", checkpoint._sums(expected))
 
 
 def test_swapped_files(tmp_path: Path) -> None:

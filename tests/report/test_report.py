@@ -287,7 +287,7 @@ def test_the_loss_beside_a_dense_run(tmp_path: Path) -> None:
         ('{"event": "start"}\n', "has not made a report yet"),
         ("a,b\n1,2\n", "2 of 2 lines of .* are left out; line 1: it is not JSON"),
         ('{"a": 1}\n', "line 1: it has no 'step', so another version or another program wrote it"),
-        (json.dumps({"runs": [1, 2]}, indent=1), "lines of .* are left out; line 1: it is not JSON"),
+        (json.dumps({"runs": [1, 2]}, indent=1), "It is one JSON document; metrics files have a line"),
         (None, "cannot be read: No such file"),
     ],
 )
