@@ -295,7 +295,7 @@ def test_a_recommender_trains_from_a_wheel(clean: Clean, tmp_path: Path) -> None
     assert json.loads((tmp_path / "report.json").read_text())
 
 
-START = ["ddp", "deepspeed", "dlrm", "fsdp", "huggingface", "megatron", "torchft", "demo", "guide-report"]
+START = ["ddp", "deepspeed", "dlrm", "fsdp", "huggingface", "megatron", "torchft", "demo"]
 
 
 @pytest.mark.parametrize("name", START)

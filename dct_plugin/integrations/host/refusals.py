@@ -58,6 +58,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
         Refusal("local_steps", _MEGATRON), Refusal("exchange_of", _MEGATRON),
         Refusal("parameters", _NO_INT8, value="int8"),
     ),
+    "DeepSpeed": (),  # by stage: deepspeed.rules
 }  # fmt: skip
 
 
