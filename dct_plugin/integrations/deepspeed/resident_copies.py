@@ -11,6 +11,7 @@ partitions of the owners, which are always exact.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ class ResidentCopies(WeightUpdates):
         self._places = {id(p): self.copies.add([_Partition(p, self)]) for p in copied}
         self._ranks = reducer.group_size
         self._copied: set[int] = set()
-        """Parameters (by id) whose data came from the copies."""
+        """Parameters (by id) that were gathered from the copies last."""
         if engine.global_rank == 0:
             kept = format_bytes(self.copies.nbytes())
             logger.warning(f"dct: ZeRO stage 3 gathers from copies of the weights: {kept} on a rank")
@@ -116,7 +117,7 @@ class ResidentCopies(WeightUpdates):
     def install(self, patches: Patches) -> None:
         for parameter in self._all:  # a pass gathers several by the call of one, whichever that is
             patches.intercept(parameter, "all_gather_coalesced", self._gather_coalesced)
-            patches.intercept(parameter, "all_gather", self._gather_exact)
+            patches.intercept(parameter, "all_gather", functools.partial(self._gather_exact, parameter))
             patches.intercept(parameter, "partition", self._partition)
 
     def after_step(self) -> None:
@@ -153,16 +154,18 @@ class ResidentCopies(WeightUpdates):
         self._copied |= {id(each) for each in parameters}
         return _Gathered(parameters, others)
 
-    def _gather_exact(self, original: Function, param_list: Any = None, **keywords: Any) -> Any:
+    def _gather_exact(
+        self, parameter: Any, original: Function, param_list: Any = None, **keywords: Any
+    ) -> Any:
         """Gather from the owners' partitions, also what a pass has left gathered."""
-        parameters = [] if param_list is None else list(param_list)
+        parameters = [parameter] if param_list is None else list(param_list)
         for each in parameters:
             if id(each) in self._copied and each.ds_status is ZeroParamStatus.AVAILABLE:
                 each.partition([each])
-        return original(param_list, **keywords)
+        self._copied -= {id(each) for each in parameters}
+        return original(parameters, **keywords)
 
     def _partition(self, original: Function, *args: Any, **keywords: Any) -> Any:
         if given(original, "has_been_updated", args, keywords):  # written in GatheredParameters
             self.changes += 1
-        self._copied -= {id(each) for each in given(original, "param_list", args, keywords) or ()}
         return original(*args, **keywords)
