@@ -181,7 +181,7 @@ class PlanExchange:
         self._done()
 
     def _done(self) -> None:
-        """The sums of the plan are complete."""
+        """Give back the writers, and say that the sums of the plan are complete."""
         for chunk in self.chunks:
             self._exchanges.give_back(chunk.writers)
         self._exchanges.finished(self.plan)

@@ -59,7 +59,7 @@ class Planner:
                 for an all-reduce.
         """
         if shards is not None:
-            layouts = [self._layout(self._topologies.scatter, entries, shards)]
+            layouts = [_Layout(self._group, self._topologies.scatter, entries, range(len(entries)), shards)]
         else:
             key = tuple([(name, tensor.nbytes, tensor.dtype) for name, tensor in entries])
             known = self._known.get(key)
@@ -106,28 +106,25 @@ class Planner:
         The direct topology would send a tensor below ``min_numel`` whole to every rank. With more than two
         ranks fewer bytes cross when an owner sums it: those of a ring.
         """
-        topologies, numbers = self._topologies, range(len(entries))
-        small = [at for at in numbers if self._group.is_small(entries[at][0], entries[at][1].numel())]
+        group, topologies, numbers = self._group, self._topologies, range(len(entries))
+        is_small = [group.is_small(name, tensor.numel()) for name, tensor in entries]
+        small, large = ([at for at in numbers if is_small[at] is kind] for kind in (True, False))
         apart = sum([entries[at][1].nbytes for at in small]) >= SMALL_APART
         if topologies.small is None or not apart:
-            return [self._layout(topologies.all_reduce, entries)]
-        large = [at for at in numbers if at not in set(small)]
-        layouts = [self._layout(topologies.small, entries, which=small)]
-        return [self._layout(topologies.all_reduce, entries, which=large), *layouts] if large else layouts
-
-    def _layout(
-        self,
-        topology: Topology,
-        entries: Entries,
-        shards: Sequence[Sequence[Shard]] | None = None,
-        which: Sequence[int] | None = None,
-    ) -> _Layout:
-        which = range(len(entries)) if which is None else which
-        return _Layout(self._group, topology, entries, shards, which)
+            return [_Layout(group, topologies.all_reduce, entries, numbers)]
+        layouts = [_Layout(group, topologies.small, entries, small)]
+        return [_Layout(group, topologies.all_reduce, entries, large), *layouts] if large else layouts
 
 
 class _Layout:
     """The parts of the same tensors, which stay the same in all their plans.
+
+    Args:
+        group: The ranks.
+        topology: Who sends what to whom.
+        entries: ``(name, tensor)``.
+        which: The numbers of the entries that it has.
+        shards: See :meth:`Planner.plan`.
 
     Attributes:
         tensors: Number among the entries, parts, and whether it is small, of each tensor.
@@ -140,8 +137,8 @@ class _Layout:
         group: StreamGroup,
         topology: Topology,
         entries: Entries,
-        shards: Sequence[Sequence[Shard]] | None,
         which: Sequence[int],
+        shards: Sequence[Sequence[Shard]] | None = None,
     ) -> None:
         self.topology = topology
         self.operation = group.operation(topology.name + (" between nodes" if group.node else ""))

@@ -215,8 +215,6 @@ def _check_tau(tau: Tau) -> Tau:
 
 def applied_tau(tau: Tau) -> Tau:
     """Return the threshold that entries are compared with."""
-    if isinstance(tau, float) and tau > 0:  # most often
-        return max(ctypes.c_float(tau).value, SMALLEST_TAU)
     tau = _check_tau(tau)
     return tau.clamp(min=SMALLEST_TAU) if isinstance(tau, Tensor) else tau
 

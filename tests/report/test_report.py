@@ -75,7 +75,7 @@ def cells(text: str, title: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """What the command prints, and the page."""
+    """Return the text that the command prints, and the page."""
     folder = tmp_path_factory.mktemp("report")
     job(folder / "m-{rank}.jsonl", ranks=2)
     out = folder / "new" / "report.html"

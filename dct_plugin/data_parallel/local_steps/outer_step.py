@@ -35,7 +35,7 @@ class OuterStep:
     buffers_every: ClassVar[int] = 1
     """Steps between two exchanges of the buffers, at most."""
     lost: ClassVar[str] = "what ranks had trained since the last exchange, and the outer momentum, are lost"
-    """What a start without the saved states of the ranks loses, in words."""
+    """The words for what is lost if a training starts without the saved states of the ranks."""
 
     def __init__(self, context: ReducerContext, weights: TrainedWeights, optimizers: Optimizers) -> None:
         self._weights, self._rule = weights, context.config.local_steps or LocalStepsConfig()
