@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +87,47 @@ class SideStream:
         """Let the current stream wait for what was queued."""
         if self._own is not None:
             torch.cuda.current_stream(self._own.device).wait_stream(self._own)
+
+
+def await_device(device: torch.device) -> None:
+    """Wait for all work that is queued on a device; for a CPU there is none."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """Adds up the times of blocks: on a CPU by its clock, on a device by events of the current stream, since
+    there the block only queues its work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_queued = device.type == "cuda"
+        self._marks: list[Any] = []
+        self._total = 0.0
+
+    def __enter__(self) -> None:
+        self._mark()
+
+    def __exit__(self, *_: object) -> None:
+        self._mark()
+
+    def seconds(self) -> float:
+        """Return the seconds of all blocks so far; waits for them."""
+        marks, self._marks = self._marks, []
+        for began, ended in zip(marks[::2], marks[1::2], strict=True):
+            if self._is_queued:
+                ended.synchronize()
+                self._total += 1e-3 * began.elapsed_time(ended)
+            else:
+                self._total += ended - began
+        return self._total
+
+    def _mark(self) -> None:
+        mark: Any = time.perf_counter()
+        if self._is_queued:
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        self._marks.append(mark)
 
 
 def refuse_capture(device: torch.device) -> None:

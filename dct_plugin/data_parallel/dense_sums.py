@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 
@@ -39,7 +40,8 @@ class DenseSums:
             self._add_loaded_residuals(plan)
         else:
             # Nothing is selected: copies and checks are part of the exchange.
-            with exchange_record.timed("exchange"):
+            watch = self._group.dense_sums_watch or contextlib.nullcontext()
+            with exchange_record.timed("exchange"), watch:
                 self._agree(plan)
                 for dtype in dict.fromkeys(each.tensor.dtype for each in plan.tensors):
                     self._sum([each for each in plan.tensors if each.tensor.dtype == dtype], exchange_record)

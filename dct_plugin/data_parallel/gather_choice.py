@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from ..codecs.copies import await_device
 from ..console import logger
 from ..host_traffic import own_traffic
 from ..transport import lost_ranks
@@ -69,8 +70,7 @@ class GatherChoice:
             self._times[whole][self._step] = seconds + self._now() - began, count + weights
 
     def _now(self) -> float:
-        if self._group.device.type == "cuda":
-            torch.cuda.synchronize(self._group.device)
+        await_device(self._group.device)
         return clock()
 
     @own_traffic(recorded=False)

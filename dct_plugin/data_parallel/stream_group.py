@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 import torch
 import torch.distributed as dist
 
+from ..codecs.copies import Stopwatch
 from ..codecs.values import ValueDtype
 from ..compression.stream import backend_of
 from ..config import DataParallelConfig, KernelConfig
@@ -106,8 +107,8 @@ class StreamGroup:
         self.waiting: Collection[str] = ()
         """Names of tensors whose gradients wait for their optimizer: the end of a step leaves them open."""
         self.nonfinite_reported = False
-        self.reduce_seconds = 0.0
-        """Time so far in reductions, in the thread that runs them."""
+        self.dense_sums_watch: Stopwatch | None = None
+        """Times the dense sums, where the automatic mode wants to know."""
         self.stays_dense = False
         """True if the framework may sum the coming gradients by itself, which is faster than thresholds; the
         same on all ranks. No residual is kept then.
@@ -205,7 +206,6 @@ class _Recording:
         record.sent_bytes += sent_now - sent
         record.waited_ms += waited_now - waited
         seconds = time.perf_counter() - began
-        group.reduce_seconds += seconds
         record.exchange_ms = max(record.exchange_ms, record.waited_ms)  # the wait is a part of it
         elsewhere = self._elsewhere - record.exchange_ms - record.decode_ms
         record.select_ms += 1e3 * seconds + elsewhere

@@ -64,7 +64,7 @@ def test_the_decision_is_one_sentence() -> None:
 
 def test_step_ahead_takes_time_where_a_training_has_it(tmp_path: Path) -> None:
     model = _figures().model
-    with_ahead = model._replace(step_ahead=1e-8)
+    with_ahead = model._replace(step_ahead=0.1)
     assert with_ahead.predict(STRONG).coding - model.predict(STRONG).coding == pytest.approx(0.1)
     assert with_ahead.predict(DENSE) == model.predict(DENSE)
 

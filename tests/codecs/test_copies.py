@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.host_reads import HostReads
 
+from dct_plugin.codecs import copies
 from dct_plugin.codecs.copies import Mirror, start_to_host, to_device, to_host
 from dct_plugin.kernels.reference import has_overflow, overflow_flags
 
@@ -43,3 +44,14 @@ def test_flags_of_what_is_not_finite(bad: float) -> None:
         flags = overflow_flags(tensors)
     assert reads.places == []
     assert flags.tolist() == [has_overflow(tensor) for tensor in tensors]
+
+
+def test_a_stopwatch_adds_up_the_times_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is told; on a device events take its place, and nothing is waited for before it is asked."""
+    ticks = iter([1.0, 3.0, 10.0, 10.5])
+    monkeypatch.setattr(copies.time, "perf_counter", lambda: next(ticks))
+    watch = copies.Stopwatch(torch.device("cpu"))
+    for _ in range(2):
+        with watch:
+            pass
+    assert watch.seconds() == watch.seconds() == 2.5

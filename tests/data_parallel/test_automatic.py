@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +16,7 @@ from support.processes import run
 from dct_plugin.compression.feedback import unpacked
 from dct_plugin.config import DataParallelConfig, DCTConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
-from dct_plugin.data_parallel.autotune import add_on
+from dct_plugin.data_parallel.autotune import add_on, measurements
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
 from dct_plugin.data_parallel.autotune.cost_model import Coding, CostModel, Link
 from dct_plugin.data_parallel.autotune.decision_rules import (
@@ -133,6 +135,9 @@ def test_a_prediction_is_the_sum_of_its_parts_and_a_measured_reduction_counts() 
     assert made.exchange == pytest.approx(1e-4 + 8e-9 * (0.03 * 1e7 + 4_000))
     assert made.total == pytest.approx(0.1 + made.coding + made.exchange)
     assert _model(1e9, dense_reduction=0.5).predict(DENSE).total == pytest.approx(0.6)
+    many = _model(1e9, large_tensors=500, reductions=2, step_ahead=0.01)
+    slower = many._replace(codings={STRONG: Coding(3e-9, 1e-10, 0.03, per_tensor=1e-5)}).predict(STRONG)
+    assert slower.coding == pytest.approx(2 * made.coding + 2 * 500 * 1e-5 + 0.01)
     two_phase = _model(1e9, is_direct=False, ranks=8).predict(STRONG)
     assert two_phase.exchange == pytest.approx(2e-4 + 8e-9 * (0.03 * 1e7 + 4_000) / 4)
     answered = _model(1e9, is_direct=False, ranks=8, server_density=3.0).predict(STRONG)
@@ -290,6 +295,33 @@ _FASTEST = {
     "late": {DENSE: 1.4, INT8: 1.5, STRONG: 1.0},
     "predicted slower": {DENSE: 1.0, INT8: 1.1, STRONG: 0.5},
 }
+
+
+def test_the_cost_of_a_tensor_and_of_an_entry_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is told: 50 us a tensor and 1 ns an entry, of which the bucket has several."""
+    now = [0.0]
+    monkeypatch.setattr(
+        measurements.timeit, "repeat", lambda function, number, repeat: [_told(function, now)]
+    )
+
+    def work(entries: int) -> Callable[[], object]:
+        return lambda: now.__setitem__(0, now[0] + measurements.TENSORS * (5e-5 + 1e-9 * entries))
+
+    cost = measurements._cost(SimpleNamespace(device=torch.device("cpu")), work)  # type: ignore[arg-type]
+    assert cost == pytest.approx((5e-5, 1e-9))
+
+
+def _told(function: Callable[[], object], now: list[float]) -> float:
+    before = now[0]
+    function()
+    return now[0] - before
+
+
+def test_sizes_of_gradients_are_those_of_tensors_that_are_thresholded() -> None:
+    group = SimpleNamespace(is_small=lambda name, numel: numel < 10)
+    tensors = {"a": (100, 400), "b": (50, 100), "bias": (5, 20)}
+    assert measurements.GradientSizes.of(group, tensors) == (2, 150, 20, 500 / 150)  # type: ignore[arg-type]
+    assert measurements.GradientSizes.of(group, {"bias": (5, 20)}) == (0, 0, 20, 4.0)  # type: ignore[arg-type]
 
 
 def _decided_once(rank: int, world_size: int, fastest: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
+from ...codecs.copies import Stopwatch
 from ...console import logger
 from ...host_traffic import own_traffic
 from ...metrics import format_bytes
@@ -41,7 +42,7 @@ from .cost_model import CostModel, Link
 from .decision_rules import DecisionRules, gentlest_of_fastest, settings_to_try
 from .measurements import (
     PROBE_BYTES,
-    gradient_sizes,
+    GradientSizes,
     largest,
     probe_link,
     reduction_seconds,
@@ -165,6 +166,7 @@ class AutomaticSparsity(AddOn):
                 yield max(1, group.schedule.warmup_steps - group.step)
                 yield from self._change_to(self.current)
             return
+        group.dense_sums_watch = Stopwatch(group.device)
         before = reduction_seconds(group)
         steps = rules.settling_steps + rules.trial_steps
         if not is_known:
@@ -172,6 +174,7 @@ class AutomaticSparsity(AddOn):
             steps = max(group.schedule.warmup_steps - group.step, dense_steps)
         yield steps
         reduction = largest(group, [max((reduction_seconds(group) - before) / steps, 0.0)])[0]
+        group.dense_sums_watch = None
         dense = reduction if self.current.is_dense else None
         now, link, why = self._median(), probe_link(group), "measured"
         while True:
@@ -307,21 +310,25 @@ class AutomaticSparsity(AddOn):
             link: The speed of the link.
         """
         group = self._group
-        large, small, entry_bytes = gradient_sizes(group, self._sizes)
+        sizes, ahead = GradientSizes.of(group, self._sizes), 0.0
+        if self._looks_ahead:
+            cost = time_step_ahead(group)
+            ahead = sizes.tensors * cost.per_tensor + sizes.entries * cost.per_entry
         model = CostModel(
             0.0,
             dense,
             time_codings(group, [each for each in self._settings if not each.is_dense]),
             link,
-            large,
-            small,
+            sizes.entries,
+            sizes.small_bytes,
             group.world_size,
             is_direct=self._topologies.is_direct,
             server_density=group.settings.server_density,
             weight_gathers=int(self._topologies.sums_at_owners),
-            entry_bytes=entry_bytes,
+            entry_bytes=sizes.entry_bytes,
             reductions=self._reductions,
-            step_ahead=time_step_ahead(group) if self._looks_ahead else 0.0,
+            step_ahead=ahead,
+            large_tensors=sizes.tensors,
         )
         return model._replace(rest=max(now - model.predict(self.current).total, 0.0))
 

@@ -1,6 +1,6 @@
 """The predicted time of a training step with each setting, from measured times of codings, link and step:
 
-    step = rest + reductions * (coding + decoding + rounds * latency + bytes / rate)
+    step = rest + reductions * (coding + decoding + rounds * latency + bytes / rate) + step_ahead
 
 ``rest`` is the dense step without its reductions.
 """
@@ -21,6 +21,8 @@ class Coding(NamedTuple):
     decode: float
     """Seconds."""
     nbytes: float
+    per_tensor: float = 0.0
+    """Seconds for a tensor, however many entries it has: to encode it, and to decode the messages of all."""
 
 
 class Link(NamedTuple):
@@ -66,7 +68,8 @@ class CostModel(NamedTuple):
         weight_gathers: How often a step gathers all weights, where only owners get the sums; else 0.
         entry_bytes: Bytes of an entry of gradients and weights.
         reductions: How often a step reduces all gradients: with ZeRO-2 and accumulation for each micro-batch.
-        step_ahead: Seconds per large entry and step for second moments and displaced weights.
+        step_ahead: Seconds of a step for second moments and displaced weights.
+        large_tensors: Tensors that are thresholded.
     """
 
     rest: float
@@ -82,6 +85,7 @@ class CostModel(NamedTuple):
     entry_bytes: float = 4.0
     reductions: int = 1
     step_ahead: float = 0.0
+    large_tensors: int = 0
 
     def at_rate(self, rate: float) -> CostModel:
         """Return the model of the same training on links of ``rate`` bits per second. The part of the dense
@@ -140,8 +144,9 @@ class CostModel(NamedTuple):
         encoded, decoded = 1.0 + (server_density > 0) / self.ranks, 1.0 + server_density
         if self._is_direct(setting):
             encoded, decoded = 1.0, self.ranks
-        seconds = self.reductions * (coding.encode * encoded + coding.decode * decoded) + self.step_ahead
-        return Prediction(setting, self.rest, seconds * self.large_entries, exchange)
+        seconds = self.large_entries * (coding.encode * encoded + coding.decode * decoded)
+        seconds = self.reductions * (seconds + self.large_tensors * coding.per_tensor) + self.step_ahead
+        return Prediction(setting, self.rest, seconds, exchange)
 
     def _server_density(self, setting: Setting) -> float:
         """Return the density of what owners send, as a multiple of that of what they receive."""

@@ -5,36 +5,51 @@ from __future__ import annotations
 import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...codecs.copies import await_device
 from ...codecs.message import MessageWriter
+from ...codecs.stats import read_stats
 from ...compression.stream import Compressor
 from ...policy.settings import Setting
 from ..step_units import StepUnit
 from ..stream_group import StreamGroup
 from .cost_model import Coding, Link
 
-#: Entries on which a setting is timed, and bytes of a large message of the link's probe.
-ENTRIES, PROBE_BYTES = 1 << 17, 1 << 17
-#: Repetitions of each measurement; the least time counts. A stream measures its threshold in its first three
-#: steps, and then seldom: it encodes as often as it takes to see the others.
-REPEATS, ENCODES = 3, 8
+#: Bytes of a large message of the link's probe.
+PROBE_BYTES = 1 << 17
+#: Repetitions of each measurement; the least time counts.
+REPEATS = 3
+#: Tensors of the buckets on which a setting is timed; entries of a tensor in the small bucket, and at most in
+#: the large one.
+TENSORS, FEW_ENTRIES, MOST_ENTRIES = 8, 1 << 11, 1 << 21
+#: A stream measures its threshold in its first steps, and then seldom: these are not timed.
+FIRST_ENCODES = 4
+
+
+class Cost(NamedTuple):
+    """The time of some work on the tensors of a model, in seconds."""
+
+    per_tensor: float
+    per_entry: float
 
 
 def unmeasured(device: str) -> str:
     """Return what is not known about predictions on a type of device, as a clause; empty on CPUs."""
-    why = "predictions were not checked on a GPU, where timing few entries favours dense steps"
+    why = "predictions were not checked on a GPU"
     return "" if device == "cpu" else why
 
 
 def reduction_seconds(group: StreamGroup) -> float:
-    """Return the seconds of all reductions so far, without the waits for slower ranks, which every setting
+    """Return the seconds of all dense sums so far, without the waits for slower ranks, which every setting
     has.
     """
-    return group.reduce_seconds - 1e-3 * group.exchange.counters()[1]
+    watch = group.dense_sums_watch
+    return 0.0 if watch is None else watch.seconds() - 1e-3 * group.exchange.counters()[1]
 
 
 def largest(group: StreamGroup, figures: Sequence[float]) -> list[float]:
@@ -44,25 +59,37 @@ def largest(group: StreamGroup, figures: Sequence[float]) -> list[float]:
     return agreed.tolist()
 
 
-def gradient_sizes(group: StreamGroup, tensors: Mapping[str, tuple[int, int]]) -> tuple[int, int, float]:
-    """Return the entries that are thresholded, the bytes of tensors that never are, and the bytes of a
-    thresholded entry.
+class GradientSizes(NamedTuple):
+    """The sizes of a model's gradients.
 
-    Args:
-        group: Says which tensors are never thresholded.
-        tensors: Entries and bytes of each tensor.
+    Attributes:
+        tensors, entries: The tensors that are thresholded, and their entries.
+        small_bytes: Bytes of the tensors that never are.
+        entry_bytes: Bytes of a thresholded entry.
     """
-    sizes = [(group.is_small(name, numel), numel, nbytes) for name, (numel, nbytes) in tensors.items()]
-    small = sum(nbytes for is_small, _, nbytes in sizes if is_small)
-    large = sum(numel for is_small, numel, _ in sizes if not is_small)
-    return large, small, (sum(nbytes for *_, nbytes in sizes) - small) / large if large else 4.0
+
+    tensors: int
+    entries: int
+    small_bytes: int
+    entry_bytes: float
+
+    @classmethod
+    def of(cls, group: StreamGroup, tensors: Mapping[str, tuple[int, int]]) -> GradientSizes:
+        """Return the sizes of ``tensors``: entries and bytes by name."""
+        large = [size for name, size in tensors.items() if not group.is_small(name, size[0])]
+        entries, nbytes = (sum(column) for column in zip((0, 0), *large, strict=True))
+        small_bytes = sum(nbytes for _, nbytes in tensors.values()) - nbytes
+        return cls(len(large), entries, small_bytes, nbytes / entries if entries else 4.0)
 
 
 def probe_link(group: StreamGroup) -> Link:
     """Time small and large messages in the job's own exchange; a collective."""
     small, large = (torch.zeros(n, dtype=torch.uint8, device=group.device) for n in (1, PROBE_BYTES))
     # The first round waits for other ranks.
-    found = [_seconds(partial(group.exchange.all_gather, each), REPEATS + 1)[1:] for each in (small, large)]
+    found = [
+        timeit.repeat(partial(group.exchange.all_gather, message), number=1, repeat=REPEATS + 1)[1:]
+        for message in (small, large)
+    ]
     latency, seconds = largest(group, [min(each) for each in found])
     return Link(latency, max(seconds - latency, 0.0) / PROBE_BYTES)
 
@@ -71,60 +98,109 @@ def time_codings(group: StreamGroup, settings: Iterable[Setting]) -> dict[Settin
     """Time the coding and decoding of random entries with each setting; a collective."""
     timed = {setting: _time_coding(group, setting) for setting in settings}
     agreed = largest(group, [figure for coding in timed.values() for figure in coding])
-    return {setting: Coding(*agreed[3 * i : 3 * i + 3]) for i, setting in enumerate(timed)}
+    width = len(Coding._fields)
+    return {setting: Coding(*agreed[width * i :][:width]) for i, setting in enumerate(timed)}
 
 
-def time_step_ahead(group: StreamGroup) -> float:
-    """Return the seconds per entry that step-ahead takes in a step, on the slowest rank; a collective."""
+def time_step_ahead(group: StreamGroup) -> Cost:
+    """Return the time that step-ahead takes in a step, on the slowest rank; a collective."""
     from ..step_ahead.add_on import StepAhead, Unsent
 
-    parameter = torch.nn.Parameter(torch.randn(256, ENTRIES // 256, device=group.device))
-    gradient, residual = (torch.randn(ENTRIES, device=group.device) for _ in range(2))
-    ahead = StepAhead(
-        [("weight", parameter)],
-        lambda _: StepUnit(1e-3, preconditioned=True, decay=0.999),
-        Unsent(lambda _: residual, lasting=True),
-        world_size=group.world_size,
-        coefficient=1.0,
-        kernels=group.backend,
-    )
+    def steps(entries: int) -> Callable[[], object]:
+        named = [(str(i), torch.nn.Parameter(_random(group, entries))) for i in range(TENSORS)]
+        gradients = [(name, _random(group, entries)) for name, _ in named]
+        residual = _random(group, entries)
+        ahead = StepAhead(
+            named,
+            lambda _: StepUnit(1e-3, preconditioned=True, decay=0.999),
+            Unsent(lambda _: residual, lasting=True),
+            world_size=group.world_size,
+            coefficient=1.0,
+            kernels=group.backend,
+        )
 
-    def step() -> None:
-        ahead.observe([("weight", gradient)])
-        ahead.displace()
-        ahead.restore()
-        ahead.end_step(skipped=False)
-        ahead.restore()
-        if group.device.type == "cuda":
-            torch.cuda.synchronize(group.device)
+        def step() -> None:
+            ahead.observe(gradients)
+            ahead.displace()
+            ahead.restore()
+            ahead.end_step(skipped=False)
+            ahead.restore()
 
-    return largest(group, [min(_seconds(step, ENCODES))])[0] / ENTRIES
+        return step
+
+    return Cost(*largest(group, _cost(group, steps)))
 
 
 def _time_coding(group: StreamGroup, setting: Setting) -> Coding:
-    data = torch.randn(ENTRIES, device=group.device)
-    stream = Compressor(
-        group.settings,
-        sparsity=setting.sparsity,
-        value_dtype=setting.value_dtype,
-        kernels=group.streams.kernels,
-    )
-    total = torch.zeros_like(data)
+    buckets: dict[int, _Bucket] = {}
 
-    def encode() -> Tensor:
-        writer = MessageWriter(group.device)
-        stream.observe(stream.encode(data, writer, 1.0 - setting.sparsity))
-        return writer.message
+    def bucket(entries: int) -> _Bucket:
+        if entries not in buckets:
+            buckets[entries] = _Bucket(group, setting, entries)
+        return buckets[entries]
 
-    def decode(message: Tensor) -> None:
-        group.backend.decode_add(message, total)
-        if group.device.type == "cuda":
-            torch.cuda.synchronize(group.device)
-
-    encode_seconds, message = min(_seconds(encode, ENCODES)), encode()
-    figures = encode_seconds, min(_seconds(partial(decode, message), REPEATS)), message.numel()
-    return Coding(*(each / ENTRIES for each in figures))
+    encode = _cost(group, lambda entries: bucket(entries).encode)
+    decode = _cost(group, lambda entries: bucket(entries).decode)
+    most = max(buckets)
+    nbytes = buckets[most].writer.message.numel() / (TENSORS * most)
+    return Coding(encode.per_entry, decode.per_entry, nbytes, encode.per_tensor + decode.per_tensor)
 
 
-def _seconds(function: Callable[[], object], times: int) -> list[float]:
-    return timeit.repeat(function, number=1, repeat=times)
+class _Bucket:
+    """A bucket of random gradients of as many entries each, and its message with a setting."""
+
+    def __init__(self, group: StreamGroup, setting: Setting, entries: int) -> None:
+        self._group, self._density = group, 1.0 - setting.sparsity
+        self._gradients = [_random(group, entries) for _ in range(TENSORS)]
+        self._sums = [torch.zeros_like(gradient) for gradient in self._gradients]
+        self.writer = MessageWriter(group.device)
+        overrides: Any = {"sparsity": setting.sparsity, "value_dtype": setting.value_dtype}
+        self._streams = [
+            Compressor(group.settings, name=str(i), kernels=group.streams.kernels, **overrides)
+            for i in range(TENSORS)
+        ]
+        for _ in range(FIRST_ENCODES):
+            self.encode()
+
+    def encode(self) -> None:
+        self.writer.clear()
+        pairs = list(zip(self._streams, self._gradients, strict=True))
+        with self._group.backend.batched():
+            written = [stream.encode(grad, self.writer, self._density) for stream, grad in pairs]
+        read_stats(stats for encoded in written for stats in encoded.stats)
+        for stream, encoded in zip(self._streams, written, strict=True):
+            stream.observe(encoded)
+
+    def decode(self) -> None:
+        self._group.backend.sum_messages([self.writer.message], self._sums)
+
+
+def _random(group: StreamGroup, entries: int) -> Tensor:
+    return torch.randn(entries, device=group.device)
+
+
+def _cost(group: StreamGroup, work: Callable[[int], Callable[[], object]]) -> Cost:
+    """Return the cost of work on the tensors of a bucket, from two sizes of them. The larger one grows until
+    its entries take most of the time, and not what every tensor takes (on a device, launches).
+
+    Args:
+        group: Says on which device the work runs.
+        work: Makes the work on tensors of so many entries.
+    """
+
+    def seconds(entries: int) -> float:
+        function = work(entries)
+
+        def timed() -> None:
+            function()
+            function()  # launches of one run while the other's kernels work
+            await_device(group.device)
+
+        return min(timeit.repeat(timed, number=1, repeat=REPEATS)) / (2 * TENSORS)
+
+    few, many = FEW_ENTRIES, 8 * FEW_ENTRIES
+    least = seconds(few)
+    while (most := seconds(many)) < 3.0 * least and many < MOST_ENTRIES:
+        many *= 8
+    per_entry = max(most - least, 0.0) / (many - few)
+    return Cost(max(least - few * per_entry, 0.0), per_entry)
