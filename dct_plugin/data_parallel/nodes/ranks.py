@@ -144,8 +144,8 @@ class NodeRanks:
         flat = torch.cat([tensor.view(-1) for tensor in tensors])
         with self._recorded():
             self.exchange.all_reduce(flat)
-        for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(total.view_as(tensor))
+        totals = flat.split([tensor.numel() for tensor in tensors])
+        torch._foreach_copy_([tensor.view(-1) for tensor in tensors], list(totals))
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
