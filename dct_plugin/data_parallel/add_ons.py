@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -40,23 +40,26 @@ class AddOns:
         self._by_key: dict[str, Any] = {each.key: each for each in self._each}
         self.local_steps: LocalSteps | None = self._by_key.get("local")
         self.earlier: dict[str, Tensor] = {}
+        self._begin_step = self._overridden("begin_step")
         self._see_gradients = self._overridden("before_compression")
         self._compared = self._overridden("compared")
         self._sparsity = self._overridden("sparsity")[::-1]
+        self._before_reduce = self._overridden("before_reduce")
+        self._after_reduce = self._overridden("after_reduce")
+        self._dense = [each for each in self._each if type(each).dense is not AddOn.dense]
 
     def begin_step(self) -> None:
         """Let the add-ons decide what they do in a step, when its number is known."""
-        for each in self._each:
-            each.begin_step()
-        self.dense = any(each.dense for each in self._each)
-        self.before_reduce = self._overridden("before_reduce")
-        self.after_reduce = self._overridden("after_reduce")
+        for begin_step in self._begin_step:
+            begin_step()
+        self.dense = bool(self._dense) and any(each.dense for each in self._dense)
+        self.before_reduce = [see for see in self._before_reduce if see.__self__.looks]
+        self.after_reduce = [see for see in self._after_reduce if see.__self__.looks]
 
-    def _overridden(self, hook: str) -> list[Callable[..., Any]]:
-        """Return a hook of the add-ons that look at this step and have one."""
+    def _overridden(self, hook: str) -> list[Any]:
+        """Return a hook of the add-ons that have one."""
         nothing = getattr(AddOn, hook)
-        have = [each for each in self._each if each.looks and getattr(type(each), hook) is not nothing]
-        return [getattr(each, hook) for each in have]
+        return [getattr(each, hook) for each in self._each if getattr(type(each), hook) is not nothing]
 
     def __iter__(self) -> Iterator[AddOn]:
         return iter(self._each)

@@ -41,7 +41,7 @@ class FollowedCalls:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._compiled = module, module.__dict__.get(_PLACE)
         self._call: Callable[..., Any] = self._compiled or module._call_impl
-        self._followers: list[tuple[Callable[[bool], None], Callable[[bool], None]]] = []
+        self._followers: list[tuple[Callable[[bool], None], Callable[[bool], None] | None]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_exporting():
@@ -60,7 +60,8 @@ class FollowedCalls:
         with ExitStack() as stack:
             for before, after in reversed(self._followers):
                 before(torch.is_grad_enabled())
-                stack.push(lambda kind, *_, after=after: after(kind is not None))
+                if after is not None:
+                    stack.push(lambda kind, *_, after=after: after(kind is not None))
             return stack.pop_all()
 
     def compile(self) -> None:
@@ -68,7 +69,7 @@ class FollowedCalls:
         self._call = self._compiled = self._module.__dict__[_PLACE]
         self._module.__dict__[_PLACE] = self
 
-    def follow(self, before: Callable[[bool], None], after: Callable[[bool], None]) -> Handle:
+    def follow(self, before: Callable[[bool], None], after: Callable[[bool], None] | None) -> Handle:
         """See :func:`around_passes`."""
         pair = (before, after)
         self._followers = [*self._followers, pair]
@@ -110,7 +111,7 @@ def calls_of(module: nn.Module) -> FollowedCalls:
 
 
 def around_passes(
-    module: nn.Module, before: Callable[[bool], None], after: Callable[[bool], None] = lambda failed: None
+    module: nn.Module, before: Callable[[bool], None], after: Callable[[bool], None] | None = None
 ) -> Handle:
     """Follow the forward passes of a module; passes of its parts alone are not seen.
 

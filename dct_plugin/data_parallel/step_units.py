@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -96,6 +97,9 @@ def _rule_of(kind: type) -> Callable[[Mapping[str, Any]], StepUnit]:
     return rule
 
 
+#: The settings that the rules read, and the types of those that may be written in place.
+_SETTINGS = ("lr", "betas", "eps", "momentum", "alpha", "dampening", "initial_accumulator_value", "maximize")
+_MUTABLE = {torch.Tensor, list}
 #: Attributes in which wrappers keep the optimizer: most of them, Lightning.
 _INNER = ("optimizer", "_optimizer")
 
@@ -136,11 +140,14 @@ def units_of(
         for settings in optimizer.param_groups:  # refused now rather than in a forward pass
             StepUnit.of(rule, settings)
     found: dict[int, tuple[Any, Any, int]] = {}
+    last: dict[tuple[int, int], tuple[tuple[Any, ...], StepUnit]] = {}
     known = 0
 
     def unit_of(parameter: torch.nn.Parameter) -> StepUnit | None:
         nonlocal known
-        number = sum([len(optimizer.param_groups) for optimizer in optimizers])
+        number = 0
+        for optimizer in optimizers:
+            number += len(optimizer.param_groups)
         if number != known:
             known = number
             for optimizer, rule in reversed(rules):
@@ -149,7 +156,14 @@ def units_of(
         if (place := found.get(id(parameter))) is None:
             return None
         optimizer, rule, at = place
-        return StepUnit.of(rule, optimizer.param_groups[at])
+        group = optimizer.param_groups[at]
+        settings = tuple(map(group.get, _SETTINGS))
+        before, unit = last.get((id(rule), at), ((), None))
+        if unit is None or not all(map(operator.is_, settings, before)):
+            unit = StepUnit.of(rule, group)
+            if _MUTABLE.isdisjoint(map(type, settings)) and not hasattr(rule, "step_unit"):
+                last[id(rule), at] = settings, unit
+        return unit
 
     return unit_of
 

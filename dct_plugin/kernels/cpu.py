@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import platform
 import threading
 import time
@@ -20,7 +21,7 @@ from ..codecs.payload import Payload, verify_checksum
 from ..codecs.stats import Stats
 from .backend import Backend
 from .checks import naming_message, open_payload, scales_first, split_message
-from .job import GRAD_CODES, GRAD_DTYPES, Job, PartedJob, applied_tau, check_vector
+from .job import GRAD_CODES, GRAD_DTYPES, Job, PartedJob, applied_tau, check_vector, check_vectors
 from .library import WRONG_HEADER, Library, check, fields, passed
 
 ENTRIES_PER_THREAD = 1 << 20  # a thread is worth starting for this many entries
@@ -65,6 +66,7 @@ _SIGNATURES = {
 }
 
 
+_is_cpu = operator.attrgetter("is_cpu")
 #: Capacity, start, threshold, type of the values, encoding, and whether zeros are left.
 _Numbers: TypeAlias = tuple[int, int, float, int, int, bool]
 
@@ -187,23 +189,27 @@ class CpuBackend(Backend):
         return opened.nnz
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
-        for out in outs:
-            check_vector("out", out, GRAD_DTYPES)
-        for message in messages:
-            check_vector("message", message, (torch.uint8,))
+        check_vectors("out", outs, GRAD_DTYPES)
+        check_vectors("message", messages, (torch.uint8,))
+        if not all(map(_is_cpu, (*outs, *messages))):
+            for tensor in (*outs, *messages):
+                passed(tensor)  # raises
         which = c_int32()
         in_place = scales_first(len(messages), scale)
         apart = [out.numel() for out in outs if not in_place or out.dtype != torch.float32]
         scratch = self._memory(max(apart), torch.float32) if apart else None
-        arrived = (_Message * len(messages))(*[_Message(passed(m), m.numel()) for m in messages])
-        targets = (_Target * len(outs))(*[_Target(passed(o), o.numel(), GRAD_CODES[o.dtype]) for o in outs])
+        arrived = (_Message * len(messages))(*[_Message(m.data_ptr(), m.numel()) for m in messages])
+        targets = (_Target * len(outs))(
+            *[_Target(o.data_ptr(), o.numel(), GRAD_CODES[o.dtype]) for o in outs]
+        )
         status = self._library.status(
             "dct_sum_messages", arrived, len(messages), targets, len(outs), scale, scratch, byref(which)
         )
         if status == WRONG_HEADER:
             split_message(messages, which.value, outs)  # tells what is wrong
-        with naming_message(which.value):
-            check(status)
+        if status:
+            with naming_message(which.value):
+                check(status)
 
     def _memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory of this thread: zeros, which the kernels put back, or bytes to overwrite."""
@@ -229,7 +235,7 @@ class CpuBackend(Backend):
 
     def _threshold(self, name: str, grad: Tensor, residual: Tensor | None, *wanted: float) -> float:
         tau = c_float()
-        self._call(name, grad, grad.dtype, residual, grad.numel(), *wanted, byref(tau))
+        self._call(name, grad, GRAD_CODES[grad.dtype], residual, grad.numel(), *wanted, byref(tau))
         return tau.value
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
@@ -250,8 +256,7 @@ class CpuBackend(Backend):
 
     def apply_changes(self, message: Tensor, outs: Sequence[Tensor]) -> None:
         check_vector("message", message, (torch.uint8,))
-        for out in outs:
-            check_vector("out", out, (torch.bfloat16, torch.float16))
+        check_vectors("out", outs, (torch.bfloat16, torch.float16))
         targets = (c_void_p * len(outs))(*map(passed, outs))
         sizes = (c_uint64 * len(outs))(*[out.numel() for out in outs])
         scratch = self._memory(10 * max((out.numel() for out in outs), default=0), torch.uint8)

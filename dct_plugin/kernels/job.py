@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeAlias
@@ -223,10 +223,16 @@ def check_vector(
     name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None
 ) -> None:
     """Raise unless ``tensor`` is a contiguous vector of one of ``dtypes`` (and of ``numel`` entries)."""
-    if tensor.dtype not in dtypes:
-        allowed = ", ".join(str(d) for d in dtypes)
-        raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {allowed}")
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous and 1-D, got shape {tuple(tensor.shape)}")
+    check_vectors(name, (tensor,), dtypes)
     if numel is not None and tensor.numel() != numel:
         raise ValueError(f"{name} has {tensor.numel()} entries, expected {numel}")
+
+
+def check_vectors(name: str, tensors: Iterable[Tensor], dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise unless all ``tensors`` are contiguous vectors of one of ``dtypes``."""
+    for tensor in tensors:
+        if tensor.dtype not in dtypes:
+            allowed = ", ".join(str(d) for d in dtypes)
+            raise TypeError(f"{name} has dtype {tensor.dtype}; allowed: {allowed}")
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous and 1-D, got shape {tuple(tensor.shape)}")

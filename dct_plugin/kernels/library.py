@@ -83,8 +83,11 @@ class Library:
     def status(self, name: str, *arguments: Any) -> int:
         """Do what :meth:`call` does, but return the status: 0, or what is wrong."""
         taken: list[Any] = []
-        for each in arguments:  # most are numbers, and every call counts
-            taken.append(each if isinstance(each, (int, float)) else passed(each))
+        for each in arguments:  # every call counts: a model has hundreds of tensors
+            if isinstance(each, Tensor) and each.is_cpu:
+                taken.append(each.data_ptr())
+            else:
+                taken.append(passed(each) if isinstance(each, _CONVERTED) else each)
         status: int = getattr(self.functions, name)(*taken)
         return status
 
@@ -96,6 +99,10 @@ def check(status: int) -> None:
     if status == -1:
         raise MemoryError("compiled kernels: out of memory")
     raise PayloadError(_ERRORS[status])
+
+
+#: Types of arguments that :func:`passed` converts; the library takes others as they are.
+_CONVERTED = (Tensor, np.ndarray, Payload, torch.dtype)
 
 
 def passed(argument: Any) -> Any:

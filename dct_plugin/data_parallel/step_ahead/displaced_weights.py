@@ -131,7 +131,7 @@ class DisplacedWeights:
             return
         self.state = after
         written = self._restore() if before is State.DISPLACED and after is not before else []
-        if checks and (written or thorough):
+        if checks and (written or (thorough and self._unchecked)):
             self._refuse(written, thorough)
 
     def drop(self) -> None:
@@ -225,7 +225,7 @@ class DisplacedWeights:
         return not _is_close(now.view(dtype), before.view(dtype))
 
     def _refuse(self, written: list[str], thorough: bool) -> None:
-        if thorough and self._unchecked:
+        if thorough:
             self._unchecked = False
             # The host waits once, whatever the number of parameters.
             if not torch.equal(torch.cat(self._samples), self._sampled):

@@ -70,7 +70,7 @@ class TrainingPasses:
 
     @property
     def _is_inside(self) -> bool:
-        return any(gradients for _, gradients in self._entered)
+        return bool(self._entered) and any(gradients for _, gradients in self._entered)
 
     def before_forward(self, gradients: bool) -> None:
         """Show the weights of a forward pass."""

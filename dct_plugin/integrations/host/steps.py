@@ -415,9 +415,10 @@ class OptimizerSteps:
         self._stepping = weakref.ref(optimizer)
         own = [each for each in self._of(optimizer) if each.use is Use.REDUCED]
         zeros = self._poisoned.skips and self.scaler is None
-        self.transactions.reject(self.transactions.cleared(own, zeros=zeros), self.optimizers)
+        if cleared := self.transactions.cleared(own, zeros=zeros):
+            self.transactions.reject(cleared, self.optimizers)
         left = [each for each in own if each.use is Use.REDUCED]
-        looks = bool(left) and self.scaler is None and self.steps.open
+        looks = zeros and bool(left) and self.steps.open
         if looks and self._poisoned.keep_from([optimizer, *self.optimizers], self.steps.step):
             for each in left:
                 each.note(Event.LEAVE_OUT)
@@ -445,9 +446,10 @@ class OptimizerSteps:
         """Return the gradients that an optimizer may use: its own, and those of optimizers that it is a part
         or a wrapper of.
         """
-        parameters = set(map(id, parameters_of(optimizer)))
-        unknown = {n: p for n, p in self._unknown.reduced.items() if id(p) in parameters}
-        if unknown and not self._passes_are_steps:
+        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        reduced = self._unknown.reduced
+        known = self._passes_are_steps or not reduced
+        if not known and (unknown := {n: p for n, p in reduced.items() if id(p) in parameters}):
             found = OptimizerGradients(optimizer)
             found.add(unknown, covered=self._unknown.covered)
             for name in unknown:
@@ -458,7 +460,7 @@ class OptimizerSteps:
         return [
             each
             for each in self._gradients
-            if each.optimizer is optimizer or any(id(p) in parameters for p in each.reduced.values())
+            if each.optimizer is optimizer or not parameters.isdisjoint(map(id, each.reduced.values()))
         ]
 
     def _is_nested(self, optimizer: torch.optim.Optimizer) -> bool:
