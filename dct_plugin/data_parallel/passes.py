@@ -69,10 +69,12 @@ class FollowedCalls:
         self._call = self._compiled = self._module.__dict__[_PLACE]
         self._module.__dict__[_PLACE] = self
 
-    def follow(self, before: Callable[[bool], None], after: Callable[[bool], None] | None) -> Handle:
+    def follow(
+        self, before: Callable[[bool], None], after: Callable[[bool], None] | None, *, inside: bool
+    ) -> Handle:
         """See :func:`around_passes`."""
         pair = (before, after)
-        self._followers = [*self._followers, pair]
+        self._followers = [pair, *self._followers] if inside else [*self._followers, pair]
         self._module.__dict__[_PLACE] = self
         FollowedCalls.number += 1
         nn.Module.compile = _compile_followed  # type: ignore[method-assign]
@@ -111,7 +113,11 @@ def calls_of(module: nn.Module) -> FollowedCalls:
 
 
 def around_passes(
-    module: nn.Module, before: Callable[[bool], None], after: Callable[[bool], None] | None = None
+    module: nn.Module,
+    before: Callable[[bool], None],
+    after: Callable[[bool], None] | None = None,
+    *,
+    inside: bool = False,
 ) -> Handle:
     """Follow the forward passes of a module; passes of its parts alone are not seen.
 
@@ -120,8 +126,9 @@ def around_passes(
         before: Called before a pass, and before the functions that were given earlier: True if gradients are
             on.
         after: Called after a pass: True if it has failed.
+        inside: Call them nearest to the pass: before it after the functions that were given earlier.
     """
-    return calls_of(module).follow(before, after)
+    return calls_of(module).follow(before, after, inside=inside)
 
 
 def is_exporting() -> bool:

@@ -225,7 +225,8 @@ class GradientReducer(StreamGroup):
             reduced_at: Loss scale of the gradients reduced in this step, for hosts that learn it only now.
         """
         self.finish()
-        self.dense_sums.end_step(skipped=skipped)
+        if self.is_dense:
+            self.dense_sums.end_step(skipped=skipped)
         self.flushed |= self.planner.sends_all and not skipped
         if self.metrics is not None:
             self.metrics.starting = self.schedule.starting(self.step)

@@ -135,7 +135,6 @@ class DCTState(OptimizerAttachment):
             finalizer = weakref.finalize(model, self.close)
             finalizer.atexit = False
             self.ends.callback(finalizer.detach)
-            self._before_forward(model.module, self.close_if_done)
             if self._reducer is not None:  # step_ahead was called before
                 self._change_passes(model, self._reducer)
             elif self.config.data_parallel.local_steps is not None:  # from the first pass on
@@ -144,6 +143,10 @@ class DCTState(OptimizerAttachment):
             self.close()
             raise
         return self
+
+    def module(self) -> torch.nn.Module | None:
+        model = self._model.attached
+        return None if model is None else model.module
 
     def _check(self, model: DistributedDataParallel) -> None:
         """Decide the settings, and check that the optimizers are the model's."""

@@ -102,7 +102,6 @@ class FSDPAttachment(OptimizerAttachment):
             self.metrics = metrics or self.report(dist.get_rank(), self.applied.compressors)
             self._connect_all(groups)
             self._before_forward(self._model, lambda: refuse_compiled_autograd(self.call))
-            self._before_forward(self._model, self.close_if_done)
             self._change_passes()
             self._optimizer_steps.follow(self._optimizers)
             # Whether a scaler skipped the last step is known at the next pass, without waiting for a device;
@@ -112,6 +111,9 @@ class FSDPAttachment(OptimizerAttachment):
         except BaseException:
             self.close()
             raise
+
+    def module(self) -> nn.Module | None:
+        return self._model
 
     @classmethod
     def made(

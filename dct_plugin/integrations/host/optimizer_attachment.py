@@ -77,6 +77,13 @@ class OptimizerAttachment(HostAttachment, ABC):
     def detach(self) -> None:
         self._optimizer_steps.end_or_reject()
         super().detach()
+        if (module := self.module()) is not None:  # weights are displaced by then
+            close = around_passes(module, lambda _: self.close_if_done(), inside=True)
+            self.ends.callback(close.remove)
+
+    @abstractmethod
+    def module(self) -> nn.Module | None:
+        """Return the module whose forward passes are followed; None once the script has let it go."""
 
     # -- saved states ---
 

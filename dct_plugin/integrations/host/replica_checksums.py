@@ -63,7 +63,6 @@ class ReplicaChecksums:
         self._is_first = True
         self.seconds = 0.0
 
-    @own_traffic(recorded=False)
     def check(self, step: int, *, saves: bool = False) -> None:
         """Compare the tensors after optimizer step ``step`` where that is due, and before they are saved;
         then it is a collective.
@@ -76,6 +75,10 @@ class ReplicaChecksums:
         is_due = verify is not None and (saves or verify.is_due(step, self._dense_steps))
         if not is_due or dist.get_world_size(self._group) == 1:
             return
+        with own_traffic(recorded=False):
+            self._check(step)
+
+    def _check(self, step: int) -> None:
         began = time.perf_counter()
         weights = [pair for pair in self._weights() if pair[0] not in self._left_out]
         others = [pair for pair in self._comparable() if pair[0] not in self._left_out]

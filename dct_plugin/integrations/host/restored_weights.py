@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 
 from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.module_hooks import ModuleHook
-from dct_plugin.data_parallel.passes import around_passes
+from dct_plugin.data_parallel.module_hooks import ModuleHook, remove
+from dct_plugin.data_parallel.passes import Handle, around_passes
 
 from .replica_checksums import checksum
 from .steps import OptimizerSteps
@@ -38,22 +39,31 @@ class RestoredWeights:
         self._steps, self._reducers, self._weights = steps, reducers, weights
         self._before: dict[str, Tensor] = {}
         """Checksums of the weights before they were loaded."""
+        self._passes: list[Handle] = []
+        """Follows the passes up to the first one with gradients after that."""
 
     def watch(self, model: nn.Module) -> list[Any]:
-        """Follow ``load_state_dict`` and the forward passes of a model; return handles of the hooks."""
-        handles = [
+        """Follow ``load_state_dict`` of a model; return handles of the hooks."""
+        self._model = weakref.ref(model)
+        handles: list[Any] = [
             part._register_load_state_dict_pre_hook(ModuleHook(self._before_loading, part), with_module=True)
             for part in model.modules()
         ]
-        return [*handles, around_passes(model, self._before_forward)]
+        return [*handles, Handle(self._leave_passes)]
 
     def _before_loading(self, *_: Any) -> None:
-        if self._steps.has_stepped and not self._before:
+        model = self._model()
+        if self._steps.has_stepped and not self._before and model is not None:
             self._before = {name: checksum(weight) for name, weight in self._weights()}
+            self._passes.append(around_passes(model, self._before_forward))
+
+    def _leave_passes(self) -> None:
+        remove(self._passes)
 
     def _before_forward(self, gradients: bool) -> None:
-        if not self._before or not gradients:
+        if not gradients:
             return
+        self._leave_passes()
         before, self._before = self._before, {}
         changed = [n for n, w in self._weights() if n in before and not torch.equal(checksum(w), before[n])]
         for reducer in self._reducers if changed and self._steps.has_stepped else ():
