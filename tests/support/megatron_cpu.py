@@ -39,6 +39,7 @@ def install() -> None:
         return
     owner._dct_cpu_shim = True
     _replace_cuda(owner.cuda)
+    owner.accelerator.is_available = lambda: False  # torch 2.15's optimizers ask for its stream
     factories = (
         "empty zeros ones full tensor as_tensor arange rand randn empty_like zeros_like ones_like full_like"
     )
