@@ -144,10 +144,6 @@ class DCTState(OptimizerAttachment):
             raise
         return self
 
-    def module(self) -> torch.nn.Module | None:
-        model = self._model.attached
-        return None if model is None else model.module
-
     def _check(self, model: DistributedDataParallel) -> None:
         """Decide the settings, and check that the optimizers are the model's."""
         self.ends.callback(attachments.note(model.module, self))

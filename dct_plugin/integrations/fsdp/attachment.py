@@ -112,9 +112,6 @@ class FSDPAttachment(OptimizerAttachment):
             self.close()
             raise
 
-    def module(self) -> nn.Module | None:
-        return self._model
-
     @classmethod
     def made(
         cls, model: nn.Module, config: DCTConfig | Mapping[str, Any] | None = None, **options: Any

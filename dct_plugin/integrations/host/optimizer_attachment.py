@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -57,6 +58,7 @@ class OptimizerAttachment(HostAttachment, ABC):
     ) -> None:
         super().__init__(section)
         self._optimizers = optimizers_of(optimizer, call)
+        self._module: Callable[[], nn.Module | None] = lambda: None
         self._reducers: dict[tuple[int, ...], GradientReducer] = {}
         """The key of a reducer is the ranks whose gradients it sums."""
         self.steps = StepHooks(self._reducers.values())
@@ -77,13 +79,9 @@ class OptimizerAttachment(HostAttachment, ABC):
     def detach(self) -> None:
         self._optimizer_steps.end_or_reject()
         super().detach()
-        if (module := self.module()) is not None:  # weights are displaced by then
+        if (module := self._module()) is not None:  # weights are displaced by then
             close = around_passes(module, lambda _: self.close_if_done(), inside=True)
             self.ends.callback(close.remove)
-
-    @abstractmethod
-    def module(self) -> nn.Module | None:
-        """Return the module whose forward passes are followed; None once the script has let it go."""
 
     # -- saved states ---
 
@@ -128,6 +126,7 @@ class OptimizerAttachment(HostAttachment, ABC):
         Raises:
             ConfigError: An optimizer has no parameter of the model.
         """
+        self._module = weakref.ref(model)
         self._refuse_line_search(self.config.data_parallel)
         optimizers, own = self._optimizers, {id(parameter) for parameter in model.parameters()}
         told: set[int] = set()
