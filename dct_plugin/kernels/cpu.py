@@ -21,6 +21,7 @@ from ..codecs.payload import Payload, verify_checksum
 from ..codecs.stats import Stats
 from .backend import Backend
 from .checks import naming_message, open_payload, scales_first, split_message
+from .displacement import TINY, Displacement, Scratch, Squares, fresh, roots_of
 from .job import GRAD_CODES, GRAD_DTYPES, Job, PartedJob, applied_tau, check_vector, check_vectors
 from .library import WRONG_HEADER, Library, check, fields, passed
 
@@ -63,6 +64,8 @@ _SIGNATURES = {
     "dct_pack": "PPPQIiii",
     "dct_encode_changes": "PPQPPP",
     "dct_apply_changes": "PQPPiP",
+    "dct_add_squares": "PiPPQQi",
+    "dct_displace": "PPiPPPQQQfffi",
 }
 
 
@@ -245,6 +248,31 @@ class CpuBackend(Backend):
     def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
         numbers = out.numel(), 0, exponents is not None, False
         self._call("dct_pack", out, packed, exponents, *numbers, _threads_for(self.threads, out.numel()))
+
+    def add_squares(self, jobs: Sequence[Squares], scratch: Scratch = fresh) -> None:
+        for job in jobs:
+            if (gradient := job.gradient).dtype not in GRAD_CODES:
+                super().add_squares([job], scratch)
+                continue
+            numel, width = gradient.numel(), job.columns.numel()
+            columns, width = (None, numel) if width == 1 else (job.columns, width)
+            sizes = job.rows.numel(), width, _threads_for(self.threads, numel)
+            self._call("dct_add_squares", gradient, GRAD_CODES[gradient.dtype], job.rows, columns, *sizes)
+
+    def displace(self, jobs: Sequence[Displacement], scratch: Scratch = fresh) -> None:
+        for job in jobs:
+            weight, residual, moment = job.weight, job.residual, job.moment
+            if weight.dtype not in GRAD_CODES or residual is None or job.pending is not None:
+                super().displace([job], scratch)
+                continue
+            numel, (factors, roots) = weight.numel(), (None, None)
+            columns, first, eps = 1, 0, 0.0
+            if moment is not None:
+                factors, roots = roots_of(moment, numel)
+                columns, first, eps = moment.columns.numel(), moment.first, max(moment.eps, TINY)
+            tensors = weight, job.out, GRAD_CODES[weight.dtype], residual, factors, roots
+            numbers = eps, job.limit, job.scale, _threads_for(self.threads, numel)
+            self._call("dct_displace", *tensors, numel, columns, first, *numbers)
 
     def encode_changes(self, wanted: Tensor, held: Tensor, out: Tensor) -> Stats:
         began, sizes, numel = time.perf_counter_ns(), (c_uint64 * 2)(), wanted.numel()

@@ -93,17 +93,27 @@ def add_squares(job: Squares, scratch: Scratch = fresh) -> None:
 
 def denominator(moment: SecondMoment, out: Tensor) -> Tensor:
     """Set ``out`` (fp32, 1-D) to the denominators of its entries."""
-    rows, columns, observed, first, ratio, eps = moment
-    eps = max(eps, TINY)  # 0 / 0 is to be 0
-    if columns.numel() == 1:
-        return out.copy_((rows[0] / observed).sqrt().mul(ratio).add(eps))
-    held, inside = rows_of(first, out.numel(), columns.numel())
-    factors = (rows[held] / rows.mean().clamp_min(TINY) / observed).sqrt().mul(ratio)
-    if out.numel() == factors.numel() * columns.numel():
-        torch.mul(factors[:, None], columns.sqrt()[None, :], out=out.view(-1, columns.numel()))
+    factors, roots = roots_of(moment, out.numel())
+    eps = max(moment.eps, TINY)  # 0 / 0 is to be 0
+    if roots is None:
+        return out.copy_(factors[0] + eps)
+    if out.numel() == factors.numel() * roots.numel():
+        torch.mul(factors[:, None], roots[None, :], out=out.view(-1, roots.numel()))
     else:
-        out.copy_((factors[:, None] * columns.sqrt()[None, :]).view(-1)[inside])
+        _, inside = rows_of(moment.first, out.numel(), roots.numel())
+        out.copy_((factors[:, None] * roots[None, :]).view(-1)[inside])
     return out.add_(eps)
+
+
+def roots_of(moment: SecondMoment, numel: int) -> tuple[Tensor, Tensor | None]:
+    """Return the roots of the rows that hold ``numel`` entries, times the ratio, and of the columns (fp32),
+    whose products are the denominators; the latter are None where there is one column.
+    """
+    rows, columns, observed, first, ratio, _ = moment
+    if columns.numel() == 1:
+        return (rows[:1] / observed).sqrt().mul(ratio), None
+    held, _ = rows_of(first, numel, columns.numel())
+    return (rows[held] / rows.mean().clamp_min(TINY) / observed).sqrt().mul(ratio), columns.sqrt()
 
 
 def rows_of(first: int, numel: int, columns: int) -> tuple[slice, slice]:

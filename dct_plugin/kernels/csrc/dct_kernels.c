@@ -1797,3 +1797,4 @@ API int32_t dct_exact_threshold(const void *grad, int32_t dtype, const float *re
 #include "dct_embedding.c"
 #include "dct_residual.c"
 #include "dct_changes.c"
+#include "dct_step_ahead.c"
