@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import typer
+from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.directives.patches import CSVTable
 from typer.cli import get_docs_for_click
 
 from dct_plugin import cli
 from dct_plugin._version import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))
+import result_tables
 
 project = "dct-plugin"
 author = "the authors of dct-plugin"
@@ -81,8 +88,31 @@ def skip_tuple_fields(
     return True if str(getattr(what, "__doc__", "")).startswith("Alias for field") else None
 
 
+class ResultTable(CSVTable):
+    """The directive ``csv-table`` for a file of results: the table, and below it the commands of the file."""
+
+    commands: list[str]
+
+    def run(self) -> list[nodes.Node]:
+        """Return the table with its commands."""
+        self.commands = []
+        self.options.setdefault("header-rows", 1)
+        shown: list[nodes.Node] = list(super().run())
+        if self.commands:
+            text = "\n".join(self.commands)
+            shown.append(nodes.literal_block(text, text, language="bash"))
+        return shown
+
+    def get_csv_data(self) -> tuple[Any, Any]:
+        """Return the lines of the table and their source; keep the commands."""
+        lines, source = super().get_csv_data()
+        self.commands = result_tables.commands(lines)
+        return result_tables.table(lines), source
+
+
 def setup(app: Sphinx) -> None:
     """Connect them."""
+    app.add_directive("csv-table", ResultTable, override=True)
     app.connect("autodoc-skip-member", skip_tuple_fields)
     app.connect("builder-inited", write_pages)
     app.connect("source-read", link_files)

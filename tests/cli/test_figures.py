@@ -1,4 +1,4 @@
-"""Figures of summaries: each stands in the section of results that its row links to."""
+"""Figures of summaries: each stands in the section of results that its row links to, or in a file of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from result_tables import FOLDER, commands, expand, read
 from support import ROOT
 
 #: A number with its sign, as tables write it.
@@ -20,10 +21,10 @@ def _figures(page: Path) -> list[tuple[str, str]]:
 
 
 def _section(page: Path, anchor: str) -> str:
-    """Return a section of a page, its subsections included; the whole page without an anchor."""
+    """Return a section with its subsections and files of results; the whole page without an anchor."""
     lines, level = [], 0 if anchor else -1
-    for line in page.read_text(encoding="utf-8").splitlines():
-        if heading := re.match(r"(#+) (.*)", line):
+    for line in expand(page).splitlines():
+        if heading := re.match(r"(##+) (.*)", line):
             depth, words = len(heading[1]), re.sub(r"[^\w\- ]", "", heading[2].lower())
             if level > 0 and depth <= level:
                 break
@@ -55,3 +56,17 @@ def test_figures_of_summaries_stand_in_the_results_that_they_link_to(page: str) 
             if not _stands_in(each, numbers)
         ]
     assert not missing, "\n".join(missing)
+
+
+def _shown() -> list[str]:
+    """Return the paths of the files of results that pages show, as the pages name them."""
+    pages = (page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
+    return [file for page in pages for file in re.findall(r"^:file: (results/.*)$", page, re.M)]
+
+
+def test_every_file_of_results_stands_on_one_page_and_names_its_command() -> None:
+    files = sorted(FOLDER.glob("*.csv"))
+    assert sorted(_shown()) == [f"results/{file.name}" for file in files]
+    for file in files:
+        assert read(file.stem), file
+        assert commands(file.read_text(encoding="utf-8").splitlines()), file

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from reference_page import updated
+from result_tables import expand
 from support import ROOT
 from typer.testing import CliRunner
 
@@ -48,12 +49,12 @@ def momentum_of(family: OptimizerFamily) -> float:
 
 
 def section_of(page: str, anchor: str) -> str:
-    """The text below a heading, up to the next heading of its level."""
-    text = (ROOT / "docs" / page).read_text()
-    for match in re.finditer(r"^(#+) (.*)$", text, re.M):
+    """The text below a heading with its files of results, up to the next heading of its level."""
+    text = expand(ROOT / "docs" / page)
+    for match in re.finditer(r"^(##+) (.*)$", text, re.M):
         if re.sub(r"[^\w -]", "", match[2].lower()).replace(" ", "-") == anchor:
             rest = text[match.end() :]
-            end = re.search(rf"^#{{1,{len(match[1])}}} ", rest, re.M)
+            end = re.search(rf"^#{{2,{len(match[1])}}} ", rest, re.M)
             return rest[: end.start()] if end else rest
     raise AssertionError(f"{page} has no section {anchor}")
 

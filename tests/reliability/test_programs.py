@@ -1,4 +1,4 @@
-"""The pages name programs by which their figures come about: each can be loaded."""
+"""Pages and files of results name the programs that make their figures: each program can be loaded."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from support.processes import fork
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+PAGES += (ROOT / "docs" / "results").glob("*.csv")
 #: Their paths, or names of modules.
 PROGRAMS = sorted(
     {
