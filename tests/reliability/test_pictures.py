@@ -1,4 +1,4 @@
-"""Pictures that are drawn from the tables of docs/quality.md find their tables."""
+"""Pictures that are drawn from tables of results find their tables."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ def test_every_picture_has_its_tables_and_stands_on_the_page(pictures: Any) -> N
         assert f"](images/{name}.png)" in page
         assert (PAGE.parent / "images" / f"{name}.png").exists()
         for panel in panels:
-            assert len(pictures.points(page, panel)) >= 2, panel
+            assert f":file: results/{panel.file}.csv" in page
+            assert len(pictures.points(pictures.read(panel.file))) >= 2, panel
 
 
 def test_the_picture_of_links_is_drawn_from_its_table(pictures: Any) -> None:
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    cells = pictures.links(page)
+    cells = pictures.links(pictures.read("links_ddp"))
     assert [cell.rate for cell in cells] == ["unlimited", "10 Gbit/s", "1 Gbit/s", "100 Mbit/s"]
     assert all(cell.figures[0].name == "ideal" and len(cell.figures) > 8 for cell in cells)
 
 
-def test_a_table_is_read_as_it_stands(pictures: Any, tmp_path: Path) -> None:
-    page = (
-        "## One\n\ntext\n\n| s | AUC - dense (95 %) | fewer | fewer back |\n|---|--:|--:|--:|\n"
-        "| dense |  |  |  |\n| **a** | +0.5 ± 0.25 | 20.3x | 4x |\n| b | -0.125 |  | - |\n\n## Two\n"
+def test_a_table_is_read_as_it_stands(pictures: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one.csv").write_text(
+        '# python one.py\nsetting,"minus dense (AUC, 95 %)",fewer bytes,"fewer bytes, back"\n'
+        "dense,,,\na,+0.5 ± 0.25,20.3x,4x\nb,-0.125,,-\n",
+        encoding="utf-8",
     )
-    panel = pictures.Panel("One", 0, "title", "unit")
-    assert pictures.points(page, panel) == [
+    monkeypatch.setattr("result_tables.FOLDER", tmp_path)
+    assert pictures.points(pictures.read("one")) == [
         pictures.Point("a", 0.5, 0.25, (20.3, 4.0)),
         pictures.Point("b", -0.125, None, ()),
     ]
-    pictures.draw(page, [panel], tmp_path / "one.png")
+    pictures.draw([pictures.Panel("one", "title", "unit")], tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="no section 'Three'"):
-        pictures.tables(page, "Three")
+    (tmp_path / "one.csv").write_text("setting,loss\na,1,2\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"one\.csv: 2 columns, but a row is \['a', '1', '2'\]"):
+        pictures.read("one")
