@@ -18,7 +18,7 @@ SCRIPT = ROOT / "examples" / "sharded_tables.py"
 
 def test_the_page_shows_the_example() -> None:
     page = (ROOT / "docs" / "embeddings.md").read_text()
-    assert f"```python\n{SCRIPT.read_text()}```" in page
+    assert f"```{{literalinclude}} ../{SCRIPT.relative_to(ROOT)}\n" in page
 
 
 @pytest.mark.slow
