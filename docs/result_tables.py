@@ -42,10 +42,12 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def expand(page: Path) -> str:
-    """Return the text of a page with the lines of each file that it shows in the place of the directive."""
+    """Return the text of a page with a Markdown table in the place of each file that it shows."""
 
-    def lines(shown: re.Match[str]) -> str:
+    def rows(shown: re.Match[str]) -> str:
         text = (page.parent / shown[1]).read_text(encoding="utf-8")
-        return "".join(table(text.splitlines(keepends=True)))
+        return "\n".join(
+            f"| {' | '.join(row)} |" for row in csv.reader(table(text.splitlines(keepends=True)))
+        )
 
-    return _DIRECTIVE.sub(lines, page.read_text(encoding="utf-8"))
+    return _DIRECTIVE.sub(rows, page.read_text(encoding="utf-8"))
