@@ -106,6 +106,8 @@ class StreamGroup:
             )
         self.waiting: Collection[str] = ()
         """Names of tensors whose gradients wait for their optimizer: the end of a step leaves them open."""
+        self.dense_names: set[str] = set()
+        """Names of tensors that are sent dense, whatever their size."""
         self.nonfinite_reported = False
         self.dense_sums_watch: Stopwatch | None = None
         """Times the dense sums, where the automatic mode wants to know."""
@@ -133,7 +135,7 @@ class StreamGroup:
     def is_small(self, name: str, numel: int) -> bool:
         """Return whether a tensor is sent dense, of which so many entries take part in the exchange."""
         numel = numel if self.node is None else self.node.sizes.get(name, numel)
-        return numel < self.settings.min_numel
+        return name in self.dense_names or numel < self.settings.min_numel
 
     def operation(self, name: str) -> str:
         """Return the name of an operation for fingerprints. Ranks whose kernels leave lengths on a device

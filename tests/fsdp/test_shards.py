@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,10 @@ from torch.distributed.tensor import Shard
 
 import dct_plugin
 from dct_plugin import ConfigError, VersionError
+from dct_plugin.codecs.values import ValueDtype, encode_values
+from dct_plugin.config import MetricsConfig
 from dct_plugin.fsdp import ShardCompression, compress_shards
+from dct_plugin.metrics import Metrics
 
 pytestmark = [
     pytest.mark.slow,
@@ -440,7 +445,7 @@ def _small_in_bf16(rank: int, world_size: int) -> dict[str, list[bool]]:
     points = torch.randn(16, 24, generator=torch.Generator().manual_seed(rank))
     for name, value_dtype in (("int8", "int8"), ("log4", "log4"), ("fp32", "fp32")):
         model, plain = sharded(param_dtype=None), Net()
-        section = {"nodes": 1, "value_dtype": value_dtype, "parameters": None}
+        section = {"nodes": 1, "value_dtype": value_dtype, "parameters": None, "min_numel": 0}
         attached: Any = dct_plugin.attach(model, adamw(model), {"data_parallel": section})
         for each in (model, plain):
             each(points).square().mean().backward()
@@ -456,6 +461,38 @@ def _small_in_bf16(rank: int, world_size: int) -> dict[str, list[bool]]:
 def test_biases_cross_in_bf16_beside_entries_in_few_bits() -> None:
     for found in run(2, _small_in_bf16):
         assert found == {"int8": [True, False], "log4": [True, False], "fp32": [False, True]}
+
+
+def _in_one_payload(rank: int, world_size: int, most: float) -> tuple[list[bool], dict[str, float]]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(32, 3))
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
+    section = {"data_parallel": {"nodes": 1, "parameters": None, "min_numel": 0}}
+    attached: Any = compress_shards(model, section, optimizer=adamw(model), metrics=metrics)
+    attached.groups[0].reducer.backend.message_entries = most
+    points = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank))
+    for each in (plain, model):
+        each(points).square().mean().backward()
+    found = []
+    for own, ours in zip(plain.parameters(), model.parameters(), strict=True):
+        gradients = [torch.tensor(each) for each in everyones(own.grad.tolist())]  # type: ignore[union-attr]
+        mine = [each.chunk(world_size)[rank] for each in gradients]
+        dtype = ValueDtype.INT8 if own.dim() > 1 else ValueDtype.BF16
+        sent = [encode_values(each.flatten(), dtype)[1].view_as(each) for each in mine]
+        found.append(torch.equal(ours.grad.to_local(), sum(sent) / world_size))
+    classes = metrics.summary().classes
+    return found, {name: classes[name].sent_bytes for name in ("gradient", "gradient_small")}
+
+
+@pytest.mark.parametrize("most", [50_000, math.inf], ids=["as on CPUs", "as on GPUs"])
+def test_parameters_share_a_header_and_have_scales_of_their_own(most: float) -> None:
+    for found, sent in run(2, _in_one_payload, most):
+        assert found == [True] * 6
+        even, odd = 32 * 64 + 16 * 64, 2 * 32  # entries of the other rank's shards; the odd one is padded
+        assert sent["gradient"] == 24 + 2 * 40 + even * (1 + 4 / 256) + odd + 4
+        assert sent["gradient_small"] == 40 + 2 * (32 + 16 + 2)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

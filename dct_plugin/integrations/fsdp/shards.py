@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from dct_plugin.codecs.values import VALUE_GROUP
 from dct_plugin.config import DCTConfig, ParametersConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
@@ -69,7 +70,6 @@ class ShardGroup:
         self._order = [rank for ranks in zip(*layout, strict=True) for rank in ranks]
         """The ranks, by position in their nodes, then by node: a position reduces what is adjoined."""
         self._place = self._order.index(reducer.group_rank)
-        self._rows = torch.tensor(self._order, device=reducer.device)
 
     def reduce_scatter(self, output: Tensor, table: Tensor, operation: Any) -> None:
         """Fill ``output`` [n] with the sum, or what ``operation`` says, of row ``rank`` of ``table``
@@ -79,20 +79,51 @@ class ShardGroup:
         named = [each for each in self.parameters if each.sharded.requires_grad]
         numels = [each.padded_numel for each in named]
         if sum(numels) == output.numel():
-            names = [each.name for each in named]
+            parts = self._sent_together(named)
         else:  # some have no gradient, and FSDP does not say which
-            numels, names = [output.numel()], [f"{self.name} and others, {output.numel()} entries"]
+            numels, parts = [output.numel()], {f"{self.name} and others, {output.numel()} entries": [0]}
         finishes_later = self._owner._begin_exchange(self, named)
-        entries = []
-        for name, part in zip(names, table.split(numels, dim=1), strict=True):
-            n = part.shape[1]
+        columns, outputs, entries = table.split(numels, dim=1), output.split(numels), []
+        for name, numbers in parts.items():
+            n = sum(numels[at] for at in numbers)
             shards = [Shard(rank, i * n, (i + 1) * n) for i, rank in enumerate(self._order)]
-            entries.append((name, part.index_select(0, self._rows).view(-1), shards))
+            flat = torch.cat([columns[at][rank] for rank in self._order for at in numbers])
+            entries.append((name, flat, shards))
         self.reducer.begin_scatter(entries, scale=scale).finish()
         if not finishes_later:
             self.reducer.finish()
-        own = [flat[slice(*shards[self._place][1:])] for _, flat, shards in entries]
-        torch._foreach_copy_(list(output.split(numels)), own)
+        for (_, flat, shards), numbers in zip(entries, parts.values(), strict=True):
+            own = flat[slice(*shards[self._place][1:])].split([numels[at] for at in numbers])
+            torch._foreach_copy_([outputs[at] for at in numbers], list(own))
+
+    def _sent_together(self, named: Sequence[ShardedParameter]) -> dict[str, list[int]]:
+        """Return the numbers of the parameters that cross as one tensor, with one header, by its name.
+
+        Vectors (norms, biases) are sent dense. Matrices share a header if no scale is of two of them.
+        """
+        reducer, ranks = self.reducer, self.reducer.group_size
+        most, least = reducer.backend.message_entries / reducer.world_size, reducer.settings.min_numel
+        dense: list[int] = []
+        together: list[list[int]] = []
+        whole: list[int] = []
+        size = 0
+        for at, each in enumerate(named):
+            n = each.padded_numel
+            if each.sharded.dim() < 2 or n * ranks < least:
+                dense.append(at)
+            elif n % VALUE_GROUP:
+                together.append([at])
+            elif not whole or size + n > most:
+                whole, size = [at], n
+                together.append(whole)
+            else:
+                whole.append(at)
+                size += n
+        found = {", ".join(named[at].name for at in numbers): numbers for numbers in [dense, *together]}
+        found.pop("", None)
+        if dense:
+            reducer.dense_names.add(next(iter(found)))
+        return found
 
 
 def _factor(operation: Any, ranks: int) -> float:
