@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from support.alone import everyones
+from support.one_mesh import Net, adamw, gathered, same, sharded, shards, train
 from support.processes import run
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import dct_plugin
 from dct_plugin import ConfigError, VersionError
@@ -38,94 +33,6 @@ pytestmark = [
 
 #: Dense gradients and copies of the weights' bits: plain FSDP2.
 EXACT = {"value_dtype": "fp32", "parameters": "exact", "min_numel": 16}
-BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-
-
-class Net(nn.Module):
-    """Blocks of odd sizes, so that shards differ in size and the last one is empty; two weights are tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(24, 33)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(33, 33), nn.Tanh()) for _ in range(2)])
-        self.last = nn.Linear(33, 3)
-        self.twin = nn.Linear(24, 33, bias=False)
-        self.twin.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x).tanh() + self.twin(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.last(hidden)
-
-
-def sharded(
-    *,
-    reshard: bool | int | None = None,
-    frozen: bool = False,
-    checkpointed: bool = False,
-    prefetch: bool = False,
-    by_columns: bool = False,
-    factor: float | None = None,
-    sums: bool = True,
-    **policy: Any,
-) -> nn.Module:
-    model, mesh = Net(), init_device_mesh("cpu", (dist.get_world_size(),))
-    if frozen:
-        for parameter in model.blocks[0].parameters():
-            parameter.requires_grad_(False)
-    if checkpointed:
-        model.blocks[1] = checkpoint_wrapper(model.blocks[1])
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(**{**BF16, **policy})}
-    if by_columns:
-        options["shard_placement_fn"] = lambda p: Shard(1) if p.shape == (33, 24) else None
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=reshard, **options)
-    fully_shard(model, reshard_after_forward=reshard, **options)
-    if prefetch:
-        model.set_modules_to_forward_prefetch(list(model.blocks))  # type: ignore[operator]
-        model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(sums)
-            if factor is not None:
-                module.set_gradient_divide_factor(factor)
-    return model
-
-
-def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-
-
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: range | int,
-    *,
-    micro: int = 1,
-    syncs: bool = True,
-    between: Callable[[int], None] = lambda step: None,
-) -> None:
-    for step in range(steps) if isinstance(steps, int) else steps:
-        for at in range(micro):
-            if not syncs:
-                model.set_requires_gradient_sync(at == micro - 1)  # type: ignore[operator]
-            generator = torch.Generator().manual_seed(1000 * step + 10 * dist.get_rank() + at)
-            points = torch.randn(16, 24, generator=generator)
-            F.mse_loss(model(points).float(), points[:, :3].sin()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        between(step)
-
-
-def shards(model: nn.Module) -> list[torch.Tensor]:
-    return [p.to_local().detach().clone() for p in model.parameters()]  # type: ignore[attr-defined]
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(shards(one), shards(other), strict=True))
-
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -246,44 +153,26 @@ def test_two_nodes_of_two_ranks_compute_with_the_same_weights() -> None:
         }
 
 
-def _gathered(model: nn.Module, rounding: float) -> tuple[bool, bool]:
-    """Return whether a rank gathers the weights of the shards, and whether all ranks gather the same."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in modules:
-        module.reshard()
-    wanted = [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
-    for module in modules:
-        module.unshard()
-    held = [p.detach().clone() for p in model.parameters()]
-    for module in modules:
-        module.reshard()
-    sums = everyones([each.float().double().sum().item() for each in held])
-    within = all(
-        bool((a - b).abs().max() <= rounding * a.abs().max()) for a, b in zip(wanted, held, strict=True)
-    )
-    return within, all(each == sums[0] for each in sums)
-
-
 def _weights_changed(rank: int, world_size: int, nodes: int) -> dict[str, tuple[bool, bool]]:
     model = sharded()
     optimizer, start = adamw(model), {name: each.clone() for name, each in model.state_dict().items()}
     attached: Any = dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": nodes}})
     rounding = 0.016 if nodes == 1 else 0.004  # of a kept scale; of bf16
-    found = {"before the first pass": _gathered(model, rounding)}
+    found = {"before the first pass": gathered(model, rounding)}
     train(model, optimizer, 7)
-    found["after steps"] = _gathered(model, rounding)
+    found["after steps"] = gathered(model, rounding)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
         model(torch.ones(2, 24))
-    found["written"] = _gathered(model, rounding)
+    found["written"] = gathered(model, rounding)
     model.load_state_dict(start)
-    found["loaded"] = _gathered(model, rounding)
+    found["loaded"] = gathered(model, rounding)
     model.blocks[1](torch.ones(2, 33))  # type: ignore[operator, index]
     train(model, optimizer, 1)
-    found["trained again"] = _gathered(model, rounding)
+    found["trained again"] = gathered(model, rounding)
     attached.close()
-    found["closed"] = _gathered(model, rounding)
+    found["closed"] = gathered(model, rounding)
     return found
 
 
@@ -337,70 +226,6 @@ def test_nothing_crosses_in_backward_passes_and_further_micro_batches() -> None:
         assert found == [[True, False], [False, False], [False, True]]  # at last the gradients
         assert sizes == set()
         assert steps == 7
-
-
-def _start(nodes: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    model = sharded()
-    optimizer = adamw(model)
-    return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": nodes}})
-
-
-def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments}
-
-
-def _saved(folder: str, nodes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, optimizer, attached = _start(nodes)
-    train(model, optimizer, 3)
-    dcp.save({**_states(model, optimizer), "dct": attached}, checkpoint_id=folder)
-    return model, optimizer
-
-
-def _loaded(folder: str, nodes: int) -> tuple[nn.Module, torch.optim.Optimizer, bool, int]:
-    model, optimizer, attached = _start(nodes)
-    state = _states(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    loaded = attached.load(folder)
-    return model, optimizer, loaded, attached.steps.step
-
-
-def _resumed(rank: int, world_size: int, folder: str, nodes: int) -> tuple[bool, bool, int]:
-    model, optimizer = _saved(folder, nodes)
-    train(model, optimizer, range(3, 6))
-    again, its_optimizer, loaded, steps = _loaded(folder, nodes)
-    train(again, its_optimizer, range(3, 6))
-    return loaded, same(model, again), steps
-
-
-@pytest.mark.parametrize("nodes", [2, 1], ids=["exact copies", "int8 copies"])
-def test_resumed_on_the_same_mesh(tmp_path: Path, nodes: int) -> None:
-    assert run(4, _resumed, str(tmp_path / "saved"), nodes) == [(True, True, 3)] * 4
-
-
-def _whole(model: nn.Module) -> list[list[float]]:
-    return [p.full_tensor().flatten().tolist() for p in model.parameters()]  # type: ignore[attr-defined]
-
-
-def _saved_by_four(rank: int, world_size: int, folder: str, nodes: int) -> list[list[float]]:
-    return _whole(_saved(folder, nodes)[0])
-
-
-def _loaded_by_two(
-    rank: int, world_size: int, folder: str, nodes: int
-) -> tuple[list[list[float]], int, tuple[bool, bool]]:
-    model, optimizer, _, steps = _loaded(folder, nodes)
-    masters = _whole(model)
-    train(model, optimizer, range(3, 5))
-    return masters, steps, _gathered(model, 0.016)
-
-
-@pytest.mark.parametrize("nodes", [2, 1], ids=["exact copies", "int8 copies"])
-def test_resumed_on_another_mesh_with_the_same_masters(tmp_path: Path, nodes: int) -> None:
-    folder = str(tmp_path / "saved")
-    saved = run(4, _saved_by_four, folder, nodes)[0]
-    assert run(2, _loaded_by_two, folder, 1) == [(saved, 3, (True, True))] * 2
 
 
 def _detached(rank: int, world_size: int) -> tuple[bool, bool]:
