@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,11 @@ class _InTwoLevels:
         output_tensor.copy_((parts[0] + parts[1]) + (parts[2] + parts[3]))
 
 
+def _checksum(module: nn.Module) -> float:
+    whole = torch.cat([p.detach().float().view(-1) for p in module.parameters()]).double()
+    return float((whole * torch.arange(1, len(whole) + 1)).sum())
+
+
 class _Seen:
     """Checksums of the weights that blocks compute with, in each pass."""
 
@@ -97,8 +103,7 @@ class _Seen:
             block[0].register_forward_hook(self._note)  # type: ignore[union-attr, index]
 
     def _note(self, module: Any, *_: Any) -> None:
-        whole = torch.cat([p.detach().float().view(-1) for p in module.parameters()]).double()
-        self.sums.append(float((whole * torch.arange(1, len(whole) + 1)).sum()))
+        self.sums.append(_checksum(module))
 
     def alike(self) -> bool:
         return bool(self.sums) and all(each == self.sums for each in everyones(self.sums))
@@ -182,7 +187,87 @@ def test_copies_follow_the_weights_whatever_changes_them(nodes: int) -> None:
         assert found == dict.fromkeys(found, (True, True))
 
 
-def _crossings(rank: int, world_size: int) -> tuple[list[list[bool]], set[int], int]:
+class _BothPasses:
+    """Checksums of the weights that blocks have in forward and in backward passes with gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.forward: list[float] = []
+        self.backward: list[float] = []
+        for block in model.blocks:  # type: ignore[union-attr]
+            linear: Any = block[0]  # type: ignore[index]
+            linear.register_forward_hook(self._note_forward)
+            linear.register_full_backward_pre_hook(lambda module, _: self.backward.append(_checksum(module)))
+
+    def _note_forward(self, module: nn.Module, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self.forward.append(_checksum(module))
+
+    def take(self) -> tuple[bool, bool]:
+        """Return whether the passes had the same weights, and whether all ranks had the same."""
+        forward, backward = sorted(self.forward), sorted(self.backward)
+        self.forward, self.backward = [], []
+        return bool(forward) and forward == backward, all(each == forward for each in everyones(forward))
+
+
+def _passes(rank: int, world_size: int, nodes: int) -> dict[str, tuple[bool, bool]]:
+    model = sharded(reshard=True)
+    optimizer, start = adamw(model), {name: each.clone() for name, each in model.state_dict().items()}
+    attached: Any = dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": nodes}})
+    scaler, points, seen = torch.amp.GradScaler("cpu"), torch.ones(4, 24), _BothPasses(model)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(points)
+
+    def write() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+
+    def skip() -> None:  # the loss is infinite on one rank
+        scaler.scale(model(points).float().sum() * (torch.inf if rank == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.take()
+
+    nothing, unshard = (lambda: None), (lambda: gathered(model, 0.016))
+    events: dict[
+        str, tuple[Callable[[], Any], Callable[[], Any]]
+    ] = {  # before a step, and between its passes
+        "nothing": (nothing, nothing),
+        "a loaded state": (lambda: model.load_state_dict(start), nothing),
+        "a skipped step": (skip, nothing),
+        "written weights": (write, nothing),
+        "weights written between passes": (nothing, write),
+        "an evaluation": (evaluate, evaluate),
+        "unshard()": (unshard, unshard),
+        "all of it": (lambda: [each() for each in (skip, write, evaluate, unshard)], evaluate),
+    }
+    found = {}
+    for name, (before, between) in events.items():
+        train(model, optimizer, 2)
+        seen.take()
+        before()
+        for _ in range(2):
+            loss = model(points).float().square().mean()
+            between()
+            loss.backward()
+        found[name] = seen.take()
+        optimizer.step()
+        optimizer.zero_grad()
+    attached.close()
+    return found
+
+
+@pytest.mark.parametrize("nodes", [2, 1], ids=["exact copies", "int8 copies"])
+def test_both_passes_use_the_same_weights_whatever_comes_between(nodes: int) -> None:
+    for found in run(4, _passes, nodes):
+        assert found == dict.fromkeys(found, (True, True))
+        assert len(found) == 8
+
+
+def _crossings(rank: int, world_size: int, nodes: int) -> tuple[list[list[bool]], set[int], int]:
     """Return whether bytes left a node in forward and backward passes of a step's micro-batches, and the
     sizes of the groups in which FSDP's own collectives ran.
     """
@@ -201,7 +286,7 @@ def _crossings(rank: int, world_size: int) -> tuple[list[list[bool]], set[int], 
 
             setattr(dist, name, counted)
     optimizer = adamw(model)
-    settings = {"nodes": 2, "min_numel": 16, "verify": None}
+    settings = {"nodes": nodes, "min_numel": 16, "verify": None}
     attached: Any = dct_plugin.attach(model, optimizer, {"data_parallel": settings})
     train(model, optimizer, 6)
     reducer, updates = attached.groups[0].reducer, attached.copies._updates
@@ -221,8 +306,9 @@ def _crossings(rank: int, world_size: int) -> tuple[list[list[bool]], set[int], 
     return found, sizes, attached.steps.step
 
 
-def test_nothing_crosses_in_backward_passes_and_further_micro_batches() -> None:
-    for found, sizes, steps in run(4, _crossings):
+@pytest.mark.parametrize("nodes", [2, 1], ids=["exact copies", "int8 copies"])
+def test_nothing_crosses_in_backward_passes_and_further_micro_batches(nodes: int) -> None:
+    for found, sizes, steps in run(4, _crossings, nodes):
         assert found == [[True, False], [False, False], [False, True]]  # at last the gradients
         assert sizes == set()
         assert steps == 7
