@@ -246,7 +246,9 @@ def _print(figures: Figures, models: dict[str, CostModel], line: Sequence[str]) 
     )
     console.print(table)
     if model.weight_gathers:
-        console.print(f"{format_bytes(model.gathered_bytes)} of each row are gathered weights")
+        copies = "; with copies of them only what changed crosses (docs/nodes.md#zero-3)"
+        said = f"{format_bytes(model.gathered_bytes)} of each row are gathered weights"
+        console.print(said + copies * (training.stage == 3))
     if figures.settings.line:
         typer.echo(f"nothing written: {figures.settings.line}")
     typer.echo(" ".join(decision(figures, name, model, line) for name, model in models.items()))

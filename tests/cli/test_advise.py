@@ -18,6 +18,7 @@ from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel.autotune.cost_model import Coding, CostModel, Link
 from dct_plugin.data_parallel.autotune.measurements import unmeasured
 from dct_plugin.errors import ConfigError, DCTError
+from dct_plugin.metrics import format_bytes
 from dct_plugin.policy import Training, resolve
 from dct_plugin.policy.settings import Setting
 
@@ -213,6 +214,38 @@ def test_an_unmodified_script_is_measured_and_stopped(
     assert [(row["sparsity"], row["value_dtype"]) for row in others] == [INT8, STRONG]
     assert all(set(row["step_ms"]) == {"here", "100 Mbit/s"} for row in others)
     assert others[-1]["sent_bytes"] < dense["sent_bytes"] / 30
+
+
+_ZERO_3 = """
+import deepspeed
+import torch
+
+model = torch.nn.Sequential(torch.nn.Linear(200, 100), torch.nn.Linear(100, 100))
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+}
+engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+while True:
+    engine.backward(engine(torch.randn(4, 200, dtype=torch.bfloat16)).float().sum())
+    engine.step()
+"""
+
+
+@pytest.mark.slow
+def test_zero_3_is_measured_with_its_gathers(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    (tmp_path / "train.py").write_text(_ZERO_3)
+    with forked_interpreters():
+        line = ["advise", "--", *torchrun(2, str(tmp_path / "train.py"))]
+        result = CliRunner().invoke(cli.app, line, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    gathered = format_bytes(2 * (2 * 30_200) / 2)  # two gathers in bf16, of which a rank sends half
+    assert f"{gathered} of each row are gathered weights; with copies of them" in result.output
+    assert "sparsity 0.99" not in result.output  # no rank has the weights that step-ahead displaces
+    assert 'take "dct": {}' in result.output or "leave the plugin out" in result.output
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from dct_plugin.transport.nodes import layout_of
 
 from ..host import attachments, startup
 from ..host.attachment import HostAttachment, PlainTraining, switched_off
+from ..host.measured_job import FACTS
 from ..host.patching import Function, Patches, given
 from ..host.replica_checksums import ReplicaChecksums, not_trained
 from ..host.reporting import start_reporting
@@ -225,6 +226,7 @@ class EngineAttachment(HostAttachment):
                 ranks=ranks,
                 steps=steps_of(engine.lr_scheduler),
             )
+            FACTS.update(stage=job.stage, step_ahead_unavailable=training.step_ahead_unavailable)
             self.resolve(engine.optimizer, training, nodes)
         require(job, self.config, rank=engine.global_rank)
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..host.measured_job import FACTS, VARIABLE
 from ..host.measured_job import SECTION as MEASURING
+from ..host.measured_job import VARIABLE
 from ..host.versions import installed
 
 
@@ -72,7 +72,6 @@ def find_section(engine: Any) -> Any:
     An optimizer with a gradient path of its own needs no section: it gets an empty one, hence the defaults.
     """
     if VARIABLE in os.environ:  # the job is measured by `dct advise`
-        FACTS["stage"] = engine.zero_optimization_stage()
         return MEASURING
     config = configuration_of(engine)
     if not isinstance(config, dict):
