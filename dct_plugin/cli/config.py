@@ -134,14 +134,20 @@ def suggest(
     one_mesh: Annotated[
         bool, typer.Option("--one-mesh", help="FSDP2 shards one copy of the model over all ranks.")
     ] = False,
+    parameters: Annotated[
+        float | None, typer.Option(min=1, help="With --one-mesh, on a machine of the job: its parameters.")
+    ] = None,
 ) -> None:
     """Print the section to take, and on stderr what it becomes, with measured bytes and quality."""
+    import torch
+
     from ..config import DCTConfig
     from ..errors import ConfigError
     from ..integrations.deepspeed.rules import training_facts
     from ..integrations.deepspeed.section import Job
     from ..policy import resolve
     from ..policy.evidence import MEASURED_DEFAULTS
+    from ..policy.memory import TRAINED, node_memory, replicas_in_words
     from ..policy.rules import compressors_of
 
     if one_mesh and stage:
@@ -162,7 +168,12 @@ def suggest(
         say(line)
     if one_mesh:
         say("measured with AdamW: docs/quality.md#one-mesh, docs/performance.md")
-        say("where 16 to 18 bytes per parameter fit in a node, take HSDP: docs/settings.md#sharded-jobs")
+        advice = "where 16 to 18 bytes per parameter fit in a node, take HSDP: docs/settings.md#sharded-jobs"
+        if parameters is not None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            available = node_memory(ranks_per_node, ranks_per_node, device)
+            advice = replicas_in_words(TRAINED * parameters, available)
+        say(advice)
         return
     row = next((row for row in MEASURED_DEFAULTS if row.suits(replace(training, ranks=count))), None)
     if row is None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import psutil
+import torch
+
 from ..codecs.payload import payload_bound
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig
@@ -24,6 +27,9 @@ _RESIDUAL = {"auto": 4.0, "fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 1 / 64}
 MOST_PENDING = 1 << 26
 #: Share of the free memory from which on the log says what the plugin keeps.
 LARGE_SHARE = 0.1
+#: Bytes of a trained parameter (weights, gradients and Adam's moments in fp32, weights in 16 bits) and of a
+#: frozen one.
+TRAINED, FROZEN = 18, 6
 #: Room of a message beside its bytes: that of a buffer that grew, and that of a slot.
 _GROWN, _SLOT = 1.25, 9 / 8
 
@@ -101,6 +107,30 @@ def kept_in_words(settings: DataParallelConfig, entries: float, weights: float, 
     smaller.append('"sparsity": 0, "value_dtype": "int8", "feedback": "none" keeps nothing')
     share = f"{100 * kept / free:.0f} % of the free memory" if free else "no memory is free"
     return f"this rank keeps {words} ({share}); smaller: {', or '.join(smaller)}"
+
+
+def node_memory(ranks: int, local: int, device: str) -> float:
+    """Return the bytes of memory of a node: that of a GPU for each of its ranks, or its part of the CPU's.
+
+    Args:
+        ranks: Ranks of the node.
+        local: Ranks of this machine.
+        device: Type of the device that they train on.
+    """
+    if device == "cuda":
+        return float(ranks * torch.cuda.get_device_properties(0).total_memory)
+    return psutil.virtual_memory().total * ranks / local
+
+
+def replicas_in_words(needed: float, available: float) -> str:
+    """Return whether each node should have a replica (HSDP), in words: where its memory holds one."""
+    sizes = f"{format_bytes(needed)} of weights, gradients and states, {format_bytes(available)} of memory"
+    if needed > available:
+        return f"one mesh: a node cannot hold a replica ({sizes})"
+    return (
+        f"better: HSDP, which gathers no weights between nodes, since a node can hold a replica ({sizes}); "
+        "pass fully_shard a mesh of (nodes, ranks per node) (docs/settings.md#sharded-jobs)"
+    )
 
 
 def memory(job: Job, parameters: float, *, width: int = 1024, bucket: int = 6_553_600) -> dict[str, float]:

@@ -6,8 +6,10 @@ import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -329,6 +331,22 @@ def _detached(rank: int, world_size: int) -> tuple[bool, bool]:
 
 def test_a_detached_model_is_plain_again() -> None:
     assert run(2, _detached) == [(True, True)] * 2
+
+
+def _said_of_replicas(rank: int, world_size: int) -> list[list[str]]:
+    found, total = [], sum(p.numel() for p in Net().parameters())
+    for nodes, memory in (("auto", 18 * total), (1, 18 * total), (1, 18 * total - 1), (2, 18 * total)):
+        psutil.virtual_memory = lambda memory=memory: SimpleNamespace(total=memory, available=memory)
+        model = sharded()
+        attached: Any = dct_plugin.attach(model, adamw(model), {"data_parallel": {"nodes": nodes}})
+        found.append([line.split(":")[0] for line in attached.lines[len(attached.applied.lines) :]])
+        attached.close()
+    return found
+
+
+def test_the_start_names_replicas_where_a_node_can_hold_one() -> None:
+    for found in run(4, _said_of_replicas):
+        assert found == [[], ["better"], ["one mesh"], ["better"]]
 
 
 def _odd_operations(rank: int, world_size: int) -> tuple[list[float], bool]:

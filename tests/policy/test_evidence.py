@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from reference_page import updated
@@ -224,6 +225,19 @@ def test_ranks_that_share_one_copy(per_node: int, precision: str, copies: str) -
     assert "it becomes: sparsity 0, int8 values, feedback none\n" in said
     assert copies in said
     assert "take HSDP: docs/settings.md#sharded-jobs" in said
+
+
+def test_replicas_where_a_node_holds_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(total=180e9)
+    monkeypatch.setattr("dct_plugin.policy.memory.psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for parameters, said_first in (
+        (10e9, "better: HSDP"),
+        (10.1e9, "one mesh: a node cannot hold a replica"),
+    ):
+        _, said = suggested(Training(["adamw"], ranks=4), "--one-mesh", "--parameters", str(parameters))
+        assert f"\n{said_first}" in said
+        assert "180.0 GB of memory" in said
 
 
 def test_one_mesh_is_no_zero_stage() -> None:

@@ -8,6 +8,7 @@ copies in the nodes (:mod:`..host.node_copies`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from dct_plugin.data_parallel.passes import around_passes
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics.summary import format_bytes
 from dct_plugin.policy import Training
+from dct_plugin.policy.memory import FROZEN, TRAINED, node_memory, replicas_in_words
 from dct_plugin.transport.nodes import ranks_of_machines
 from dct_plugin.transport.tcp_connect import time_limit
 
@@ -221,6 +223,7 @@ class ShardCompression(FSDPAttachment):
         ranks = self._mesh.size()
         # On one machine each rank would hold all weights once more, without being asked.
         apart = settings.nodes == 1 or (self._nodes is None and len(self._machines()) == ranks)
+        self._crosses = apart or self._nodes is not None
         training = replace(training, ranks=ranks).sharing_copy(
             in_halves=self._dtype in _HALVES, has_nodes=self._nodes is not None, is_apart=apart
         )
@@ -230,6 +233,20 @@ class ShardCompression(FSDPAttachment):
                 f"rank {dist.get_rank()}: dct.data_parallel.parameters = 'exact': FSDP gathers fp32, and "
                 f"{training.exact_unavailable}; gather bf16, write 'int8', or leave it out"
             )
+
+    @property
+    def lines(self) -> list[str]:
+        """The reasons of the settings, and whether replicas would fit into the nodes."""
+        if not self._crosses:
+            return super().lines
+        parameters = list(self._model.parameters())
+        needed = sum(p.numel() * (TRAINED if p.requires_grad else FROZEN) for p in parameters)
+        inside = 1 if self._nodes is None else len(self._nodes.inside)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", inside))
+        return [
+            *super().lines,
+            replicas_in_words(needed, node_memory(inside, local, parameters[0].device.type)),
+        ]
 
     def _machines(self) -> Any:
         return ranks_of_machines(
