@@ -38,7 +38,7 @@ from dct_plugin.policy import OptimizerFamily, Training, resolve
 from dct_plugin.policy.evidence import MEASURED_DEFAULTS, MeasuredDefault
 
 _MARK = "<!-- generated from the {source}: {place} -->"
-_HEAD = "| Option | Default | Allowed | What it does | When to change it |\n|---|---|---|---|---|"
+_HEAD = "| Option | Default | Allowed | Meaning |\n|---|---|---|---|"
 
 
 def updated(page: str) -> str:
@@ -86,7 +86,6 @@ def tables() -> str:
         [
             _section(DCTConfig),
             _section(DataParallelConfig),
-            _variants(DataParallelConfig, "feedback"),
             *(_optional(name, model) for name, model in _OPTIONAL.items()),
             _section(ExpertSettings),
             _section(ModelParallelConfig),
@@ -126,16 +125,10 @@ def _place(model: type[Section]) -> str:
     keys = [key for key in model.model_fields if key not in ActivationConfig.model_fields]
     lines = [f"### `{model.section_path}`", _text(model)]
     for key in ("forward", "backward"):
-        lines.append(f"`{key}`: {allowed(model.model_fields[key])}.")
+        methods = allowed(model.model_fields[key])
+        if methods != allowed(ActivationConfig.model_fields[key]):
+            lines.append(f"`{key}`: {methods}.")
     return "\n\n".join([*lines, _table(model, keys)]) if keys else "\n\n".join(lines) + "\n"
-
-
-def _variants(model: type[Section], key: str) -> str:
-    kinds = [kind for kind in models(model.model_fields[key]) if issubclass(kind, Variant)]
-    lines = [f"- `{json.dumps(kind.label())}`: {_text(kind)}" for kind in kinds]
-    rows = [_row(kind, name) for kind in kinds for name in kind.model_fields if name != kind.selector]
-    table = ["", _HEAD, *rows] if rows else []
-    return f"### `{model.section_path}.{key}`\n\n" + "\n".join([*lines, *table, ""])
 
 
 def _methods() -> str:
@@ -162,7 +155,7 @@ def _row(model: type[BaseModel], key: str) -> str:
     field = model.model_fields[key]
     what, when = documentation(model, key)
     default = "required" if field.is_required() else f"`{json.dumps(as_json(field.get_default()))}`"
-    return f"| `{key}` | {default} | {allowed(field)} | {what} | {when} |"
+    return f"| `{key}` | {default} | {allowed(field)} | {f'{what} *{when}*' if when else what} |"
 
 
 def _is_section(kinds: list[type[BaseModel]]) -> bool:

@@ -26,7 +26,7 @@ class FeedbackConfig(Variant):
 
 
 class AutoFeedback(FeedbackConfig):
-    """The feedback that suits the optimizer. Until the host knows the optimizer it is ``local``."""
+    """The feedback that suits the optimizer; ``local`` until the optimizer is known."""
 
     kind: Literal["auto"] = "auto"
 
@@ -66,39 +66,35 @@ GradientType = Literal["fp32", "bf16", "fp16", "int8", "int4", "int2", "log4"]
 
 
 class ParametersConfig(Section):
-    """Thresholded updates of the weights, from the owner of a part of them to all ranks.
-
-    They apply under ZeRO-1, ZeRO-2, ZeRO-3 with copies of the weights in nodes
-    (``zero_hpz_partition_size``), and Megatron's distributed optimizer. Dense steps, the ramp after them
-    and the threshold mechanics are those of ``dct.data_parallel``.
+    """Thresholded updates of the weights, from the owner of a part of them to all ranks, under ZeRO-1,
+    ZeRO-2, ZeRO-3 with copies of the weights in nodes (``zero_hpz_partition_size``) and Megatron's
+    distributed optimizer. Dense start, ramp and thresholds are those of the gradients.
     """
 
     section_path = "dct.data_parallel.parameters"
 
     sparsity: float = Field(default=0.97, ge=0, lt=1)
-    """Share of the weights that are not updated in one step. Their updates are sent in later steps.
+    """Share of the weights that are not updated in one step, but in later ones.
 
-    0.9 for the highest quality, 0.99 for the fewest bytes.
+    0.9 for quality, 0.99 for the fewest bytes.
     """
     value_dtype: GradientType = "bf16"
-    """Type of the updates on the wire. At sparsity 0, in fp32 or the weights' own type, the host gathers the
-    weights.
+    """Type of the updates on the wire. At sparsity 0, in fp32 or the weights' own type, the framework
+    gathers the weights.
 
     `int8` for fewer bytes.
     """
     full_every: int | None = Field(default=None, ge=1)
-    """Steps between two gathers of all weights in full. With null only checkpoints gather them in full.
+    """Steps between two gathers of all weights. With null only checkpoints gather them.
 
     Set it if the script reads weights between checkpoints.
     """
 
 
 class LocalStepsConfig(Section):
-    """Optimizer steps without any exchange, after which the ranks exchange their progress.
-
-    Progress is a rank's own weights minus the common weights, which all ranks hold. It is sent whole, in
-    `value_dtype` (int8 if that is not written). Gradients are averaged in the first
-    `warmup_steps` steps.
+    """Optimizer steps without any exchange, after which the ranks exchange their progress: a rank's own
+    weights minus the common weights. It is sent whole, in `value_dtype` (by default int8). Gradients are
+    averaged in the first `warmup_steps` steps.
     """
 
     section_path = "dct.data_parallel.local_steps"
@@ -109,14 +105,14 @@ class LocalStepsConfig(Section):
     10 for quality, 100 for the slowest links ([measured](local-steps.md)).
     """
     outer_lr: float = Field(default=1.0, gt=0)
-    """Learning rate of the outer optimizer, which moves the common weights by the mean progress.
+    """Learning rate of the outer optimizer, which adds the mean progress to the common weights.
 
     0.7 with `outer_momentum` 0.9 is DiLoCo as published.
     """
     outer_momentum: float = Field(default=0.5, ge=0, lt=1)
     """Nesterov momentum of the outer optimizer.
 
-    0 with `outer_lr` 1 makes the common weights the mean of the ranks' weights, and saves a copy of them.
+    0 with `outer_lr` 1 makes the common weights the mean of the ranks', and saves a copy of them.
     """
 
 
@@ -133,23 +129,23 @@ class VerifyConfig(Section):
     section_path = "dct.data_parallel.verify"
 
     every: int = Field(default=1000, ge=1)
-    """Optimizer steps from one comparison to the next. The end of the dense start and the steps 1, 10 and 100
-    after it are compared, too, and saves under DeepSpeed and Megatron. Optimizer states are not compared.
+    """Optimizer steps between two comparisons. The end of the dense start and the steps 1, 10 and 100 after
+    it are compared, too, and saves under DeepSpeed and Megatron. Optimizer states are not compared.
 
-    100 to 1000. A comparison costs one pass over the compared tensors and a small all-gather.
+    A comparison costs one pass over the tensors and a small all-gather.
     """
     action: Literal["stop", "warn", "resync"] = "stop"
-    """Action when trainable parameters differ: stop all ranks (stop), log it (warn), or copy the first rank's
-    (resync). All log the tensor and the rank. Frozen parameters and buffers that differ are logged, or copied
-    (resync).
+    """Action when trainable parameters differ: stop all ranks (stop), log it (warn), or copy the first
+    rank's (resync). All log the tensor and the rank. Differing frozen parameters and buffers are logged, or
+    copied (resync).
 
     `resync` if the job must not stop.
     """
     conservation: bool = False
-    """Check at each comparison that nothing is lost: at sampled entries, the gradients of all
-    ranks equal what the optimizer got and what residuals hold.
+    """Check at each comparison, at sampled entries, that the gradients of all ranks equal what the
+    optimizer got and what residuals hold.
 
-    true to look for a script whose steps dct does not see. It costs some microseconds per tensor and step.
+    To find a script whose steps dct does not see. It costs some microseconds per tensor and step.
     """
 
     def is_due(self, step: int, dense_steps: int) -> bool:
@@ -162,10 +158,8 @@ _VERIFY = VerifyConfig(action="warn")
 
 
 class AccordionConfig(Variant):
-    """A lower sparsity for layers in a critical regime (Accordion, Agarwal et al., MLSys 2021).
-
-    A layer is critical when its gradients change much from interval to interval, or when its learning rate
-    fell by half.
+    """A lower sparsity for layers in a critical regime (Accordion, Agarwal et al., MLSys 2021): their
+    gradients change much from interval to interval, or their learning rate fell by half.
     """
 
     section_path = "dct.data_parallel.adaptive"
@@ -179,45 +173,37 @@ class AccordionConfig(Variant):
     interval: int = Field(default=100, ge=1)
     """Optimizer steps between two decisions.
 
-    Aim at 10 to 100 decisions per training.
+    10 to 100 decisions per training.
     """
 
 
 class ExpertSettings(Section):
-    """Settings for tests and studies. Users need the defaults only."""
+    """Settings for tests and studies, not for users."""
 
     section_path = "dct.data_parallel.expert"
 
     threshold: Literal["sample", "topk", "fixed"] = "sample"
-    """Method that finds a threshold: a random sample, corrected at every step by a smaller one (sample); the
-    k-th largest magnitude (topk); or a random sample that is kept for `threshold_lifespan` steps
+    """Method that finds a threshold: a random sample, corrected at every step by a smaller one (sample);
+    the k-th largest magnitude (topk); or a random sample that is kept for `threshold_lifespan` steps
     (fixed, as in the paper).
-
-    `topk` and `fixed` for tests and studies.
     """
     threshold_lifespan: int = Field(default=1000, ge=1)
-    """Largest number of steps between two measurements of a threshold. It is also measured at steps 1, 2,
-    4, 8, ...
-
-    For studies.
-    """
+    """Most steps between two measurements of a threshold. Steps 1, 2, 4, 8, ... measure, too."""
     server_density: float | None = Field(default=None, ge=1)
-    """Density of the sums that owners send back in the two-phase exchange, as a multiple of the density
-    of the ranks' messages. null is 3 with `step_ahead`, else 1.
+    """Density of the sums that owners send back in the two-phase exchange, as a multiple of the density of
+    the messages. null is 3 with `step_ahead`, else 1.
 
-    Higher values for quality, 1 for the fewest bytes ([measured](quality.md#step-ahead-adam-at-99-)).
+    Higher for quality, 1 for the fewest bytes ([measured](quality.md#step-ahead-adam-at-99-)).
     """
     ramp: Literal["exponential", "power"] = "exponential"
-    """Fall of the density after the dense steps: exponential, or with a power of the step (power, which needs
-    `warmup_steps`). With feedback auto, step-ahead gets power.
-
-    For studies.
+    """Fall of the density after the dense steps: exponential, or with a power of the step (power, which
+    needs `warmup_steps`). With feedback auto, step-ahead gets power.
     """
     step_ahead_coefficient: float | None = Field(default=None, gt=0, le=1)
-    """With `step_ahead`, the share of a rank's own residual by which weights are displaced. null measures for
-    every tensor how well this residual predicts the mean of all ranks.
+    """Share of a rank's own residual by which `step_ahead` displaces weights. null measures for every
+    tensor how well the residual predicts the mean of all ranks.
 
-    A fixed value saves one small all-reduce every 10 steps.
+    A value saves a small all-reduce every 10 steps.
     """
 
 
@@ -227,92 +213,87 @@ class DataParallelConfig(Section):
     section_path = "dct.data_parallel"
 
     enabled: bool = True
-    """Threshold data-parallel gradients. false leaves them to the host.
+    """Compress data-parallel gradients. false leaves them to the framework.
 
     `false` to compress only activations or embeddings.
     """
     sparsity: float = Field(default=0.99, ge=0, lt=1)
-    """Share of the gradient entries (with `exchange_of` updates, of the weights' progress) that are not sent
-    in one step; 0 sends all. If none of `sparsity`,
-    `value_dtype`, `quality` and `adaptive` is written, a training gets what lost nothing when it was
-    measured, if that is faster than dense: with Adam 0.99 between up to 4 ranks (or nodes), 0.96 in `int4`
-    between up to 8, and all entries in `int8` between more, in fine-tuning, and with optimizers that are not
-    known ([table](settings.md)).
-    `"auto"` stands for `"quality": "safe"` at 0.99.
+    """Share of the gradient entries (with `exchange_of` updates, of the weights' progress) that are not
+    sent in one step; 0 sends all. Without `sparsity`, `value_dtype`, `quality` and `adaptive` a training
+    gets [settings that lost nothing when they were measured](settings.md), if they are faster than dense.
+    `"auto"` is `"quality": "safe"` at 0.99.
 
-    0.9 for the highest quality, 0.99 on slow links, [less on many ranks](quality.md#many-compressors), 0 to
-    measure the plugin's own cost.
+    0.9 for quality, 0.99 on slow links, [less on many ranks](quality.md#many-compressors), 0 to measure the
+    plugin's own cost.
     """
     quality: Literal["dense", "safe", "bytes", "if_faster"] | None = None
-    """Class of settings from which the plugin chooses the fastest by measurement: only the dense exchange
-    (dense); sparsities that lost nothing measurable with this optimizer and
-    number of ranks (safe); all sparsities (bytes); or, once after the dense start, the settings as they are,
-    all entries in int8, or the dense exchange (if_faster, which holds if neither `sparsity` nor `value_dtype`
-    is written). `sparsity` is otherwise the highest sparsity and `value_dtype` the widest type. null uses the
-    settings as they are.
+    """Settings from which the plugin chooses the fastest by measurement: the dense exchange (dense);
+    sparsities that lost nothing measurable with this optimizer and number of ranks (safe); all sparsities
+    (bytes); or, once after the dense start, the settings as they are, all entries in int8, or the dense
+    exchange (if_faster, the rule where neither `sparsity` nor `value_dtype` is written). Else `sparsity` is
+    the highest sparsity, `value_dtype` the widest type. null takes the settings as they are.
 
     If the speed of the link is not known or changes ([how it decides](automatic.md)).
     """
     value_dtype: Literal[GradientType, "sign"] = "bf16"
-    """Type of the sent values on the wire. The rounding error stays in the residual. int8 has one scale per
-    256 values; int4 and int2 have a sign and 8 or 2 levels between two scales; log4 has a sign and powers of
-    2^-0.75 in 4 bits, with one scale per 32 values, for all entries (sparsity 0); sign has
-    the mean magnitude of 256 values, for `exchange_of` updates.
+    """Type of the sent values. The rounding error stays in the residual. int8 has a scale per 256 values;
+    int4 and int2 have a sign and 8 or 2 levels between two scales; log4, only at sparsity 0, has a sign and
+    powers of 2^-0.75 in 4 bits and a scale per 32 values; sign, only for `exchange_of` updates, has the
+    mean magnitude of 256 values.
 
-    `int8` or `int4` for fewer bytes: an entry and its position take 16 or 12 bits at 0.99 instead of 24.
+    `int8` or `int4` for fewer bytes: at 0.99 an entry with its position takes 16 or 12 bits instead of 24.
     `fp32` to see whether rounding matters.
     """
     min_numel: int = Field(default=4096, ge=0)
-    """Smallest number of entries of a compressed tensor. Smaller tensors are sent dense, in their own type.
-    Those in fp32 go to owners in bf16 beside 8 bits or fewer without a residual.
+    """Fewest entries of a compressed tensor. Smaller ones are sent dense, in their own type (fp32 in bf16
+    to owners, beside 8 bits or fewer without a residual).
 
-    Lower it if `gradient_small` sends most of the bytes. Raise it to keep more layers exact.
+    Lower if `gradient_small` sends most of the bytes, higher to keep more layers exact.
     """
     feedback: Feedback = AutoFeedback()
-    """Treatment of entries that are not sent: they are added to the next gradient (local); they are added,
-    and that gradient is taken at weights that anticipate them (step_ahead); or they are dropped (none).
-    auto follows the optimizer: step_ahead after dense steps with Adam, RMSprop and momentum; local with
-    Adagrad, plain SGD and others.
+    """Treatment of entries that are not sent: they are added to the next gradient (local); also, that
+    gradient is taken at weights that anticipate them (step_ahead); or they are dropped (none). auto is
+    step_ahead with Adam, RMSprop and momentum, local with Adagrad, plain SGD and others.
 
     Leave it out; the log names the choice. `none` saves the residual's memory and usually costs quality.
     """
     residual_dtype: Literal["auto", "fp32", "bf16", "int8"] = "auto"
     """Type of the residual: 4, 2 or 1.02 bytes per parameter and rank. bf16 and int8 (64 entries share an
-    exponent) are rounded stochastically, so the mean error is zero. auto is int8 under ZeRO-3, else fp32.
+    exponent) are rounded stochastically, without a mean error. auto is int8 under ZeRO-3, else fp32.
 
     `int8` if memory is short ([its cost](quality.md#residuals-in-fewer-bytes)).
     """
     exchange: Literal["auto", "direct", "two_phase"] = "auto"
-    """Topology of the exchange: every rank sends its message to all (direct), or owners sum the messages and
-    send the sums (two_phase). auto uses the one with fewer bytes; with `step_ahead` it uses direct on up to 4
-    ranks.
+    """Topology: every rank sends its message to all (direct), or owners sum the messages and send the sums
+    (two_phase). auto takes the one with fewer bytes; with `step_ahead`, direct on up to 4 ranks. Under
+    ZeRO-1 and 2 owners keep the sums.
 
-    To compare the two. It has no effect under ZeRO-1 and 2, whose owners keep the sums.
+    To compare the two.
     """
     nodes: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto", json_schema_extra={"allowed": '"auto" or an integer >= 1'}
     )
-    """Number of consecutive ranks that form a node. Gradients are summed densely inside a node, and nodes
-    exchange thresholded messages. auto groups ranks by host name; 1 is no nodes.
+    """Number of consecutive ranks that form a node. A node sums its gradients densely, and nodes exchange
+    messages. auto groups ranks by the machine's name; 1 is no nodes.
 
-    A number if the fast link does not join exactly the ranks of a host ([guide](nodes.md)).
+    If the fast link does not join exactly the ranks of a machine ([guide](nodes.md)).
     """
     warmup_steps: int | None = Field(default=None, ge=0)
-    """Number of first optimizer steps whose gradients are sent dense. null is 0. With feedback auto it is 0
-    for Adagrad and plain SGD, 40 with step-ahead, else 60, and at most a tenth of a run of known length.
+    """First optimizer steps whose gradients are sent dense. null is 0. With feedback auto it is 40 with
+    step-ahead, 0 with Adagrad and plain SGD, else 60; at most a tenth of a run of known length.
 
-    A longer start if the loss still falls fast after it.
+    Longer if the loss still falls fast after it.
     """
     sparsity_warmup_steps: int | None = Field(default=None, ge=0)
-    """Number of steps after the dense ones in which the density falls to its target (the ramp). null is 0.
-    With feedback auto it is 0 for Adagrad and plain SGD, 822 with step-ahead at 0.99, else 180, or six
-    tenths of a run that is too short for that.
+    """Steps after the dense ones in which the density falls to its target (the ramp). null is 0. With
+    feedback auto it is 822 with step-ahead at 0.99, 0 with Adagrad and plain SGD, else 180; six tenths of a
+    run that is too short for that.
 
-    A longer ramp if the loss rises when the dense steps end.
+    Longer if the loss rises when the dense steps end.
     """
     total_steps: int | None = Field(default=None, ge=1)
-    """Number of optimizer steps of the run. A short run gets a shorter start. null uses the number that the
-    host or its scheduler knows.
+    """Optimizer steps of the run. A short run gets a shorter start. null takes the number that the
+    framework or its scheduler knows.
 
     In runs of fewer than 900 steps, if the log says that the length is not known
     ([effect](quality.md#the-start-by-the-length-of-the-run)).
@@ -320,21 +301,20 @@ class DataParallelConfig(Section):
     adaptive: Annotated[AccordionConfig | None, OR_FALSE, written_short("kind")] = None
     """`"accordion"` or an object with its settings; null is off.
 
-    For learning rates that fall in steps. The log names the changes; the class `gradient/critical` in the
-    [metrics](metrics.md) holds their bytes.
+    For learning rates that fall in steps. The log names the changes; the class `gradient/critical` of the
+    [metrics](metrics.md) has their bytes.
     """
     parameters: Annotated[Literal["exact", "int8"] | ParametersConfig | None, OR_FALSE] = Field(
         default=None, json_schema_extra={"allowed": '"exact", "int8", an object with its settings, or null'}
     )
-    """`"exact"` sends the bf16 or fp16 weights whose bits changed, and nothing is lost. `"int8"` has FSDP2 on
-    one mesh, and ZeRO-3, gather from copies in int8, of which changed codes cross. An object has its updates
-    thresholded.
-    null leaves the gather of updated weights to the host. If it is not written, it is
-    `"exact"` where gradients are thresholded or in 8 bits or fewer, and the host gathers bf16 or fp16 weights
-    ([hosts](methods.md#exact-updates)).
+    """`"exact"` sends the bf16 or fp16 weights whose bits changed, and loses nothing. `"int8"` has FSDP2 on
+    one mesh, and ZeRO-3, gather from copies in int8, of which changed codes cross. An object has its
+    updates thresholded. null leaves the gather of weights to the framework. By default it is `"exact"`
+    where gradients are thresholded or in 8 bits or fewer, and the framework gathers bf16 or fp16 weights
+    ([frameworks](methods.md#exact-updates)).
 
-    An object if the network is the bottleneck, together with step-ahead
-    ([its cost](quality.md#updated-weights-under-zero-1)). null to measure what exact updates cost.
+    An object if the network is the bottleneck, together with step-ahead ([its
+    cost](quality.md#updated-weights-under-zero-1)). null to measure what exact updates cost.
     """
     local_steps: Annotated[
         LocalStepsConfig | None,
@@ -343,27 +323,27 @@ class DataParallelConfig(Section):
     ] = Field(
         default=None, json_schema_extra={"allowed": "an integer >= 1, an object with its settings, or null"}
     )
-    """Number of optimizer steps without any exchange; the ranks' weights differ between two exchanges. null
-    exchanges gradients in every step.
+    """Optimizer steps without any exchange, between which the ranks' weights differ. null exchanges
+    gradients in every step.
 
     30 for links of 10 to 300 Mbit/s with long delays ([guide](local-steps.md)).
     """
     exchange_of: Literal["gradients", "updates"] = "gradients"
-    """Tensors that the ranks exchange in each step: gradients, or the progress of weights (updates). With
-    updates each rank makes its own optimizer's step; with Adam a sixteenth of the progress crosses in each
-    step in `int4`, with Muon all of it in `sign`, unless `sparsity` or `value_dtype` is written.
+    """Tensors that the ranks exchange in each step: gradients, or the progress of weights (updates), each
+    rank making its own optimizer's step. Unless `sparsity` or `value_dtype` is written, a sixteenth of the
+    progress crosses per step in `int4` with Adam, all of it in `sign` with Muon.
 
     updates for fine-tuning with Adam at 1e-4 or less, and for Muon ([guide](updates.md)).
     """
     verify: Annotated[VerifyConfig | None, OR_FALSE] = _VERIFY
-    """If it is not written, differences are logged (`{"action": "warn"}`). null is off."""
+    """By default differences are logged (`{"action": "warn"}`). null is off."""
     nonfinite_action: Literal["pass", "skip"] = "pass"
-    """Action when a gradient is not finite: pass it on, as without the plugin (pass), or skip the step on all
-    ranks and restore the residuals (skip). fp16 loss scaling always skips.
+    """Action when a gradient is not finite: pass it on, as without the plugin (pass), or skip the step on
+    all ranks and restore the residuals (skip). fp16 loss scaling always skips.
 
     `"skip"` for long runs in fp32 and bf16. It costs one pass over the gradients and a second copy of the
     residuals. DDP and FSDP2 then also undo a step whose gradients the script clears without
-    `optimizer.step()`. Megatron needs `--no-check-for-nan-in-loss-and-grad`, and a `DCTState` its optimizer.
+    `optimizer.step()`. Megatron needs `--no-check-for-nan-in-loss-and-grad`, a `DCTState` its optimizer.
     """
     expert: ExpertSettings = ExpertSettings()
     """Settings for tests and studies."""

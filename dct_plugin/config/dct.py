@@ -34,24 +34,24 @@ class MetricsConfig(Section):
     section_path = "dct.metrics"
 
     path: str | None = Field(default=None, min_length=1)
-    """JSON lines file, written by rank 0, or by every rank if the name holds '{rank}'.
+    """JSON lines file of rank 0, or of every rank if the name holds '{rank}'.
 
     To keep the [metrics](metrics.md) of a run.
     """
     every: int = Field(default=50, ge=1)
-    """Steps between two reports. A report holds the averages over these steps.
+    """Steps between two reports of their averages, a line per tensor class.
 
-    1 for studies. A report is one line per tensor class.
+    1 for studies.
     """
     tensors: bool = False
-    """Also write density and threshold of every thresholded gradient to the file.
+    """Also write density and threshold of every thresholded gradient, a line per tensor and report.
 
-    To find tensors that miss their density. It adds one line per tensor and report.
+    To find tensors that miss their density.
     """
     tensorboard: str | None = Field(default=None, min_length=1)
-    """Directory for a TensorBoard writer of the plugin; null uses the host framework's monitor only.
+    """Directory for a TensorBoard writer of the plugin; null uses only the framework's monitor.
 
-    If the host framework has no monitor.
+    If the framework has no monitor.
     """
 
 
@@ -65,11 +65,11 @@ class KernelConfig(Section):
         pattern=r"^[A-Za-z0-9_.-]+$",
         json_schema_extra={"allowed": '"auto", "reference", "cpu", "triton" or another registered name'},
     )
-    """Kernels to use: plain torch (reference), the compiled CPU library (cpu), Triton (triton), another
-    registered backend, or the fastest for the tensor's device (auto).
+    """Kernels: plain torch (reference), the compiled CPU library (cpu), Triton (triton), another registered
+    backend, or the fastest for the tensor's device (auto, which the environment variable `DCT_KERNELS`
+    overrides).
 
-    `reference` to find out whether a fault is in the compiled kernels. The environment variable `DCT_KERNELS`
-    overrides `auto`.
+    `reference` to find out whether a fault is in the compiled kernels.
     """
 
 
@@ -77,9 +77,9 @@ class DCTConfig(Section):
     """The whole ``dct`` section."""
 
     enabled: bool = True
-    """Use the plugin. false leaves the host framework unchanged.
+    """Use the plugin. false leaves the framework unchanged.
 
-    `false` for a run without the plugin to compare with.
+    `false` for a run to compare with.
     """
     data_parallel: DataParallelConfig = DataParallelConfig()
     """Gradients between data-parallel ranks."""

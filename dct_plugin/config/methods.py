@@ -41,7 +41,7 @@ class Method(Variant):
 
 
 class NoMethod(Method):
-    """The host transfers the tensor itself."""
+    """The framework transfers the tensor itself."""
 
     in_words = "dense"
 
@@ -59,14 +59,14 @@ class ThresholdMethod(Method):
 
     method: Literal["threshold"] = "threshold"
     sparsity: float = Field(ge=0, lt=1)
-    """Share of the entries that are not sent; at 0 the host transfers the tensor.
+    """Share of the entries that are not sent; at 0 the framework transfers the tensor.
 
-    0.5 to 0.9. Transformers lose [quality](quality.md#compressor-classes-for-activations) above 0.9.
+    0.5 to 0.9. Transformers lose [quality](quality.md#compressor-classes-for-activations) above.
     """
     value_dtype: KeptType = "auto"
-    """Type of the sent values on the wire; auto is fp16 for fp16 tensors, else bf16.
+    """Type of the sent values; auto is fp16 for fp16 tensors, else bf16.
 
-    `fp32` to see whether rounding matters, `int8`, `int4` for fewer bytes.
+    `int8`, `int4` for fewer bytes, `fp32` to see whether rounding matters.
     """
 
     @property
@@ -105,7 +105,7 @@ class BoundMethod(Method):
 
 
 class TransformMethod(Method):
-    """Coordinates in the principal directions are sent. Directions of higher variance get more bits."""
+    """Coordinates in the principal directions are sent, with more bits for directions of higher variance."""
 
     in_words = "transform, {rate:g} bits per entry"
 

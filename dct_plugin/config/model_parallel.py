@@ -33,26 +33,25 @@ class ActivationConfig(Section):
     """Method that compresses activations.
 
     One of the [methods](#methods): `transform` between pipeline stages
-    ([comparison](model-parallel.md#compressor-classes), [measured
-    quality](quality.md#compressor-classes-for-activations)).
+    ([comparison](model-parallel.md#compressor-classes),
+    [quality](quality.md#compressor-classes-for-activations)).
     """
     backward: TensorBackward | None = None
-    """Method that compresses the gradients of these activations. null uses the method of `forward`; with
-    `threshold` gradients are sent back at the positions of the forward message. `{"method": "answer", ...}`
-    sets the type of these values. Any other method compresses the gradients by themselves.
+    """Method that compresses the gradients of these activations. null is the method of `forward`; with
+    `threshold` gradients return at the positions of the forward message, and `{"method": "answer", ...}`
+    sets their type. Any other method compresses them by themselves.
 
-    If gradients need more or fewer bits than activations; [not with
-    threshold](quality.md#one-direction-alone).
+    If gradients need other bits than activations; [not with threshold](quality.md#one-direction-alone).
     """
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of first optimizer steps that use the host's own transfer.
+    """First optimizer steps that use the framework's own transfer.
 
     20 with `transform`; more if the loss still falls fast.
     """
     evaluation: bool = True
     """Also compress in forward-only passes. false evaluates the dense model.
 
-    `false` to compare with the dense model. A model that was trained with compression is best used with it.
+    `false` to compare. A model that was trained with compression is best used with it.
     """
 
     @model_validator(mode="after")
@@ -106,10 +105,10 @@ class PipelineConfig(ActivationConfig):
     boundary_sparsity: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
         default=(), strict=False, json_schema_extra={"allowed": "a list of numbers in [0, 1)"}
     )
-    """Sparsity of each boundary in order, in place of `forward.sparsity`. The last value is for the boundary
-    from the last stage to the first in interleaved schedules.
+    """Sparsity of each boundary in order, in place of `forward.sparsity`; the last value is for the
+    boundary from the last stage to the first in interleaved schedules.
 
-    0 for boundaries on fast links, more for those on the slow network.
+    0 for boundaries on fast links.
     """
 
     @model_validator(mode="after")
@@ -140,25 +139,25 @@ class TensorConfig(ActivationConfig):
     section_path = "dct.model_parallel.tensor"
 
     gather: bool = False
-    """With sequence parallelism, also compress the inputs of column-parallel layers. This costs more quality
-    than compressing the partial sums of row-parallel layers.
+    """With sequence parallelism, also compress the inputs of column-parallel layers, at more loss of
+    quality than the partial sums of row-parallel layers.
 
     If tensor parallelism crosses a slow network; compare the loss.
     """
     skip_first_layers: int = Field(default=0, ge=0)
-    """Number of first transformer layers that stay dense.
+    """First transformer layers that stay dense.
 
-    1 or 2 if quality falls: the first layers are the most sensitive.
+    1 or 2 if quality falls: they are the most sensitive.
     """
     skip_last_layers: int = Field(default=0, ge=0)
-    """Number of last transformer layers that stay dense.
+    """Last transformer layers that stay dense.
 
     If quality falls.
     """
 
 
 class ExpertsConfig(ActivationConfig):
-    """Tokens that are sent to experts on other ranks, the results, and their gradients."""
+    """Tokens that go to experts on other ranks, the results, and their gradients."""
 
     section_path = "dct.model_parallel.experts"
 
@@ -178,7 +177,7 @@ class ModelParallelConfig(Section):
     experts: ExpertsConfig = ExpertsConfig()
     """Between tokens and experts on other ranks."""
     expert_gradients: bool = False
-    """Also threshold the gradients of expert-parallel layers, as `data_parallel` says.
+    """Also compress the gradients of expert-parallel layers, as `data_parallel` says.
 
     If these gradients send most of the bytes; compare the loss.
     """
