@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 from dct_plugin.integrations.host.refusals import REFUSALS
 
-_BEGIN, _END = (f"<!-- generated from the rows of hosts: {place} -->" for place in ("begin", "end"))
+_BEGIN, _END = (f"<!-- generated from the rows of frameworks: {place} -->" for place in ("begin", "end"))
 _KEYS_BEGIN, _KEYS_END = (f"<!-- generated from the rows of keys: {place} -->" for place in ("begin", "end"))
 
 
 class State(Enum):
     """The runs that a row of the table has behind it."""
 
-    CPU = "run on CPU"
-    GPU = "run on CPU and on a GPU"
-    STUB = "run on CPU with a stub"
-    REFUSED = "refused by name"
+    CPU = "CPU"
+    GPU = "CPU, GPU"
+    STUB = "CPU, stub"
+    REFUSED = "refused"
 
 
 class Row(NamedTuple):
@@ -108,9 +108,9 @@ ROWS = (
 class Effect(Enum):
     """The effect of a key in a training of four steps."""
 
-    WEIGHTS = "the weights"
-    BYTES = "the bytes"
-    NONE = "nothing in a healthy run"
+    WEIGHTS = "weights"
+    BYTES = "bytes"
+    NONE = "nothing"
     REFUSED = "refused"
 
 
@@ -188,7 +188,7 @@ def _between(page: str, begin: str, end: str, table: str) -> str:
 
 def updated(page: str) -> str:
     """Return the page with the tables of these rows."""
-    lines = ["| host | parallelism | optimizer | state |", "|---|---|---|---|"]
+    lines = ["| framework | parallelism | optimizer | state |", "|---|---|---|---|"]
     lines += [f"| {row.host} | {row.parallelism} | {row.optimizer} | {row.state.value} |" for row in ROWS]
     page = _between(page, _BEGIN, _END, "\n".join(lines))
     return _between(page, _KEYS_BEGIN, _KEYS_END, key_table())

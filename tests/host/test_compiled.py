@@ -43,9 +43,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 
 #: Words of errors, and the result for the table.
 REFUSALS = {
-    "optimize_ddp = 'python_reducer' has": "refused by name",
-    "under torch's compiled autograd FSDP2": "refused by name",
-    "dct does not work with compiled autograd": "refused by name",
+    "optimize_ddp = 'python_reducer' has": "refused",
+    "under torch's compiled autograd FSDP2": "refused",
+    "dct does not work with compiled autograd": "refused",
     "not compatible with C++ DDP Reducer": "torch refuses it: DDP's reducer is no part of a graph",
 }
 
@@ -414,7 +414,7 @@ def _trainings(rank: int, world_size: int, host: str, weekly: bool) -> list[str]
             assert counters["stats"]["unique_graphs"], "nothing was compiled"
             expected = _end(training, _leave, rank) if training in APART else plain
             assert torch.equal(end, expected), (training.__name__, (end - expected).abs().max())
-            results.append("equal to the uncompiled training")
+            results.append("equal")
         except Unsupported:
             results.append("torch refuses it: hooks are no part of a graph")
         except (dct_plugin.ConfigError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""The table of hosts in ``docs/support.md``: its rows name tests that exist, and the page has them."""
+"""The table of frameworks in ``docs/support.md``: its rows name tests that exist, and the page has them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support_table import ROWS, Row, updated
 
 def test_the_page_is_generated_from_the_rows() -> None:
     page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
-    assert "generated from the rows of hosts" in page
+    assert "generated from the rows of frameworks" in page
     assert updated(page) == page, "run python docs/support_table.py"
 
 
