@@ -22,7 +22,7 @@ SPARSE = {"data_parallel": {"sparsity": 0.9, "min_numel": 16}}
 
 
 def example() -> str:
-    """The host's code; the page's other block is of another chapter."""
+    """The training loop's code; the page's other block is of another chapter."""
     codes = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
     (code,) = (code for code in codes if "class AveragedGradients" in code)
     return str(code)
