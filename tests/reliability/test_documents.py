@@ -122,3 +122,26 @@ def test_the_page_of_the_api_names_what_exists() -> None:
     names += re.findall(r"autoclass:: ([\w.]+)", text)
     dotted = [re.sub(r"\(.*", "", code) for code in _code("api") if code.startswith("dct_plugin.")]
     assert [name for name in (*names, *dotted) if "." in name and not _exists(name)] == []
+
+
+def _texts(folder: Path) -> str:
+    """Return the constant texts of all modules of a folder, with a line break between them."""
+    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in folder.rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    return "\n".join(
+        node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
+def test_messages_of_the_page_of_troubleshooting_exist() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    texts, missing = _texts(ROOT / "dct_plugin"), []
+    cells = re.findall(r"^\| (`.*?`) \| ", page, re.M)
+    assert len(cells) > 40
+    for cell in cells:
+        messages = [re.findall(r"[^\s`]+", message) for message in re.findall(r"`([^`]+)`", cell)]
+        # Names and numbers are examples: three words in a row are the message's own.
+        runs = [" ".join(words[at : at + 3]) for words in messages for at in range(max(1, len(words) - 2))]
+        if not any(len(run) >= 12 and run in texts for run in runs):
+            missing.append(cell)
+    assert not missing, missing
