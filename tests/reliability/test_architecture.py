@@ -26,6 +26,7 @@ from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.transport import collective
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+CONTRACTS = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[[tool.importlinter.contracts]]")
 WAYS = dict(re.findall(r"^## (The way of [^\n]*)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 
 
@@ -197,3 +198,24 @@ def test_folders_of_tests_are_those_of_the_modules() -> None:
     assert set(ELSEWHERE.values()) <= tests
     for path in (ROOT / "tests").glob("test_*.py"):
         assert path.stem.removeprefix("test_") in modules, path
+
+
+def test_the_modules_and_layers_of_the_page_are_the_code() -> None:
+    modules, layers = (block.strip("\n") for block in re.findall(r"^```\n(.*?)^```", PAGE, re.M | re.S)[:2])
+    folders, count = [ROOT], 0
+    for line in modules.splitlines():
+        if names := re.match(r"( *)((?:\w+/?, )*\w+/?)  +", line + "  "):
+            depth = len(names[1]) // 2
+            if depth > 2:
+                continue  # the end of a sentence
+            for name in names[2].split(", "):
+                path = folders[depth] / name.rstrip("/")
+                assert path.is_dir() if name.endswith("/") else path.with_suffix(".py").is_file(), name
+                folders[depth + 1 :] = [path]
+                count += 1
+    assert count >= 25
+    contract = next(text for text in CONTRACTS if 'name = "Layers"' in text)
+    allowed = [set(re.findall(r"\w+", row)) for row in re.findall(r'^    "(.*)",$', contract, re.M)]
+    drawn = [set(re.findall(r"\w+", layer)) for layer in layers.split("->")]
+    assert drawn[1:] == allowed[1:]
+    assert drawn[0] <= allowed[0]
