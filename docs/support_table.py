@@ -170,14 +170,34 @@ KEYS = (
 
 
 def key_table() -> str:
-    """Return the table of keys and frameworks."""
-    lines = [f"| key | value | {' | '.join(REFUSALS)} |", "|---|---|" + "---|" * len(REFUSALS)]
+    """Return the table of keys and frameworks; keys of the same effects share a row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
     for row in KEYS:
         cells = []
         for name, effect in row.effects.items():
             run = name in _RUN or effect is Effect.REFUSED
             cells.append(effect.value if run else "accepted")
-        lines.append(f"| `{row.key}` | `{row.value}` | {' | '.join(cells)} |")
+        rows.setdefault(tuple(cells), []).append(f"`{row.key}: {row.value}`")
+    lines = [f"| key: value | {' | '.join(REFUSALS)} |", "|---|" + "---|" * len(REFUSALS)]
+    lines += [f"| {', '.join(keys)} | {' | '.join(cells)} |" for cells, keys in rows.items()]
+    return "\n".join(lines)
+
+
+def framework_table() -> str:
+    """Return the table of frameworks: the combinations that were run, and those that are refused."""
+    frameworks = dict.fromkeys(row.host for row in ROWS)
+    columns = [State.GPU, State.CPU, State.STUB, State.REFUSED]
+    lines = [f"| framework | {' | '.join(state.value for state in columns)} |", "|---" * 5 + "|"]
+    for name in frameworks:
+        cells = [
+            "<br>".join(
+                f"{row.parallelism} ({row.optimizer})"
+                for row in ROWS
+                if row.host == name and row.state is state
+            )
+            for state in columns
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -188,9 +208,7 @@ def _between(page: str, begin: str, end: str, table: str) -> str:
 
 def updated(page: str) -> str:
     """Return the page with the tables of these rows."""
-    lines = ["| framework | parallelism | optimizer | state |", "|---|---|---|---|"]
-    lines += [f"| {row.host} | {row.parallelism} | {row.optimizer} | {row.state.value} |" for row in ROWS]
-    page = _between(page, _BEGIN, _END, "\n".join(lines))
+    page = _between(page, _BEGIN, _END, framework_table())
     return _between(page, _KEYS_BEGIN, _KEYS_END, key_table())
 
 
