@@ -129,15 +129,14 @@ class VerifyConfig(Section):
     section_path = "dct.data_parallel.verify"
 
     every: int = Field(default=1000, ge=1)
-    """Optimizer steps between two comparisons. The end of the dense start and the steps 1, 10 and 100 after
-    it are compared, too, and saves under DeepSpeed and Megatron. Optimizer states are not compared.
+    """Optimizer steps between two comparisons; also the end of the dense start, 1, 10 and 100 steps later,
+    and saves under DeepSpeed and Megatron ([what is compared](reliability.md#guard)).
 
     A comparison costs one pass over the tensors and a small all-gather.
     """
     action: Literal["stop", "warn", "resync"] = "stop"
-    """Action when trainable parameters differ: stop all ranks (stop), log it (warn), or copy the first
-    rank's (resync). All log the tensor and the rank. Differing frozen parameters and buffers are logged, or
-    copied (resync).
+    """Action when trainable parameters differ: stop all ranks, warn, or resync (copy the first rank's). All
+    log the tensor and the rank. Differing frozen parameters and buffers are logged, or copied.
 
     `resync` if the job must not stop.
     """
@@ -183,9 +182,8 @@ class ExpertSettings(Section):
     section_path = "dct.data_parallel.expert"
 
     threshold: Literal["sample", "topk", "fixed"] = "sample"
-    """Method that finds a threshold: a random sample, corrected at every step by a smaller one (sample);
-    the k-th largest magnitude (topk); or a random sample that is kept for `threshold_lifespan` steps
-    (fixed, as in the paper).
+    """Method: a random sample, corrected at every step by a smaller one (sample); the k-th largest
+    magnitude (topk); a random sample that is kept for `threshold_lifespan` steps (fixed, as in the paper).
     """
     threshold_lifespan: int = Field(default=1000, ge=1)
     """Most steps between two measurements of a threshold. Steps 1, 2, 4, 8, ... measure, too."""
@@ -219,27 +217,27 @@ class DataParallelConfig(Section):
     """
     sparsity: float = Field(default=0.99, ge=0, lt=1)
     """Share of the gradient entries (with `exchange_of` updates, of the weights' progress) that are not
-    sent in one step; 0 sends all. Without `sparsity`, `value_dtype`, `quality` and `adaptive` a training
-    gets [settings that lost nothing when they were measured](settings.md), if they are faster than dense.
-    `"auto"` is `"quality": "safe"` at 0.99.
+    sent in a step; 0 sends all. Without `sparsity`, `value_dtype`, `quality` and `adaptive` a training gets
+    [settings that lost nothing when measured](settings.md), if faster than dense. `"auto"` is `"quality":
+    "safe"` at 0.99.
 
     0.9 for quality, 0.99 on slow links, [less on many ranks](quality.md#many-compressors), 0 to measure the
     plugin's own cost.
     """
     quality: Literal["dense", "safe", "bytes", "if_faster"] | None = None
-    """Settings from which the plugin chooses the fastest by measurement: the dense exchange (dense);
-    sparsities that lost nothing measurable with this optimizer and number of ranks (safe); all sparsities
-    (bytes); or, once after the dense start, the settings as they are, all entries in int8, or the dense
-    exchange (if_faster, the rule where neither `sparsity` nor `value_dtype` is written). Else `sparsity` is
-    the highest sparsity, `value_dtype` the widest type. null takes the settings as they are.
+    """Settings from which the plugin takes the fastest by measurement: dense; safe (sparsities that lost
+    nothing measurable with this optimizer and number of ranks); bytes (all sparsities); or, once after the
+    dense start, if_faster (the settings, all entries in int8, or dense; the rule where neither `sparsity`
+    nor `value_dtype` is written). Else `sparsity` is the highest one, `value_dtype` the widest. null: the
+    settings as they are.
 
-    If the speed of the link is not known or changes ([how it decides](automatic.md)).
+    If the link's speed is unknown or changes ([how it decides](automatic.md)).
     """
     value_dtype: Literal[GradientType, "sign"] = "bf16"
-    """Type of the sent values. The rounding error stays in the residual. int8 has a scale per 256 values;
-    int4 and int2 have a sign and 8 or 2 levels between two scales; log4, only at sparsity 0, has a sign and
-    powers of 2^-0.75 in 4 bits and a scale per 32 values; sign, only for `exchange_of` updates, has the
-    mean magnitude of 256 values.
+    """Type of the sent values; the rounding error stays in the residual. int8: a scale per 256 values.
+    int4, int2: a sign and 8 or 2 levels between two scales. log4 (sparsity 0 only): a sign and powers of
+    2^-0.75 in 4 bits, a scale per 32 values. sign (`exchange_of` updates only): the mean magnitude of 256
+    values.
 
     `int8` or `int4` for fewer bytes: at 0.99 an entry with its position takes 16 or 12 bits instead of 24.
     `fp32` to see whether rounding matters.
@@ -248,52 +246,50 @@ class DataParallelConfig(Section):
     """Fewest entries of a compressed tensor. Smaller ones are sent dense, in their own type (fp32 in bf16
     to owners, beside 8 bits or fewer without a residual).
 
-    Lower if `gradient_small` sends most of the bytes, higher to keep more layers exact.
+    Lower if `gradient_small` sends most of the bytes.
     """
     feedback: Feedback = AutoFeedback()
-    """Treatment of entries that are not sent: they are added to the next gradient (local); also, that
-    gradient is taken at weights that anticipate them (step_ahead); or they are dropped (none). auto is
-    step_ahead with Adam, RMSprop and momentum, local with Adagrad, plain SGD and others.
+    """Treatment of unsent entries: added to the next gradient (local); also, that gradient is taken at
+    weights that anticipate them (step_ahead); dropped (none). auto: step_ahead with Adam, RMSprop and
+    momentum, else local.
 
     Leave it out; the log names the choice. `none` saves the residual's memory and usually costs quality.
     """
     residual_dtype: Literal["auto", "fp32", "bf16", "int8"] = "auto"
-    """Type of the residual: 4, 2 or 1.02 bytes per parameter and rank. bf16 and int8 (64 entries share an
-    exponent) are rounded stochastically, without a mean error. auto is int8 under ZeRO-3, else fp32.
+    """Type of the residual: 4, 2 or 1.02 bytes per parameter and rank; bf16 and int8 are rounded
+    stochastically, without a mean error. auto: int8 under ZeRO-3, else fp32.
 
     `int8` if memory is short ([its cost](quality.md#residuals-in-fewer-bytes)).
     """
     exchange: Literal["auto", "direct", "two_phase"] = "auto"
-    """Topology: every rank sends its message to all (direct), or owners sum the messages and send the sums
-    (two_phase). auto takes the one with fewer bytes; with `step_ahead`, direct on up to 4 ranks. Under
-    ZeRO-1 and 2 owners keep the sums.
-
-    To compare the two.
+    """Topology: all ranks send to all (direct), or owners sum the messages and send the sums (two_phase).
+    auto: fewer bytes; with `step_ahead` direct on up to 4 ranks. No effect under ZeRO-1 and 2, where owners
+    keep the sums.
     """
     nodes: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto", json_schema_extra={"allowed": '"auto" or an integer >= 1'}
     )
-    """Number of consecutive ranks that form a node. A node sums its gradients densely, and nodes exchange
-    messages. auto groups ranks by the machine's name; 1 is no nodes.
+    """Consecutive ranks that form a node, which sums its gradients densely before nodes exchange messages.
+    auto: ranks with one machine's name; 1: no nodes.
 
-    If the fast link does not join exactly the ranks of a machine ([guide](nodes.md)).
+    If the fast link joins other ranks ([guide](nodes.md)).
     """
     warmup_steps: int | None = Field(default=None, ge=0)
-    """First optimizer steps whose gradients are sent dense. null is 0. With feedback auto it is 40 with
-    step-ahead, 0 with Adagrad and plain SGD, else 60; at most a tenth of a run of known length.
+    """First optimizer steps whose gradients are sent dense. null is 0; with feedback auto 40 with
+    step-ahead, 0 with Adagrad and plain SGD, else 60, at most a tenth of a run of known length.
 
     Longer if the loss still falls fast after it.
     """
     sparsity_warmup_steps: int | None = Field(default=None, ge=0)
-    """Steps after the dense ones in which the density falls to its target (the ramp). null is 0. With
-    feedback auto it is 822 with step-ahead at 0.99, 0 with Adagrad and plain SGD, else 180; six tenths of a
-    run that is too short for that.
+    """Steps after the dense ones in which the density falls to its target (the ramp). null is 0; with
+    feedback auto 822 with step-ahead at 0.99, 0 with Adagrad and plain SGD, else 180, in shorter runs six
+    tenths of them.
 
     Longer if the loss rises when the dense steps end.
     """
     total_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps of the run. A short run gets a shorter start. null takes the number that the
-    framework or its scheduler knows.
+    """Optimizer steps of the run; a short run gets a shorter start. null: the number that the framework or
+    its scheduler knows.
 
     In runs of fewer than 900 steps, if the log says that the length is not known
     ([effect](quality.md#the-start-by-the-length-of-the-run)).
@@ -309,11 +305,11 @@ class DataParallelConfig(Section):
     )
     """`"exact"` sends the bf16 or fp16 weights whose bits changed, and loses nothing. `"int8"` has FSDP2 on
     one mesh, and ZeRO-3, gather from copies in int8, of which changed codes cross. An object has its
-    updates thresholded. null leaves the gather of weights to the framework. By default it is `"exact"`
-    where gradients are thresholded or in 8 bits or fewer, and the framework gathers bf16 or fp16 weights
+    updates thresholded. null leaves gathers to the framework. Default: `"exact"` where gradients are
+    thresholded or in 8 bits or fewer, and the framework gathers bf16 or fp16 weights
     ([frameworks](methods.md#exact-updates)).
 
-    An object if the network is the bottleneck, together with step-ahead ([its
+    An object if the network is the bottleneck, with step-ahead ([its
     cost](quality.md#updated-weights-under-zero-1)). null to measure what exact updates cost.
     """
     local_steps: Annotated[
@@ -329,9 +325,9 @@ class DataParallelConfig(Section):
     30 for links of 10 to 300 Mbit/s with long delays ([guide](local-steps.md)).
     """
     exchange_of: Literal["gradients", "updates"] = "gradients"
-    """Tensors that the ranks exchange in each step: gradients, or the progress of weights (updates), each
-    rank making its own optimizer's step. Unless `sparsity` or `value_dtype` is written, a sixteenth of the
-    progress crosses per step in `int4` with Adam, all of it in `sign` with Muon.
+    """Tensors that cross in each step: gradients, or the progress of weights (updates), each rank making
+    its own optimizer's step. By default a sixteenth of the progress crosses per step in `int4` with Adam,
+    all of it in `sign` with Muon.
 
     updates for fine-tuning with Adam at 1e-4 or less, and for Muon ([guide](updates.md)).
     """
@@ -341,9 +337,9 @@ class DataParallelConfig(Section):
     """Action when a gradient is not finite: pass it on, as without the plugin (pass), or skip the step on
     all ranks and restore the residuals (skip). fp16 loss scaling always skips.
 
-    `"skip"` for long runs in fp32 and bf16. It costs one pass over the gradients and a second copy of the
-    residuals. DDP and FSDP2 then also undo a step whose gradients the script clears without
-    `optimizer.step()`. Megatron needs `--no-check-for-nan-in-loss-and-grad`, a `DCTState` its optimizer.
+    `"skip"` for long runs in fp32 and bf16, for a pass over the gradients and a second copy of the
+    residuals. DDP and FSDP2 then also undo a step whose gradients the script clears. Megatron needs
+    `--no-check-for-nan-in-loss-and-grad`, a `DCTState` its optimizer.
     """
     expert: ExpertSettings = ExpertSettings()
     """Settings for tests and studies."""

@@ -37,11 +37,10 @@ class ActivationConfig(Section):
     [quality](quality.md#compressor-classes-for-activations)).
     """
     backward: TensorBackward | None = None
-    """Method that compresses the gradients of these activations. null is the method of `forward`; with
-    `threshold` gradients return at the positions of the forward message, and `{"method": "answer", ...}`
-    sets their type. Any other method compresses them by themselves.
+    """Method for the gradients of these activations. null is the method of `forward`; with `threshold`
+    gradients return at the forward positions, in the type of `{"method": "answer", ...}`.
 
-    If gradients need other bits than activations; [not with threshold](quality.md#one-direction-alone).
+    If gradients need other bits; [not with threshold](quality.md#one-direction-alone).
     """
     warmup_steps: int = Field(default=0, ge=0)
     """First optimizer steps that use the framework's own transfer.
