@@ -322,6 +322,18 @@ def _documented(rank: int, world_size: int, code: str) -> None:
     exec(code, {"rank": rank})
 
 
+def test_the_documented_sizes_of_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "megatron-hooks.md").read_text()
+    code = next(block.split("```")[0] for block in page.split("```python\n")[1:] if "FixedMessages" in block)
+    torch.manual_seed(1)
+    exec(code, {})
+    sizes = [tuple(map(int, line.split())) for line in capsys.readouterr().out.splitlines()]
+    assert {size[:2] for size in sizes} == {(19_866, 13_106)}
+    assert "19 866" in page
+    assert "13 106" in page
+    assert all(12_000 < size[2] <= 13_106 for size in sizes)
+
+
 @pytest.mark.slow
 def test_the_documented_example_runs() -> None:
     page = (ROOT / "docs" / "model-parallel.md").read_text()
