@@ -124,6 +124,18 @@ def test_the_page_of_the_api_names_what_exists() -> None:
     assert [name for name in (*names, *dotted) if "." in name and not _exists(name)] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_of_the_package_exist(page: Path) -> None:
+    """What blocks import, and what sentences name by its module."""
+    text = page.read_text(encoding="utf-8")
+    names = re.findall(r"`(dct_plugin(?:\.\w+)+)[`(]", text)
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+        for node in ast.walk(ast.parse(block.replace(", ...)", ")"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dct_plugin"):
+                names += [f"{node.module}.{alias.name}" for alias in node.names]
+    assert [name for name in names if not _exists(name)] == []
+
+
 def _texts(folder: Path) -> str:
     """Return the constant texts of all modules of a folder, with a line break between them."""
     trees = (ast.parse(file.read_text(encoding="utf-8")) for file in folder.rglob("*.py"))
