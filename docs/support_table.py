@@ -29,7 +29,7 @@ class State(Enum):
 class Row(NamedTuple):
     """One combination, and the tests that show it: ``folder/file::function`` below ``tests/``."""
 
-    host: str
+    framework: str
     parallelism: str
     optimizer: str
     state: State
@@ -185,7 +185,7 @@ def key_table() -> str:
 
 def framework_table() -> str:
     """Return the table of frameworks: the combinations that were run, and those that are refused."""
-    frameworks = dict.fromkeys(row.host for row in ROWS)
+    frameworks = dict.fromkeys(row.framework for row in ROWS)
     columns = [State.GPU, State.CPU, State.STUB, State.REFUSED]
     lines = [f"| framework | {' | '.join(state.value for state in columns)} |", "|---" * 5 + "|"]
     for name in frameworks:
@@ -193,7 +193,7 @@ def framework_table() -> str:
             "<br>".join(
                 f"{row.parallelism} ({row.optimizer})"
                 for row in ROWS
-                if row.host == name and row.state is state
+                if row.framework == name and row.state is state
             )
             for state in columns
         ]

@@ -117,10 +117,10 @@ class LocalStepsConfig(Section):
 
 
 def refuse(
-    host: str, why: str = "every rank has the whole optimizer, no weights are gathered after a step"
+    framework: str, why: str = "every rank has the whole optimizer, no weights are gathered after a step"
 ) -> ConfigError:
-    """Return the error for a host whose weights are not gathered, or not where they could be thresholded."""
-    return ConfigError(f"{ParametersConfig.section_path}: {host}: {why}; leave it out")
+    """Return the error for a framework whose gathers of weights are missing, or cannot be thresholded."""
+    return ConfigError(f"{ParametersConfig.section_path}: {framework}: {why}; leave it out")
 
 
 class VerifyConfig(Section):

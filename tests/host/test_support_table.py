@@ -15,7 +15,7 @@ def test_the_page_is_generated_from_the_rows() -> None:
     assert updated(page) == page, "run python docs/support_table.py"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.host}, {row.parallelism}, {row.optimizer}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.framework}, {row.parallelism}, {row.optimizer}")
 def test_a_row_names_tests(row: Row) -> None:
     for test in row.tests:
         file, _, function = test.partition("::")
