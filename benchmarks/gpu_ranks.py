@@ -72,7 +72,7 @@ def _reduced(device: str, kernels: KernelConfig, group: Any, exchange: str) -> l
         reducer.finish()
         reducer.end_step()
         found += [t[slice(*_quarters(t.numel())[rank][1:])] if scattered else t for _, t in entries]
-    return found + [stream.residual.current for stream in reducer.streams.values() if stream.residual]
+    return found + [stream.residual.current for stream in reducer.group.streams.values() if stream.residual]
 
 
 def _quarters(numel: int) -> list[Shard]:
@@ -158,7 +158,7 @@ def _failing(rank: int, folder: str, how: str) -> None:
     kernels = KernelConfig(backend=_joined(rank, 2, folder, timedelta(seconds=LIMIT)))
     config = DataParallelConfig(sparsity=0.95, feedback="local", exchange="two_phase")
     reducer = GradientReducer(config, device=DEVICE, kernels=kernels)
-    lost_peers.watch(reducer, lambda job: job.step)
+    lost_peers.watch(reducer, lambda job: job.group.step)
     began = time.perf_counter()
     try:
         for step in range(6):

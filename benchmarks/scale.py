@@ -166,12 +166,12 @@ def rank_costs(
     opened(reducer)
     for step in range(BEFORE + steps):
         gradient.copy_(noise[SHIFT * step :][:parameters])
-        before = reducer.exchange.counters()[0], posted()
+        before = reducer.group.exchange.counters()[0], posted()
         began = time.thread_time()
         reducer.all_reduce(entries, scale=1.0 / count)
         reducer.end_step()
         spent = time.thread_time() - began
-        found.append((spent, reducer.exchange.counters()[0] - before[0], posted() - before[1]))
+        found.append((spent, reducer.group.exchange.counters()[0] - before[0], posted() - before[1]))
     kept = held_bytes() - held
     return [(*each, kept) for each in found[BEFORE:]]
 

@@ -166,9 +166,9 @@ class Rank:
         nodes = None if per_node == 1 else nodes_of(self.rank, self.count, per_node)
         self.metrics = Metrics(MetricsConfig(every=10**9), rank=self.rank, world_size=self.count)
         self.reducer = GradientReducer(config, nodes, metrics=self.metrics)
-        if self.reducer.node is not None:
+        if self.reducer.group.node is not None:
             with one_process.apart():
-                _ = self.reducer.exchange.peers.group, self.reducer.node.exchange.peers.group
+                _ = self.reducer.group.exchange.peers.group, self.reducer.group.node.exchange.peers.group
         self.updates = None
         if config.parameters is not None:
             self.updates = ParameterUpdates(config, nodes, metrics=self.metrics)
@@ -212,7 +212,7 @@ class Rank:
         if self.ahead is not None:
             self.ahead.restore()
         entries = [(name, p.grad.view(-1)) for name, p in self.named.items() if p.grad is not None]
-        if self._power and self.reducer.step == COMMON["warmup_steps"]:
+        if self._power and self.reducer.group.step == COMMON["warmup_steps"]:
             self._factors = {name: self._factor(parameter) for name, parameter in self.named.items()}
         for name in self._factors:
             self.named[name].grad.mul_(self._factors[name])
@@ -237,7 +237,7 @@ class Rank:
         if self.ahead is not None:
             self.ahead.forget()
         self.reducer.end_step()
-        self.metrics.step(self.reducer.step)
+        self.metrics.step(self.reducer.group.step)
 
     def _spread(self) -> None:
         """Give the optimizer each reduced gradient in equal parts over some steps, this one and the next."""

@@ -79,8 +79,8 @@ class GatherChoice:
         group, step = self._group, self._step
         least = [min(s / count for s, count in self._times[way].values()) for way in (True, False)]
         agreed = torch.tensor(least, dtype=torch.float64, device=group.device)
-        with lost_ranks.reported("choice between gathers and exact updates", group.group, step):
-            dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group.group)
+        with lost_ranks.reported("choice between gathers and exact updates", group.process_group, step):
+            dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group.process_group)
         whole, exact = agreed.tolist()
         before, factor = bool(self._whole), {None: 1.0, True: 1 / _HYSTERESIS, False: _HYSTERESIS}
         self._whole, self._next_trial = exact > whole * factor[self._whole], step + PERIOD

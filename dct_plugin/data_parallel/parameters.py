@@ -37,7 +37,7 @@ from .stream_group import GroupOptions, Ranks, StreamGroup
 from .topology import OwnersToAll, WrittenTensor, naming_sender
 
 
-class ParameterUpdates(StreamGroup):
+class ParameterUpdates:
     """Brings working weights to their owners' master weights, all ranks to bitwise the same values.
 
     Args:
@@ -66,18 +66,18 @@ class ParameterUpdates(StreamGroup):
         self.config = given if isinstance(given, ParametersConfig) else ParametersConfig()
         sparsity, value_dtype = 0.0 if self.exact else self.config.sparsity, self.config.value_dtype
         changes = {"sparsity": sparsity, "value_dtype": value_dtype, "feedback": NoFeedback()}
-        super().__init__(config.model_copy(update=changes), ranks, **options)
+        self.group = group = StreamGroup(config.model_copy(update=changes), ranks, **options)
         self._between_nodes = None
-        if self.nodes is not None and gathers:
+        if group.nodes is not None and gathers:
             from .nodes.ranks import NodeRanks
             from .nodes.updates import UpdatesBetweenNodes
 
-            node = NodeRanks(self.nodes, self.device, config.min_numel, self.metrics)
-            self._between_nodes = UpdatesBetweenNodes(node, self.layout)
+            node = NodeRanks(group.nodes, group.device, config.min_numel, group.metrics)
+            self._between_nodes = UpdatesBetweenNodes(node, group.layout)
         self._cls = EXACT_CLASS if self.exact else "parameter"
-        self._exchanges = exchanges_of(self, self._cls)
-        self.choice = GatherChoice(self)
-        self._phase: OwnersToAll = ChangesToAll(self) if self.exact else MasterBroadcast(self)
+        self._exchanges = exchanges_of(group, self._cls)
+        self.choice = GatherChoice(group)
+        self._phase: OwnersToAll = ChangesToAll(group) if self.exact else MasterBroadcast(group)
 
     def full(self, dtype: torch.dtype) -> bool:
         """Return whether in this step the host is to gather weights of ``dtype`` by itself, in full.
@@ -85,30 +85,32 @@ class ParameterUpdates(StreamGroup):
         The same on all ranks. True in warm-up steps, every ``full_every`` steps, and where nothing would be
         saved or rounded. With exact updates, :attr:`choice` says it, in a collective now and then.
         """
-        every = self.config.full_every
-        if self.world_size == 1 or (every is not None and (self.step + 1) % every == 0):
+        every, group = self.config.full_every, self.group
+        if group.world_size == 1 or (every is not None and (group.step + 1) % every == 0):
             return True
         if self.exact:
-            return self.choice.is_whole(self.step)
-        if self.schedule.density(self.step) < 1.0:
+            return self.choice.is_whole(group.step)
+        if group.schedule.density(group.step) < 1.0:
             return False
-        lossless = self.value_dtype in (ValueDtype.FP32, ValueDtype.lossless(dtype))
-        return lossless or self.step < self.schedule.warmup_steps
+        lossless = group.value_dtype in (ValueDtype.FP32, ValueDtype.lossless(dtype))
+        return lossless or group.step < group.schedule.warmup_steps
 
     def record_full(self, numel: int, element_size: int) -> None:
         """The host has gathered ``numel`` weights in full: nothing is pending."""
         self.forget()
         # What a rank sends in a ring: the transport does not tell.
-        size = (self.world_size - 1) / self.world_size * numel * element_size
-        if self.metrics is not None and size:
-            self.metrics.record(Record("parameter_full", size, size, numel))
+        ranks, metrics = self.group.world_size, self.group.metrics
+        size = (ranks - 1) / ranks * numel * element_size
+        if metrics is not None and size:
+            metrics.record(Record("parameter_full", size, size, numel))
 
     def gather_whole(self, weights: Tensor) -> None:
         """Gather whole weights, 1-D, of which rank ``r`` has the ``r``-th part; a collective."""
-        self.agree("gather of weights")
-        with self.recorded("parameter_full") as exchange_record:
-            self.exchange.gather_into(weights.view(torch.uint8))
-            exchange_record.dense_bytes = (self.world_size - 1) * weights.nbytes / self.world_size
+        group = self.group
+        group.agree("gather of weights")
+        with group.recorded("parameter_full") as exchange_record:
+            group.exchange.gather_into(weights.view(torch.uint8))
+            exchange_record.dense_bytes = (group.world_size - 1) * weights.nbytes / group.world_size
             exchange_record.numel = weights.numel()
         self.forget()
 
@@ -135,8 +137,8 @@ class ParameterUpdates(StreamGroup):
         del self._phase.masters  # frees what exact updates were compared with
 
     def _update(self, entries: Sequence[tuple[str, Tensor, Sequence[Shard]]]) -> None:
-        between, exchanges = self._between_nodes, self._exchanges
-        with self.recorded(self._cls) as exchange_record:
+        between, exchanges, group = self._between_nodes, self._exchanges, self.group
+        with group.recorded(self._cls) as exchange_record:
             with exchanges.preparing():
                 if between is None:
                     sent = entries
@@ -146,9 +148,9 @@ class ParameterUpdates(StreamGroup):
                         for name, weights, shards in entries
                         for shard, owner in between.exchanged(shards)
                     ]
-                sparsity = Sparsity(self.schedule.density(self.step))
-                tensors = [PlannedTensor(n, t, s, self.is_small(n, t.numel()), sparsity) for n, t, s in sent]
-                plan = ReductionPlan(self.operation("parameters"), tensors)
+                sparsity = Sparsity(group.schedule.density(group.step))
+                tensors = [PlannedTensor(n, t, s, group.is_small(n, t.numel()), sparsity) for n, t, s in sent]
+                plan = ReductionPlan(group.operation("parameters"), tensors)
             exchanges.start([self._phase], plan, exchange_record).wait()
         exchanges.finish()
         if between is not None:
@@ -163,7 +165,7 @@ class ParameterUpdates(StreamGroup):
 
     def end_step(self, *, skipped: bool = False, loss_scale: float | None = None) -> None:
         """An optimizer step is over; one that was skipped has updated nothing."""
-        self.step += 1
+        self.group.step += 1
 
     def forget(self) -> None:
         """The host has brought working weights to the masters: nothing is pending."""
@@ -173,14 +175,14 @@ class ParameterUpdates(StreamGroup):
 
     def state_dict(self) -> dict[str, Any]:
         """Thresholds and counters of this rank; what is not sent yet follows from the weights."""
-        return {"step": self.step, "streams": self.streams.state_dict()}
+        return {"step": self.group.step, "streams": self.group.streams.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any] | None, *, step: int = 0) -> None:
         """Restore :meth:`state_dict`; None measures thresholds anew, ``step`` steps into the training."""
         self.forget()
         self.choice.clear()
-        self.step = step if state is None else int(state["step"])
-        self.streams.load({} if state is None else state["streams"])
+        self.group.step = step if state is None else int(state["step"])
+        self.group.streams.load({} if state is None else state["streams"])
 
 
 class MasterBroadcast(OwnersToAll):

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _Shards = Sequence[Sequence[Shard]]
 
 
-class GradientReducer(StreamGroup):
+class GradientReducer:
     """Sum of gradients over a data-parallel group by compressed messages.
 
     Every method that takes entries is a collective: all ranks of the group call it in the same order with
@@ -53,11 +53,14 @@ class GradientReducer(StreamGroup):
             whose ranks are summed densely before.
         transactional: Keep a second residual to undo skipped steps, as fp16 loss scaling and
             ``nonfinite_action: "skip"`` need.
-        loss_scale: Factor that the host multiplies into the gradients.
+        loss_scale: Factor that the framework multiplies into the gradients.
         optimizer: The optimizer of the gradients (``param_groups``), whose learning rates add-ons may follow.
         options: ``metrics``, which records bytes, density and times; ``device`` of the gradients;
             ``kernels``, the defaults when None; ``step``, optimizer steps so far, for a reducer that is made
             while the training runs.
+
+    Attributes:
+        group: The ranks, their streams and their exchange.
     """
 
     def __init__(
@@ -71,26 +74,26 @@ class GradientReducer(StreamGroup):
         **options: Unpack[GroupOptions],
     ) -> None:
         transactional = transactional or config.nonfinite_action == "skip"
-        super().__init__(config, ranks, transactional=transactional, **options)
-        self.config, self.loss_scale = self.settings, loss_scale
+        self.group = group = StreamGroup(config, ranks, transactional=transactional, **options)
+        self.config, group.loss_scale = config, loss_scale
         self._sends_gradients = config.exchange_of == "gradients"
         self.flushed = False
         """True if a step has brought all that residuals held, after :meth:`flush`."""
         self.node_sums: NodeSums | None = None
-        if self.nodes is not None:
+        if group.nodes is not None:
             from .nodes.ranks import NodeRanks
 
-            self.node = NodeRanks(self.nodes, self.device, self.settings.min_numel, self.metrics)
-        self.topologies = Topologies(self)
-        self.add_ons = AddOns(ReducerContext(self, self.config, self.topologies, optimizer))
-        self.planner = Planner(self, self.topologies, self.add_ons)
-        self.dense_sums = DenseSums(self)
-        self.exchanges = exchanges_of(self, "gradient", self.add_ons.show_sums)
-        if self.node is not None:
+            group.node = NodeRanks(group.nodes, group.device, config.min_numel, group.metrics)
+        self.topologies = Topologies(group)
+        self.add_ons = AddOns(ReducerContext(group, config, self.topologies, optimizer))
+        self.planner = Planner(group, self.topologies, self.add_ons)
+        self.dense_sums = DenseSums(group)
+        self.exchanges = exchanges_of(group, "gradient", self.add_ons.show_sums)
+        if group.node is not None:
             from .nodes.sums import NodeSums
 
-            self.node_sums = NodeSums(self.node, self, self.exchanges.preparing)
-        self.begin_step(self.step)
+            self.node_sums = NodeSums(group.node, group, self.exchanges.preparing)
+        self.begin_step(group.step)
 
     # -- collectives ---
 
@@ -155,9 +158,9 @@ class GradientReducer(StreamGroup):
         """Add to the residuals what an exchange left in these tensors, where no rank used it."""
         for name, tensor in entries:
             flat = as_flat(tensor)
-            if self.node is not None:
-                flat = flat[slice(*self.node.part(name, flat.numel()))]
-            self.streams.add_to_residual(name, flat)
+            if self.group.node is not None:
+                flat = flat[slice(*self.group.node.part(name, flat.numel()))]
+            self.group.streams.add_to_residual(name, flat)
             for each in self.add_ons:
                 each.returned(name, tensor)
 
@@ -168,13 +171,13 @@ class GradientReducer(StreamGroup):
         self.planner.sends_all = True
         local = self.add_ons.local_steps
         if local is not None and (unsent := local.entries(last=True)):
-            self.set_value_dtype("int8")
-            self.all_reduce(unsent, scale=1.0 / self.group_size)
+            self.group.set_value_dtype("int8")
+            self.all_reduce(unsent, scale=1.0 / self.group.group_size)
             local.step()
         for each in self.add_ons:
             each.flush()
-        self.set_value_dtype("fp32")
-        self.begin_step(self.step)
+        self.group.set_value_dtype("fp32")
+        self.begin_step(self.group.step)
 
     # -- the steps of a reduction ---
 
@@ -193,16 +196,16 @@ class GradientReducer(StreamGroup):
 
     def keep(self, entries: Entries, scale: float) -> None:
         """Leave gradients as those of this rank alone, if they stay there in this step."""
-        local = self.add_ons.local_steps
+        local, group = self.add_ons.local_steps, self.group
         if local is None or not local.alone:
             return
-        factor = scale * self.group_size * local.shorten([name for name, _ in entries])
+        factor = scale * group.group_size * local.shorten([name for name, _ in entries])
         for _, tensor in entries if factor != 1.0 else ():
             tensor.mul_(factor)
-        if self.metrics is not None and local.counted < 1:  # the exchange of progress counts for the rest
+        if group.metrics is not None and local.counted < 1:  # the exchange of progress counts for the rest
             nbytes = (1 - local.counted) * sum(tensor.nbytes for _, tensor in entries)
-            dense = bytes_sent("all_reduce", nbytes, self.world_size, gloo=self.device.type == "cpu")
-            self.metrics.record(Record("gradient_local", dense))
+            dense = bytes_sent("all_reduce", nbytes, group.world_size, gloo=group.device.type == "cpu")
+            group.metrics.record(Record("gradient_local", dense))
 
     def shared_weight(self, name: str, own: Tensor) -> Tensor:
         """Return a weight as all ranks hold it: the common one under local steps, else ``own``."""
@@ -228,35 +231,36 @@ class GradientReducer(StreamGroup):
         if self.is_dense:
             self.dense_sums.end_step(skipped=skipped)
         self.flushed |= self.planner.sends_all and not skipped
-        if self.metrics is not None:
-            self.metrics.starting = self.schedule.starting(self.step)
+        group = self.group
+        if group.metrics is not None:
+            group.metrics.starting = group.schedule.starting(group.step)
         if reduced_at is not None:
-            self.loss_scale = reduced_at
+            group.loss_scale = reduced_at
         self.add_ons.earlier.clear()
         if self._sends_gradients:
-            self.streams.end_step(self.waiting, skipped=skipped)
+            group.streams.end_step(group.waiting, skipped=skipped)
         for each in self.add_ons:
-            each.end_step(skipped=skipped and self.streams.transactional)
+            each.end_step(skipped=skipped and group.streams.transactional)
         if skipped and self.config.nonfinite_action == "skip":
-            self.nonfinite_reported = False  # the next one may be another rank's and parameter's
+            group.nonfinite_reported = False  # the next one may be another rank's and parameter's
         if loss_scale is not None:
             self.rescale(loss_scale)
-        self.begin_step(self.step + 1)
+        self.begin_step(group.step + 1)
         self._exchange_progress()
 
     def begin_step(self, step: int) -> None:
         """Decide what the reductions of a step have in common; ``step`` is the number of those before it."""
-        self.step = step
+        self.group.step = step
         self.planner.begin_step()
         self.add_ons.begin_step()
         starting = step < self.config.dense_steps
-        self.is_dense = self.world_size == 1 or starting or self.add_ons.dense
+        self.is_dense = self.group.world_size == 1 or starting or self.add_ons.dense
         """True if gradients of this step are summed densely."""
 
     def _exchange_progress(self) -> None:
         local = self.add_ons.local_steps
         if local is not None and local.due:
-            self.all_reduce(local.entries(), scale=1.0 / self.group_size)
+            self.all_reduce(local.entries(), scale=1.0 / self.group.group_size)
             local.step()
 
     def undo(self, names: Collection[str], *, lost: bool) -> None:
@@ -268,7 +272,7 @@ class GradientReducer(StreamGroup):
                 in one, and cannot be told apart any more: residuals are set to zero.
         """
         self.finish()
-        for stream in self.streams.of(names):
+        for stream in self.group.streams.of(names):
             stream.end_step(skipped=True)
             if lost and stream.residual is not None:
                 stream.residual.clear()
@@ -278,7 +282,7 @@ class GradientReducer(StreamGroup):
     def commit(self, names: Collection[str]) -> None:
         """Close the step of these tensors, whose optimizer stepped after the step was counted."""
         self.finish()
-        for stream in self.streams.of(names) if self.streams.transactional else ():
+        for stream in self.group.streams.of(names) if self.group.streams.transactional else ():
             stream.end_step()
         self._exchange_progress()
 
@@ -293,9 +297,9 @@ class GradientReducer(StreamGroup):
         """Note between two steps that the coming gradients are multiplied by ``loss_scale``. Residuals and
         thresholds follow where they lie (exact for powers of 2).
         """
-        ratio, self.loss_scale = loss_scale / self.loss_scale, loss_scale
+        ratio, self.group.loss_scale = loss_scale / self.group.loss_scale, loss_scale
         if ratio != 1.0 and self._sends_gradients:
-            self.streams.rescale(ratio)
+            self.group.streams.rescale(ratio)
             for each in self.add_ons:
                 each.rescale(ratio)
 
@@ -303,11 +307,11 @@ class GradientReducer(StreamGroup):
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals, thresholds and counters of this rank (each rank has its own)."""
-        streams = self.streams.state_dict()
-        state = {"step": self.step, "loss_scale": self.loss_scale, "streams": streams}
+        streams = self.group.streams.state_dict()
+        state = {"step": self.group.step, "loss_scale": self.group.loss_scale, "streams": streams}
         state |= {each.key: each.state_dict() for each in self.add_ons if each.key}
-        if self.node is not None:
-            state |= {"layout": self.layout, "parts": self.node.state_dict(streams)}
+        if self.group.node is not None:
+            state |= {"layout": self.group.layout, "parts": self.group.node.state_dict(streams)}
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, loss_scale: float | None = None) -> None:
@@ -321,32 +325,33 @@ class GradientReducer(StreamGroup):
         Raises:
             DCTError: The state is that of other nodes.
         """
-        if state.get("parts") and state["layout"] != self.layout:
+        if state.get("parts") and state["layout"] != self.group.layout:
             raise DCTError(
                 f"rank {dist.get_rank()}: the state was saved with the nodes {state['layout']}, they are "
-                f"{self.layout or 'none'} now; save and load files, which spread the residuals anew"
+                f"{self.group.layout or 'none'} now; save and load files, which spread the residuals anew"
             )
         self.finish()
         self.dense_sums.forget()
-        self.loss_scale = scale = state["loss_scale"] if loss_scale is None else loss_scale
-        self.step = state["step"]
+        self.group.loss_scale = scale = state["loss_scale"] if loss_scale is None else loss_scale
+        self.group.step = state["step"]
         if self._sends_gradients:
             state = checkpoint.in_unit(state, scale / state["loss_scale"])
         loaded = dict(state["streams"])
-        if self.node is not None:
-            loaded = self.node.own_parts(loaded, state.get("parts"))
-        self.streams.load(loaded)
+        if self.group.node is not None:
+            loaded = self.group.node.own_parts(loaded, state.get("parts"))
+        self.group.streams.load(loaded)
         for each in self.add_ons:
             if each.key:
                 saved = each.in_unit(state.get(each.key), state.get("ratio", 1.0))
-                each.load_state_dict(saved, step=self.step)
-        self.begin_step(self.step)
+                each.load_state_dict(saved, step=self.group.step)
+        self.begin_step(self.group.step)
         kept = sum(each.get("residual") is not None for each in loaded.values())
         # torchft restores states in mid-run, and may have no default process group.
-        is_first = isinstance(self.exchange.peers, GroupPeers) and dist.get_rank() == 0
-        if self.step and (kept or not loaded) and is_first:
-            what = f"the residuals of {kept} tensors, for {self.world_size} ranks or nodes"
-            logger.warning(f"dct: resumed at step {self.step} with {what}; {self.schedule.rest(self.step)}")
+        is_first = isinstance(self.group.exchange.peers, GroupPeers) and dist.get_rank() == 0
+        if self.group.step and (kept or not loaded) and is_first:
+            what = f"the residuals of {kept} tensors, for {self.group.world_size} ranks or nodes"
+            step, rest = self.group.step, self.group.schedule.rest(self.group.step)
+            logger.warning(f"dct: resumed at step {step} with {what}; {rest}")
 
 
 class Reduction:
@@ -377,7 +382,7 @@ class Reduction:
         reducer, entries, shards = self._reducer, self._entries, self._shards
         scale, exchange_record = self._scale, self._exchange_record
         self._exchanges = []
-        with reducer.recording(exchange_record):
+        with reducer.group.recording(exchange_record):
             if reducer.node_sums is not None:
                 entries, shards = reducer.node_sums.reduce_in_node(entries, shards, exchange_record)
             with self._telling_node():
@@ -398,15 +403,15 @@ class Reduction:
         if self._exchanges is None:
             self.post()
         reducer = self._reducer
-        with reducer.recording(self._exchange_record), self._telling_node():
+        with reducer.group.recording(self._exchange_record), self._telling_node():
             for exchange in self._exchanges or ():
                 exchange.wait()
             if reducer.node_sums is not None:
                 reducer.node_sums.gather_in_node(self._exchange_record)
-        if reducer.metrics is not None:
-            reducer.metrics.record(self._exchange_record)
+        if reducer.group.metrics is not None:
+            reducer.group.metrics.record(self._exchange_record)
 
     def _telling_node(self) -> AbstractContextManager[Any]:
         """Surround work whose results the other ranks of the node wait for: they are told of an error."""
-        node = self._reducer.node
+        node = self._reducer.group.node
         return nullcontext() if node is None else node.failing_together()

@@ -79,7 +79,7 @@ class StreamGroup:
         self.nodes = ranks if isinstance(ranks, Nodes) else None
         group = ranks.group if isinstance(ranks, Nodes) else ranks
         peers = group if isinstance(group, Peers) else GroupPeers(group)
-        self.group = None if isinstance(group, Peers) else group
+        self.process_group = None if isinstance(group, Peers) else group
         self.layout = layout_of(self.nodes)
         self.node: NodeRanks | None = None
         """The ranks of this rank's node, if gradients are summed there first."""

@@ -111,9 +111,6 @@ class CpuBackend(Backend):
         self.threads = threads
         self._local = threading.local()
 
-    def __repr__(self) -> str:
-        return f"CpuBackend(isa={self.isa!r}, path={str(self.path)!r})"
-
     @property
     def isa(self) -> str:
         return ISA_NAMES[self._library.status("dct_isa", -1)]
@@ -230,15 +227,14 @@ class CpuBackend(Backend):
     def sample_threshold(
         self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
     ) -> float:
-        wanted = keep_fraction, num_samples, seed & (2**64 - 1)
-        return self._threshold("dct_sample_threshold", grad, residual, *wanted)
+        tau, wanted = c_float(), (keep_fraction, num_samples, seed & (2**64 - 1))
+        entries = grad, GRAD_CODES[grad.dtype], residual, grad.numel()
+        self._call("dct_sample_threshold", *entries, *wanted, byref(tau))
+        return tau.value
 
     def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> float:
-        return self._threshold("dct_exact_threshold", grad, residual, k)
-
-    def _threshold(self, name: str, grad: Tensor, residual: Tensor | None, *wanted: float) -> float:
-        tau = c_float()
-        self._call(name, grad, GRAD_CODES[grad.dtype], residual, grad.numel(), *wanted, byref(tau))
+        tau, entries = c_float(), (grad, GRAD_CODES[grad.dtype], residual, grad.numel())
+        self._call("dct_exact_threshold", *entries, k, byref(tau))
         return tau.value
 
     def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:

@@ -205,12 +205,12 @@ def _trained(rank: int, world_size: int) -> dict[str, Any]:
     )
 
     def median(self: AutomaticSparsity) -> float:
-        times = _SLOW if reducer.step < _STEPS // 2 else _FAST
+        times = _SLOW if reducer.group.step < _STEPS // 2 else _FAST
         # The first rank is the slowest one: all must follow it.
-        return largest(reducer, [times.get(self.current, 3.0) / (1 + rank)])[0]
+        return largest(reducer.group, [times.get(self.current, 3.0) / (1 + rank)])[0]
 
     def probe(_: StreamGroup) -> Link:
-        return Link(1e-4, 1e-6 if reducer.step < _STEPS // 2 else 1e-12)
+        return Link(1e-4, 1e-6 if reducer.group.step < _STEPS // 2 else 1e-12)
 
     allowed = [DENSE, GENTLE, STRONG]
     with (
@@ -246,7 +246,7 @@ def _trained(rank: int, world_size: int) -> dict[str, Any]:
             spread.all_reduce([("weight", zeros)])
             arrived += zeros
             spread.end_step()
-        residual = reducer.streams["weight"].residual
+        residual = reducer.group.streams["weight"].residual
         return {
             "loaded": unpacked(loaded),
             "arrived": arrived,
@@ -334,8 +334,8 @@ def _decided_once(rank: int, world_size: int, fastest: str) -> dict[str, Any]:
     )
 
     def median(self: AutomaticSparsity) -> float:
-        ramp = 1.0 if fastest == "late" and self._has_decided and reducer.step < 35 else 0.0
-        return largest(reducer, [(ramp + _FASTEST[fastest][self.current]) / (1 + rank)])[0]
+        ramp = 1.0 if fastest == "late" and self._has_decided and reducer.group.step < 35 else 0.0
+        return largest(reducer.group, [(ramp + _FASTEST[fastest][self.current]) / (1 + rank)])[0]
 
     share = 0.0 if fastest == "predicted slower" else 0.5  # of the seconds of a dense step, in its reductions
     with (
@@ -362,9 +362,9 @@ def _decided_once(rank: int, world_size: int, fastest: str) -> dict[str, Any]:
         resumed.load_state_dict(reducer.state_dict())
         return {
             "setting": automatic.current,
-            "resumed": (add_on_of(resumed, AutomaticSparsity).current, resumed.stays_dense),
-            "dense": reducer.stays_dense,
-            "streams": len(reducer.streams) + len(resumed.streams.loaded),
+            "resumed": (add_on_of(resumed, AutomaticSparsity).current, resumed.group.stays_dense),
+            "dense": reducer.group.stays_dense,
+            "streams": len(reducer.group.streams) + len(resumed.group.streams.loaded),
             "decisions": [event["setting"] for event in events],
             "densities": densities,
             "given": given,

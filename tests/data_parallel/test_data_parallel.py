@@ -75,7 +75,7 @@ def _sum_of_everything(rank: int, world_size: int, exchange: str, dtype: torch.d
             arrived[name] += tensor.double()
         engine.end_step()
     kept = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
-    for key, stream in engine.streams.items():
+    for key, stream in engine.group.streams.items():
         name, _, part = key.partition("[")
         residual = stream.residual.current.double() if stream.residual is not None else None
         if residual is None:
@@ -207,7 +207,7 @@ def _reduce_scatter(rank: int, world_size: int) -> bool:
         total_arrived[own.start : own.stop] = mine[own.start : own.stop]
         dist.all_reduce(total_arrived)
         total -= total_arrived / world_size  # every rank subtracts its share of what arrived anywhere
-    kept = thresholded.streams["w"].residual.current.clone()  # type: ignore[union-attr]
+    kept = thresholded.group.streams["w"].residual.current.clone()  # type: ignore[union-attr]
     dist.all_reduce(total)
     dist.all_reduce(kept)
     assert total.allclose(kept, atol=1e-4)
@@ -224,17 +224,18 @@ def _poisoned(rank: int, world_size: int, exchange: str, kept_in: str) -> dict[s
     engine = GradientReducer(config, transactional=True)
     engine.all_reduce(list(tensors(rank, 0).items()))
     engine.end_step()
-    before = {name: s.residual.current.clone() for name, s in engine.streams.items()}  # type: ignore[union-attr]
+    before = {name: s.residual.current.clone() for name, s in engine.group.streams.items()}  # type: ignore[union-attr]
     mine = tensors(rank, 1)
     if rank == world_size - 1:
         mine["layer"][7] = float("inf")
     engine.all_reduce(list(mine.items()))
     overflow = not all(bool(t.isfinite().all()) for t in mine.values())
     engine.end_step(skipped=True)
-    same = all(torch.equal(before[name], engine.streams[name].residual.current) for name in before)  # type: ignore[union-attr]
-    finite = all(bool(s.residual.current.isfinite().all()) for s in engine.streams.values())  # type: ignore[union-attr]
+    streams: Any = engine.group.streams
+    same = all(torch.equal(before[name], streams[name].residual.current) for name in before)
+    finite = all(bool(stream.residual.current.isfinite().all()) for stream in streams.values())
     engine.end_step(loss_scale=0.5)
-    halved = all(torch.equal(before[name] / 2, engine.streams[name].residual.current) for name in before)  # type: ignore[union-attr]
+    halved = all(torch.equal(before[name] / 2, streams[name].residual.current) for name in before)
     return {"overflow": overflow, "same": same, "finite": finite, "halved": halved}
 
 
@@ -318,7 +319,7 @@ def _in_pieces(rank: int, world_size: int, kept: int, kind: str) -> tuple[list[t
                 engine.all_reduce(list(mine.items()))
                 found += mine.values()
             engine.end_step()
-    found += [s.residual.current for s in engine.streams.values() if s.residual is not None]
+    found += [s.residual.current for s in engine.group.streams.values() if s.residual is not None]
     return found, len(chunks)
 
 
@@ -406,7 +407,7 @@ def _one_fails(rank: int, world_size: int, exchange: str) -> None:
     engine.all_reduce(list(mine.items()))
     if rank == 1:
         mine["layer"] = torch.randn(SIZES["layer"] + 1)  # its stream refuses another size
-        engine.streams["layer"].name = "layer"
+        engine.group.streams["layer"].name = "layer"
     engine.all_reduce(list(mine.items()))
 
 
@@ -458,9 +459,9 @@ def _warm_up_then_metrics(rank: int, world_size: int, path: str) -> None:
         time.sleep(0.02 * rank)  # the other rank waits
         engine.all_reduce(list(tensors(rank, step).items()))
         engine.end_step()
-        engine.metrics.step(engine.step)  # type: ignore[union-attr]
-        before.append(engine.exchange.counters()[0])
-    engine.metrics.close()  # type: ignore[union-attr]
+        engine.group.metrics.step(engine.group.step)  # type: ignore[union-attr]
+        before.append(engine.group.exchange.counters()[0])
+    engine.group.metrics.close()  # type: ignore[union-attr]
 
 
 def test_metrics_add_up_to_the_bytes_sent(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_changed_loss_scale_scales_residuals_where_they_lie(residual_dtype: st
     for reducer in reducers:
         reducer.all_reduce([("layer", tensor(40_001, 0))])
         reducer.end_step()
-    plain, scaled = (reducer.streams["layer"].residual for reducer in reducers)
+    plain, scaled = (reducer.group.streams["layer"].residual for reducer in reducers)
     assert plain is not None
     assert scaled is not None
     before, held = OnDevice.reads, scaled._newest

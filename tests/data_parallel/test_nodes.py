@@ -86,7 +86,11 @@ def _reduces(rank: int, world_size: int) -> dict[str, Any]:
             sparse.end_step()
             metrics.step(step + 1)
         found[f"{exchange} 0.9"] = torch.cat([t.float() for t in entries.values()])
-        own = {n: s.residual.current.numel() for n, s in sparse.streams.items() if n in SIZES and s.residual}
+        own = {
+            n: s.residual.current.numel()
+            for n, s in sparse.group.streams.items()
+            if n in SIZES and s.residual
+        }
         assert own == ({"a": 49_984, "b": 19_968}, {"a": 50_017, "b": 20_032})[rank % 2]  # half of the model
         summary = metrics.summary()
         # Inside the node: half of every large tensor for the means, and once more for the sums.
@@ -107,7 +111,7 @@ def test_sums_are_those_of_a_flat_exchange_and_bitwise_the_same_on_all_ranks() -
 
 def _spreads(rank: int, world_size: int, folder: str, per_node: int, save: bool) -> dict[str, Any]:
     group = reducer(per_node, sparsity=0.9, exchange="two_phase")
-    layout = layout_of(group.nodes)
+    layout = layout_of(group.group.nodes)
     if save:
         for step in range(3):
             group.all_reduce(list(gradients(rank, step).items()), scale=1 / world_size)
@@ -295,7 +299,7 @@ def _fails(rank: int, world_size: int, kind: str) -> str:
         entries = {"c": entries.pop("a"), **entries}
     elif rank == 1:
         phase = group.topologies.all_reduce.phases[0]
-        failing = group.node.transport if kind == "fails inside" else phase
+        failing = group.group.node.transport if kind == "fails inside" else phase
         assert failing is not None
         failing._write = failing.encode = lambda *_: 1 / 0  # type: ignore[union-attr, method-assign]
     try:

@@ -371,7 +371,7 @@ def _ways(rank: int, world_size: int, nodes: int, path: Path, name: str) -> tupl
     )
     updates = ParameterUpdates(config, nodes_of(config, None), metrics=metrics)
     each, way, times = gather_choice.WHOLE + gather_choice.EXACT + 3, "", TIMES[name]
-    given_times.give(lambda whole: times(rank, updates.step // each, updates.step)[not whole], 3)
+    given_times.give(lambda whole: times(rank, updates.group.step // each, updates.group.step)[not whole], 3)
     for _ in range(5 * each):
         whole = updates.full(torch.bfloat16)
         way += "w" if whole else "e"
@@ -402,7 +402,7 @@ def damaged_update(rank: int, world_size: int) -> str:
     updates = ParameterUpdates(DataParallelConfig.of(parameters="exact"))
     working, each = torch.zeros(8000, dtype=torch.bfloat16), 8000 // world_size
     working[rank * each :][:each] = 0.5
-    encode = updates.backend.encode_changes
+    encode = updates.group.backend.encode_changes
 
     def damage(wanted: torch.Tensor, held: torch.Tensor, out: torch.Tensor) -> Any:
         stats = encode(wanted, held, out)
@@ -410,7 +410,7 @@ def damaged_update(rank: int, world_size: int) -> str:
         return stats
 
     if rank == 1:
-        updates.backend.encode_changes = damage  # type: ignore[method-assign]
+        updates.group.backend.encode_changes = damage  # type: ignore[method-assign]
     try:
         before = torch.zeros(each, dtype=torch.bfloat16)
         updates.update([("all", working, shards_in(0, 8000, each))], lambda name: before)
@@ -418,7 +418,7 @@ def damaged_update(rank: int, world_size: int) -> str:
         assert rank == 1 or not working[each:].any()
         return str(error)
     finally:
-        updates.backend.encode_changes = encode  # type: ignore[method-assign]
+        updates.group.backend.encode_changes = encode  # type: ignore[method-assign]
     return ""
 
 

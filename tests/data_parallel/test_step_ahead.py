@@ -715,7 +715,7 @@ def _owners(rank: int, world_size: int, kept_in: str) -> tuple[Tensor, Tensor]:
     found = displacement(ahead)
     assert torch.equal(displacement(prepared(reducer.state_dict())[1]), found)
     dist.all_reduce(found)
-    kept = reducer.streams["a"].residual
+    kept = reducer.group.streams["a"].residual
     assert kept is not None
     own = kept.current.clone()
     dist.all_reduce(own)

@@ -341,13 +341,13 @@ def _fail(rank: int, world_size: int, how: str) -> str:
             entries = gradients(rank, step, SIZES[0])
             if step == 1 and rank == 1:
                 if how == "damage":
-                    reducer.exchange.gather_into = damaging(  # type: ignore[method-assign]
-                        reducer.exchange.gather_into
+                    reducer.group.exchange.gather_into = damaging(  # type: ignore[method-assign]
+                        reducer.group.exchange.gather_into
                     )
                 elif how == "add-on":  # the others wait for slots, and this rank has none yet
                     reducer.add_ons.before_compression = None  # type: ignore[method-assign,assignment]
                 else:
-                    reducer.streams["embedding"].encode = None  # type: ignore[assignment]
+                    reducer.group.streams["embedding"].encode = None  # type: ignore[assignment]
             reducer.all_reduce(list(entries.items()))
             reducer.end_step()
     except (DesyncError, PayloadError, TypeError) as error:

@@ -123,7 +123,7 @@ def _attached(rank: int, world_size: int) -> dict[str, Any]:
             "start": (settings.dense_steps, settings.ramp_steps),
             "weights": weights,
             "log": log.take(),
-            "names": sorted(state.reducer(weights.device).streams),
+            "names": sorted(state.reducer(weights.device).group.streams),
         }
     plain = model()
     optimizer = torch.optim.AdamW(plain.parameters())
@@ -389,7 +389,10 @@ def _several(rank: int, world_size: int) -> dict[str, Any]:
         loss.backward()
         Both(*optimizers).step()
     found["tables"] = torch.cat([each.detach().reshape(-1) for each in ddp.parameters()])
-    found["feedback"] = state.config.data_parallel.feedback.label(), sorted(state.reducer("cpu").streams)
+    found["feedback"] = (
+        state.config.data_parallel.feedback.label(),
+        sorted(state.reducer("cpu").group.streams),
+    )
     lines = log.take()
     found["said"] = [line for line in lines if "sparse gradients" in line]
     found["active"] = next((line for line in lines if "4 of 5 parameters" in line), "")

@@ -127,7 +127,7 @@ def _learns(
         optimizer.step()
         losses.append(loss.item())
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    names = sorted(state.reducer(flat.device).streams) if state is not None else []
+    names = sorted(state.reducer(flat.device).group.streams) if state is not None else []
     steps = 0 if state is None else state.metrics.summary().steps
     return {"losses": losses, "parameters": flat, "streams": names, "steps": steps}
 
@@ -291,7 +291,7 @@ def test_a_resumed_run_goes_on_bitwise(tmp_path: Path) -> None:
 def _loads(rank: int, world_size: int, folder: str) -> tuple[bool, int]:
     ddp, state = hooked()
     found = state.load(folder)
-    step = state.reducer(torch.device("cpu")).step
+    step = state.reducer(torch.device("cpu")).group.step
     train(ddp, rank, range(1))
     return found, step
 
@@ -307,7 +307,7 @@ def _scaled(rank: int, world_size: int) -> bool:
     ddp, state = hooked(scaler=scaler)
     same = torch.equal(train(ddp, rank, range(6), scaler), expected)
     state.state_dict()
-    return same and scaler.get_scale() == 8192.0 == state.reducer(torch.device("cpu")).loss_scale
+    return same and scaler.get_scale() == 8192.0 == state.reducer(torch.device("cpu")).group.loss_scale
 
 
 def test_residuals_follow_the_loss_scale() -> None:

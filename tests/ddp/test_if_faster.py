@@ -54,8 +54,8 @@ def _trained(rank: int, world_size: int, dense_ms: float) -> dict[str, Any]:
         state.close()
         return {
             "lines": handler.lines,
-            "dense": reducer.stays_dense,
-            "streams": len(reducer.streams),
+            "dense": reducer.group.stays_dense,
+            "streams": len(reducer.group.streams),
             "uncompressed": [cls for cls in classes if cls == "uncompressed/gradient/faster"],
             "weights": weights,
             "saved": saved["reducer"]["automatic"],

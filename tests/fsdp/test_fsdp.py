@@ -144,7 +144,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def streams_of(compression: Any) -> list[Any]:
-    return [stream for group in compression.groups for stream in group.reducer.streams.values()]
+    return [stream for group in compression.groups for stream in group.reducer.group.streams.values()]
 
 
 def _as_native(rank: int, world_size: int) -> dict[str, tuple[bool, bool, int, int]]:

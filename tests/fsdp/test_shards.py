@@ -295,7 +295,7 @@ def _crossings(rank: int, world_size: int, nodes: int) -> tuple[list[list[bool]]
     found = []
 
     def crossed() -> int:
-        return int(reducer.exchange.counters()[0] + updates.exchange.counters()[0])
+        return int(reducer.group.exchange.counters()[0] + updates.group.exchange.counters()[0])
 
     for micro in range(3):
         model.set_requires_gradient_sync(micro == 2)  # type: ignore[operator]
@@ -400,7 +400,7 @@ def _in_one_payload(rank: int, world_size: int, most: float) -> tuple[list[bool]
     metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
     section = {"data_parallel": {"nodes": 1, "parameters": None, "min_numel": 0}}
     attached: Any = compress_shards(model, section, optimizer=adamw(model), metrics=metrics)
-    attached.groups[0].reducer.backend.message_entries = most
+    attached.groups[0].reducer.group.backend.message_entries = most
     points = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank))
     for each in (plain, model):
         each(points).square().mean().backward()

@@ -107,8 +107,10 @@ def train(called: nn.Module, net: Net, optimizer: Any, rank: int, steps: range) 
 
 def largest_residual(*reducers: Any) -> float:
     """Return the largest entry that a rank has not sent."""
-    kept = [(each, s.residual) for each in reducers for s in each.streams.values() if s.residual is not None]
-    return max(float(residual.show(each.streams.scratch, "own").abs().max()) for each, residual in kept)
+    kept = [
+        (each, s.residual) for each in reducers for s in each.group.streams.values() if s.residual is not None
+    ]
+    return max(float(residual.show(each.group.streams.scratch, "own").abs().max()) for each, residual in kept)
 
 
 # -- torch DDP ---

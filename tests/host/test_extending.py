@@ -59,7 +59,9 @@ def _train(rank: int, world_size: int, section: dict[str, Any] | None, folder: s
         assert host.steps.step == 12
         detach(host)
         host.average()
-        held = [stream.residual for stream in host.reducer.streams.values() if stream.residual is not None]
+        held = [
+            stream.residual for stream in host.reducer.group.streams.values() if stream.residual is not None
+        ]
         assert held
         assert not any(bool(residual.current.any()) for residual in held)
         host.end_step()

@@ -136,7 +136,7 @@ def _reads_before_anything_arrives(rank: int, world_size: int) -> list[str]:
     exchange.agree(0)
     if rank:
         reducer = GradientReducer(DataParallelConfig(sparsity=0.9, feedback="local"), alone)
-        reducer.exchange.agree(0)
+        reducer.group.exchange.agree(0)
         reducer.add_ons.before_compression = None  # type: ignore[method-assign,assignment]
         for _ in range(3):
             store.wait(["rank 0 waits"])

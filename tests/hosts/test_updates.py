@@ -165,10 +165,10 @@ def _resumes(rank: int, world_size: int, section: dict[str, Any], folder: str) -
     assert torch.equal(common(model_again), common(model))
     # The end of a run: the mean of the ranks' own weights, and of what owners of sums had not sent.
     (reducer,) = state_again.reducers
-    owns = any("[" in name for name in reducer.streams)
+    owns = any("[" in name for name in reducer.group.streams)
     assert any(everyones(owns)) == (world_size > 2)
     weights = own(model_again)
-    for name, stream in reducer.streams.items():
+    for name, stream in reducer.group.streams.items():
         if "[" in name:
             start = int(name.split()[1].split(":")[0]) + int(name.split("[")[1].split(":")[0])
             weights[start : start + stream.residual.numel] += stream.residual.current

@@ -22,9 +22,9 @@ def _together(count: int, way: str, steps: int) -> list[Any]:
 
     def rank(number: int) -> list[Any]:
         def opened(reducer: Any) -> None:
-            if reducer.node is not None:
+            if reducer.group.node is not None:
                 with one_process.apart():
-                    _ = reducer.exchange.peers.group, reducer.node.exchange.peers.group
+                    _ = reducer.group.exchange.peers.group, reducer.group.node.exchange.peers.group
 
         options = {"count": count, "way": way, "parameters": PARAMETERS, "steps": steps, "sparsity": 0.9}
         before = one_process.MemoryTransport.posted[number]

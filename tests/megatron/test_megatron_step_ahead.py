@@ -342,9 +342,9 @@ def _wrapped_again(rank: int, world_size: int, sharded: bool) -> dict[str, Any]:
         found["last"] = train(models, optimizer, 1)
         found["after"] = train(models, optimizer, 2)
         found["owed"] = [
-            float(stream.residual.show(each.reducer.streams.scratch, "own").abs().max())
+            float(stream.residual.show(each.reducer.group.streams.scratch, "own").abs().max())
             for each in reductions
-            for stream in each.reducer.streams.values()
+            for stream in each.reducer.group.streams.values()
             if stream.residual is not None
         ]
         found["installed"] = hooks.current() is not None

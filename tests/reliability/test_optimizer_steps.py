@@ -405,7 +405,7 @@ def _conserves(rank: int, world_size: int) -> list[str]:
         for number in range(11):
             step(number)
         if rank == 1:
-            residual = reducer.streams["w"].residual
+            residual = reducer.group.streams["w"].residual
             assert residual is not None
             residual.current.mul_(0.5)
         for number in range(11, 14):

@@ -51,7 +51,7 @@ def _announces(rank: int, world_size: int, what: str, size: int) -> None:
 
     if what == "gradients":
         reducer = GradientReducer(DataParallelConfig(sparsity=0.9))
-        lie(reducer.exchange)
+        lie(reducer.group.exchange)
         reducer.all_reduce([("weight", torch.ones(5000))])
     elif what == "activations":
         comm = CompressedCollectives()

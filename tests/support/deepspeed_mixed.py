@@ -83,7 +83,7 @@ def scenarios(folder: Path, stage: int) -> dict[str, Any]:
                 "loaded": path is not None,
                 "mine": client.get("mine"),
                 "ours": [key for key in client if "dct" in key],
-                "step": engine.dct.reducer.step,
+                "step": engine.dct.reducer.group.step,
             }
         except DCTError as error:
             results[name] = {"error": str(error)}

@@ -189,7 +189,7 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
         total = engine.dct.metrics.summary()
         result.update(
             steps=engine.dct.steps.step,
-            streams=sorted(engine.dct.reducer.streams),
+            streams=sorted(engine.dct.reducer.group.streams),
             boundaries=sorted(
                 name for hooks in engine.dct.activations.values() for name in hooks.streams.state_dict()
             ),

@@ -140,8 +140,8 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
         moments = looked.moments()
         scale = float(getattr(engine.optimizer, "loss_scale", None) or 1.0)
         if "dct" in engine.__dict__:
-            followed.append(engine.dct.reducer.loss_scale)
-        scale_before = engine.dct.reducer.loss_scale if before else 1.0
+            followed.append(engine.dct.reducer.group.loss_scale)
+        scale_before = engine.dct.reducer.group.loss_scale if before else 1.0
         total = torch.zeros((), dtype=torch.float64, device=engine.device)
         for micro in range(accumulation):
             x, y = batch(step * accumulation + micro, dist.get_rank())
@@ -159,7 +159,7 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
             engine.step()
             total += loss.detach().double() / accumulation
         if engine.skipped_steps > skipped and before:
-            factor = engine.dct.reducer.loss_scale / scale_before
+            factor = engine.dct.reducer.group.loss_scale / scale_before
             after = residuals(engine)
             kept.append(all(torch.equal(after[name], before[name] * factor) for name in before))
             after = looked.moments()
@@ -292,7 +292,7 @@ def residuals(engine: Any) -> dict[str, torch.Tensor]:
     """Copies of this rank's residuals; empty without the plugin."""
     if "dct" not in engine.__dict__:
         return {}
-    streams = engine.dct.reducer.streams.items()
+    streams = engine.dct.reducer.group.streams.items()
     return {name: s.residual.current.clone() for name, s in streams if s.residual is not None}
 
 
@@ -358,12 +358,12 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
                 part for name, part in total.classes.items() if "/" not in name and not name.startswith(HOST)
             ]
             result.update(
-                streams=sorted(reducer.streams),
-                experts=sorted(name for each in engine.dct.experts.values() for name in each.streams),
+                streams=sorted(reducer.group.streams),
+                experts=sorted(name for each in engine.dct.experts.values() for name in each.group.streams),
                 sent=sum(part.sent_bytes for part in own),
                 dense=sum(part.dense_bytes for part in own),
                 density=total.density,
-                steps=reducer.step,
+                steps=reducer.group.step,
                 classes={
                     name: {"sent": part.sent_bytes, "dense": part.dense_bytes, "density": part.density}
                     for name, part in total.classes.items()

@@ -245,7 +245,9 @@ def _steps(
 
 def residuals_of(pg: Any) -> torch.Tensor:
     reducer = pg._residuals._reducer
-    streams = [] if reducer is None else [s.residual.current for n, s in sorted(reducer.streams.items())]
+    streams = (
+        [] if reducer is None else [s.residual.current for n, s in sorted(reducer.group.streams.items())]
+    )
     return torch.cat(streams) if streams else torch.zeros(0)
 
 

@@ -50,7 +50,7 @@ def train(rank: int, slow: int | None, config: DataParallelConfig | None) -> tup
         outputs.square().mean().backward()
         optimizer.step()
         found.append(torch.cat([p.detach().reshape(-1)[::997] for p in model.parameters()]))
-    return found, 0 if state is None else state.reducer(torch.device("cpu")).exchange.counters()[0]
+    return found, 0 if state is None else state.reducer(torch.device("cpu")).group.exchange.counters()[0]
 
 
 def trained(rank: int, world_size: int, exchange: str, slow: int) -> tuple[float, int]:

@@ -55,7 +55,7 @@ def reduction_seconds(group: StreamGroup) -> float:
 def largest(group: StreamGroup, figures: Sequence[float]) -> list[float]:
     """Return the largest value of each figure over the ranks; a collective of the host's group."""
     agreed = torch.tensor(figures, dtype=torch.float64, device=group.device)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group.group)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group.process_group)
     return agreed.tolist()
 
 

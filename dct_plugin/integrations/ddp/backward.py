@@ -58,14 +58,16 @@ class BucketReductions:
         self._reduced.append(found)
         entries = list(zip(names, found.views, strict=True))
         # With static_graph DDP hands over all buckets when the pass is over, and then waits for them.
-        overlap.submit(reducer.begin(entries, scale=1.0 / reducer.group_size), done, last=bucket.is_last())
+        overlap.submit(
+            reducer.begin(entries, scale=1.0 / reducer.group.group_size), done, last=bucket.is_last()
+        )
         self._pass_ends(bucket)
 
     @property
     def stays_dense(self) -> bool:
         """True if DDP sums the buckets of this pass by itself."""
         reducer = None if self._overlap is None else self._overlap.reducer
-        return reducer is not None and reducer.stays_dense and reducer.config.nonfinite_action == "pass"
+        return reducer is not None and reducer.group.stays_dense and reducer.config.nonfinite_action == "pass"
 
     def leave_dense(self, bucket: dist.GradBucket) -> None:
         """Note a bucket that DDP all-reduces by itself."""
@@ -80,7 +82,7 @@ class BucketReductions:
         named = [(self._names.name_of(parameter), parameter) for parameter in bucket.parameters()]
         self._steps.begin(named)
         names = {name for name, _ in named}
-        if names - self._sparse and overlap.reducer.group_rank == 0:
+        if names - self._sparse and overlap.reducer.group.group_rank == 0:
             logger.warning("dct: DDP all-reduces sparse gradients by itself: %s", ", ".join(sorted(names)))
         self._sparse |= names
         self._pass_ends(bucket)

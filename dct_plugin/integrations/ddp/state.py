@@ -279,10 +279,10 @@ class DCTState(OptimizerAttachment):
                     "dct_plugin.attach(model, optimizer, section) in place of DCTState, or "
                     "state.step_ahead(model, optimizer) before the first step"
                 )
-            return f"{self.framework}, {self._coverage}{reducer.group_size} ranks"
+            return f"{self.framework}, {self._coverage}{reducer.group.group_size} ranks"
 
         def facts() -> dict[str, Any]:
-            step = self.reducer(device).step
+            step = self.reducer(device).group.step
             return {"optimizer steps so far": step, "optimizer given": bool(self._optimizers)}
 
         group, limit = self.process_group, self.time_limit
@@ -330,7 +330,7 @@ class DCTState(OptimizerAttachment):
             self.reducer(model.device)  # the next pass is displaced by what was not sent
         elif self._reducer is not None:
             self._reducer.load_state_dict(self._loaded, loss_scale=self._optimizer_steps.loss_scale())
-            self.steps.step = self._reducer.step
+            self.steps.step = self._reducer.group.step
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write one file per rank; a collective, see :class:`.host.checkpoint.ReducerFiles`."""
@@ -348,7 +348,7 @@ class DCTState(OptimizerAttachment):
         reducer = self._reducer
         if self._optimizer_steps.due and reducer is not None:
             settings = self.config.data_parallel
-            if reducer.node is not None or settings.quality or settings.trains_alone:
+            if reducer.group.node is not None or settings.quality or settings.trains_alone:
                 startup.join(
                     f"{self._topic}/save {self.steps.step}",
                     group=self.process_group,

@@ -69,7 +69,7 @@ class DisplacedPasses(EnginePart):
         self._groups = len(path.optimizer.param_groups)
         groups = path.named_parameters()
         unit_of = units_of(path.optimizer, groups=[[parameter for _, parameter in group] for group in groups])
-        unit = 1.0 / (path.scale * path.reducer.group_size)
+        unit = 1.0 / (path.scale * path.reducer.group.group_size)
         pairs = [pair for group in groups for pair in group]
         pending: dict[str, Any] = {} if updates is None else {"pending_of": updates.pending_of}
         self.ahead = path.reducer.add_ons.step_ahead.prepare(pairs, unit_of, unit=unit, **pending)
@@ -339,7 +339,11 @@ class EngineAttachment(HostAttachment):
         names = [name for name, _ in path.replicated()]
         others = functools.partial(not_trained, engine.module, names)
         reducer = self.reducer
-        return [ReplicaChecksums(settings, path.replicated, reducer.group, others, reducer.agree)]
+        return [
+            ReplicaChecksums(
+                settings, path.replicated, reducer.group.process_group, others, reducer.group.agree
+            )
+        ]
 
     def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
         path = self._path

@@ -84,7 +84,7 @@ class BucketReductions:
         self._optimizer, self._reducer = optimizer, reducer
         # Where DeepSpeed leaves the buffer of a bucket alone while it is reduced.
         keeps_buffer = optimizer.contiguous_gradients and optimizer.reduce_scatter
-        self._overlaps = bool(optimizer.overlap_comm and keeps_buffer and reducer.group_size > 1)
+        self._overlaps = bool(optimizer.overlap_comm and keeps_buffer and reducer.group.group_size > 1)
         # On CUDA DeepSpeed calls on its own reduction stream.
         self._overlap = Overlap(reducer, wanted=self._overlaps, own_stream=False)
         self._uses: list[Callable[[], None]] = []
@@ -131,7 +131,7 @@ class BucketReductions:
     def _reduction_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context of DeepSpeed's reduction stream, where it has one."""
         stream = self._optimizer.reduction_stream if self._optimizer.overlap_comm else None
-        on_cuda = stream is not None and self._reducer.device.type == "cuda"
+        on_cuda = stream is not None and self._reducer.group.device.type == "cuda"
         return torch.cuda.stream(stream) if on_cuda else contextlib.nullcontext()
 
 

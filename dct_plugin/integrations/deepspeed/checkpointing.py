@@ -52,12 +52,12 @@ class CheckpointFiles(EnginePart):
         self._engine, self._steps = context.engine, context.steps
         self._path, self._gather, self._activations = path, gather, activations
         self._files = ReducerFiles(
-            path.reducer.group,
+            path.reducer.group.process_group,
             parts=is_pipeline(context.engine),
             unit=path.unit,
             configuration=context.config.fingerprint(),
             sizes=path.sizes(),
-            layout=path.reducer.layout,
+            layout=path.reducer.group.layout,
         )
 
     def install(self, patches: Patches) -> None:
@@ -75,7 +75,11 @@ class CheckpointFiles(EnginePart):
             DCTError: On every rank, if a rank's file is damaged or does not fit.
         """
         state = self._files.load(self._own_folder(tag_folder), expected=expected)
-        if state is None and self._engine.load_universal_checkpoint() and self._path.reducer.group_rank == 0:
+        if (
+            state is None
+            and self._engine.load_universal_checkpoint()
+            and self._path.reducer.group.group_rank == 0
+        ):
             logger.warning("dct: add the residuals to a universal checkpoint: dct universal SAVED UNIVERSAL")
         self.load_state_dict(state or FRESH)
         return state is not None
@@ -90,7 +94,7 @@ class CheckpointFiles(EnginePart):
         tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
         folder = self._own_folder(Path(given["save_dir"], tag))
         mark = folder / checkpoint.UNFINISHED
-        if self._path.reducer.group_rank == 0 and folder.is_dir() and any(folder.iterdir()):
+        if self._path.reducer.group.group_rank == 0 and folder.is_dir() and any(folder.iterdir()):
             mark.touch()
         for replicas in self._steps.replicas:
             replicas.check(self._steps.step, saves=True)
@@ -146,7 +150,7 @@ class CheckpointFiles(EnginePart):
         path = self._path
         scale = float(path.optimizer.loss_scale) if path.scaled else None
         path.reducer.load_state_dict(state, loss_scale=scale)
-        step = self._steps.step = path.reducer.step
+        step = self._steps.step = path.reducer.group.step
         if self._gather is not None:
             self._gather.load_state_dict(state.get("parameters"), step=step)
         for name, reducer in path.experts.items():

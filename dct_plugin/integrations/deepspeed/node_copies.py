@@ -121,11 +121,11 @@ class NodeCopies(WeightUpdates):
     ) -> None:
         engine = context.engine
         nodes = self._nodes(engine, context.config.data_parallel, reducer)
-        assert reducer.node is not None
-        self._module, self._optimizer, self._node = engine.module, engine.optimizer, reducer.node
+        assert reducer.group.node is not None
+        self._module, self._optimizer, self._node = engine.module, engine.optimizer, reducer.group.node
         self.updates = updates_of(context, nodes, gathers=False)
-        layout, position = reducer.layout, self._node.position
-        self._own = layout[self.updates.rank]
+        layout, position = reducer.group.layout, self._node.position
+        self._own = layout[self.updates.group.rank]
         """Positions in the data-parallel group of this node's ranks."""
         copied = [pair for pair in parameters if not pair[1].ds_persist and pair[1].ds_numel]
         copied.sort(key=lambda pair: -pair[1].ds_tensor.element_size())
@@ -142,8 +142,8 @@ class NodeCopies(WeightUpdates):
     @staticmethod
     def _nodes(engine: Any, settings: DataParallelConfig, reducer: GradientReducer) -> Nodes:
         """Return the nodes, each of which has one of DeepSpeed's copies."""
-        ranks, asked = reducer.group_size, engine.zero_hpz_partition_size()
-        size, nodes = min(asked, ranks), reducer.nodes
+        ranks, asked = reducer.group.group_size, engine.zero_hpz_partition_size()
+        size, nodes = min(asked, ranks), reducer.group.nodes
         start = f"rank {engine.global_rank}: {_KEY} = {asked} with dct.data_parallel.parameters: "
         if size == ranks:
             raise ConfigError(
@@ -155,7 +155,7 @@ class NodeCopies(WeightUpdates):
                 f"{start}{KEY} = {settings.nodes!r} makes no nodes of the {ranks} ranks, and a copy is kept "
                 f"in each {size} of them; set {KEY} to {size}"
             )
-        if reducer.layout != layout_of_copies(ranks, size):
+        if reducer.group.layout != layout_of_copies(ranks, size):
             found = ", ".join(str(list(node)) for node in nodes.ranks)
             raise ConfigError(
                 f"{start}DeepSpeed keeps a copy in each {size} consecutive ranks, but the nodes are {found} "
@@ -182,7 +182,7 @@ class NodeCopies(WeightUpdates):
         self.ahead = path.reducer.add_ons.step_ahead.prepare(
             pairs,
             lambda held: units(held.parameter),  # type: ignore[attr-defined]
-            unit=1.0 / (path.scale * path.reducer.group_size),
+            unit=1.0 / (path.scale * path.reducer.group.group_size),
             pending_of=self.updates.pending_of,
             held={each.name: each.bounds for each in self.slices},
         )
@@ -322,7 +322,7 @@ class NodeCopies(WeightUpdates):
             received[own] = parts
         masters = {}
         for index, each in enumerate(self.slices):
-            shard = next((s for s in each.shards if s.owner == self.updates.rank), None)
+            shard = next((s for s in each.shards if s.owner == self.updates.group.rank), None)
             if shard is not None:
                 whole = torch.cat([received[position][index] for position in senders])
                 masters[each.name] = whole[: shard.stop - shard.start]

@@ -164,7 +164,7 @@ class MomentumReducer(GradientReducer):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._layout = _BuffersOfOptimizer(self)
+        self._layout = _BuffersOfOptimizer(self.group)
         if isinstance(self.topologies.all_reduce, TwoPhase):
             self.topologies.all_reduce = self._layout
 
@@ -176,13 +176,14 @@ class MomentumReducer(GradientReducer):
             momentum, worker_error, server_error: See :meth:`Backend.compressed_allreduce`.
         """
         numel, self._layout.part = momentum.numel(), server_error.numel()
-        if not self.is_small(name, numel):
-            self.streams.named(name).use_residual_memory(worker_error[:numel])
+        group = self.group
+        if not group.is_small(name, numel):
+            group.streams.named(name).use_residual_memory(worker_error[:numel])
             for shard, key in self.topologies.all_reduce.owner_residuals(name, numel):
-                if shard.owner == self.rank:
+                if shard.owner == group.rank:
                     error = server_error[: shard.stop - shard.start]
-                    self.streams.named(key).use_residual_memory(error)
-        self.all_reduce([(name, momentum)], scale=1.0 / self.world_size)
+                    group.streams.named(key).use_residual_memory(error)
+        self.all_reduce([(name, momentum)], scale=1.0 / group.world_size)
 
 
 class MomentumPath(Stage0Path):

@@ -122,7 +122,7 @@ class GradientPath(EnginePart, ABC):
 
     def factors(self) -> ScaleFactors:
         """Return the factors that DeepSpeed's settings ask for."""
-        size, predivide = self.reducer.group_size, self.engine.gradient_predivide_factor()
+        size, predivide = self.reducer.group.group_size, self.engine.gradient_predivide_factor()
         if not self.averages:
             return ScaleFactors(1.0, 1.0)
         if self.engine.postscale_gradients() and predivide != 1.0:

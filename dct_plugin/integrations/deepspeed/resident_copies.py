@@ -93,11 +93,11 @@ class ResidentCopies(WeightUpdates):
         settings, engine = context.config.data_parallel, context.engine
         self._all = [p for p in engine.module.parameters() if not is_expert(p)]
         copied = [p for p in self._all if not p.ds_persist and p.ds_numel]
-        self.updates = updates_of(context, reducer.nodes, gathers=False)
-        self.rank, self.changes = reducer.group_rank, 0
+        self.updates = updates_of(context, reducer.group.nodes, gathers=False)
+        self.rank, self.changes = reducer.group.group_rank, 0
         if settings.parameters == "int8":
             self.copies: Any = Int8Copies(reducer, self.updates, counts_steps=False)
-        elif reducer.nodes is None:
+        elif reducer.group.nodes is None:
             raise ConfigError(
                 f"rank {engine.global_rank}: dct.data_parallel.parameters = 'exact' under ZeRO stage 3: "
                 "every rank is a node, and an exact copy of all weights takes 2 bytes each; write 'int8' "
@@ -107,7 +107,7 @@ class ResidentCopies(WeightUpdates):
             dtype = next((p.ds_tensor.dtype for p in copied), torch.bfloat16)
             self.copies = ExactCopies(reducer, self.updates, dtype, counts_steps=False)
         self._places = {id(p): self.copies.add([_Partition(p, self)]) for p in copied}
-        self._ranks = reducer.group_size
+        self._ranks = reducer.group.group_size
         self._copied: set[int] = set()
         """Parameters (by id) that were gathered from the copies last."""
         if engine.global_rank == 0:

@@ -197,11 +197,11 @@ class UpdatedWeights(WeightUpdates):
                 masters[name] = known
                 continue
             swap(part, known)
-            begin = self.updates.group_rank * part.numel()
+            begin = self.updates.group.group_rank * part.numel()
             for name, start, numel, shards in self._groups[index]:
                 entries.append((name, flat[start : start + numel], shards))
                 for shard in shards:
-                    if shard.owner == self.updates.group_rank:
+                    if shard.owner == self.updates.group.group_rank:
                         offset = start - begin
                         masters[name] = known[offset + shard.start : offset + shard.stop]
         self._known.clear()
@@ -216,11 +216,11 @@ class UpdatedWeights(WeightUpdates):
 
     def _part(self, index: int) -> Tensor:
         """Return this rank's part of the flat weights of a group."""
-        return getattr(self._optimizer, self._layout.partitions)[index][self.updates.group_rank]
+        return getattr(self._optimizer, self._layout.partitions)[index][self.updates.group.group_rank]
 
     def _place(self, name: str, parameter: Any, flat: Tensor) -> _FlatParameter:
         start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
-        each = flat.numel() // self.updates.group_size
+        each = flat.numel() // self.updates.group.group_size
         return _FlatParameter(name, start, parameter.numel(), shards_in(start, parameter.numel(), each))
 
     def _record_full(self, index: int) -> None:

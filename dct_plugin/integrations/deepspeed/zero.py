@@ -83,13 +83,13 @@ class ZeroPath(GradientPath):
         self.averages = bool(getattr(optimizer, "gradient_average", True))
         # With contiguous gradients to their owners, average_tensor has divided by the number of ranks before.
         if self._to_owners and self.averages and optimizer.contiguous_gradients:
-            self.unit = 1.0 / self.reducer.group_size
+            self.unit = 1.0 / self.reducer.group.group_size
         for reducer in self.reducers:
             # DeepSpeed reduces whole buckets on all ranks, or each part on its owner.
             together = getattr(optimizer, "use_multi_rank_bucket_allreduce", True)
-            reducer.host_collective = "all_reduce" if together else "reduce"
+            reducer.group.host_collective = "all_reduce" if together else "reduce"
         self._bucket: Tensor | None = None
-        kind = BucketReductions if self.reducer.backend.lengths_on_host else DeferredReductions
+        kind = BucketReductions if self.reducer.group.backend.lengths_on_host else DeferredReductions
         self._reductions = kind(optimizer, self.reducer)
         self._shards: dict[tuple[int, int], list[Shard]] = {}
 
@@ -115,7 +115,7 @@ class ZeroPath(GradientPath):
     @property
     def scale(self) -> float:
         if not self.optimizer.contiguous_gradients:
-            return 1.0 / self.reducer.group_size if self.averages else 1.0
+            return 1.0 / self.reducer.group.group_size if self.averages else 1.0
         return 1.0 if self._to_owners else super().scale
 
     def name_of(self, group: int, parameter: Any) -> str:
@@ -173,7 +173,7 @@ class ZeroPath(GradientPath):
 
         def use() -> None:
             for owners, part, *accumulators in bucket:
-                if reducer.group_rank in (owners if isinstance(owners, frozenset) else (owners,)):
+                if reducer.group.group_rank in (owners if isinstance(owners, frozenset) else (owners,)):
                     result = buffer.flat.narrow(0, part.storage_offset() - first, part.numel())
                     if accumulators and accumulators[0] is not None:
                         accumulators[0].add_(result.to(accumulators[0].dtype))

@@ -49,7 +49,7 @@ class Zero3Path(GradientPath):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         if not self.optimizer.reduce_scatter:
-            self.reducer.host_collective = "all_reduce"
+            self.reducer.group.host_collective = "all_reduce"
         self._residual_dtype = context.config.data_parallel.residual_dtype
 
     @classmethod
@@ -92,18 +92,18 @@ class Zero3Path(GradientPath):
             entries.append((self.name_of(0, parameter), flat, shards_in(0, numel, size) if numel else []))
         self.reducer.reduce_scatter(entries, scale=self.scale)
         averages = []
-        rank = self.reducer.group_rank
+        rank = self.reducer.group.group_rank
         for _name, flat, shards in entries:
             own = next((s for s in shards if s.owner == rank), Shard(rank, 0, 0))
             part = flat[own.start : own.stop]
-            if predivides and predivide != self.reducer.group_size:
+            if predivides and predivide != self.reducer.group.group_size:
                 part = part.mul(predivide)
             averages.append(part.to(optimizer.gradient_accumulation_dtype))
         return averages
 
     @property
     def scale(self) -> float:
-        return 1.0 / self.reducer.group_size
+        return 1.0 / self.reducer.group.group_size
 
     def name_of(self, group: int, parameter: Any) -> str:
         return str(self.optimizer.param_names[parameter])

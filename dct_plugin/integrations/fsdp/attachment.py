@@ -193,7 +193,10 @@ class FSDPAttachment(OptimizerAttachment):
             return "" if dist.get_rank() or self._agreed else active
 
         def facts() -> dict[str, Any]:
-            return {"optimizer steps so far": group.reducer.step, "optimizer given": bool(self._optimizers)}
+            return {
+                "optimizer steps so far": group.reducer.group.step,
+                "optimizer given": bool(self._optimizers),
+            }
 
         self.agree(prepare, topic="fsdp", group=group.replicas, limit=self._time_limit, facts=facts)
 
@@ -252,4 +255,4 @@ class FSDPAttachment(OptimizerAttachment):
 
     def _restored(self) -> None:
         self._optimizer_steps.forget()
-        self.steps.step = self.groups[0].reducer.step
+        self.steps.step = self.groups[0].reducer.group.step

@@ -169,13 +169,13 @@ class ReplicaCompression(FSDPAttachment):
     def _before_reduction(self, group: ReplicaGroup) -> None:
         """Tell the reducer what the coming gradients are multiplied by: FSDP's factors, the loss scale."""
         reducer, unit = group.reducer, group.unit * (self._optimizer_steps.loss_scale() or 1.0)
-        if reducer.loss_scale == unit:
+        if reducer.group.loss_scale == unit:
             return
         if reducer in self._reduced:
             raise ConfigError(
                 f"rank {dist.get_rank()}: compress_replicas: FSDP scales gradients differently in parameter "
-                f"groups of one model ({group.parameters[0].name}: {unit:g}, others {reducer.loss_scale:g}); "
-                "give all of them the same reduce_dtype and divide factor"
+                f"groups of one model ({group.parameters[0].name}: {unit:g}, others "
+                f"{reducer.group.loss_scale:g}); give all of them the same reduce_dtype and divide factor"
             )
         reducer.rescale(unit)
 

@@ -46,7 +46,7 @@ def state_of(groups: Sequence[ReplicaGroup], step: int, others: Sequence[Any] = 
     buffer = io.BytesIO()  # one object for torch.distributed.checkpoint, which would take a container apart
     torch.save(states, buffer)
     return {
-        "counters": json.dumps({"step": step, "loss_scale": groups[0].reducer.loss_scale}),
+        "counters": json.dumps({"step": step, "loss_scale": groups[0].reducer.group.loss_scale}),
         "residuals": residuals,
         "states": {_label(groups): buffer.getvalue()},
     }
@@ -136,5 +136,5 @@ def as_dtensor(parameter: ShardedParameter, local: Tensor) -> Any:
 
 def _label(groups: Sequence[ReplicaGroup]) -> str:
     """Return the name of this rank's own state: of this rank in this mesh."""
-    replicas = "_".join(str(reducer.world_size) for reducer in _reducers(groups))
+    replicas = "_".join(str(reducer.group.world_size) for reducer in _reducers(groups))
     return f"rank_{dist.get_rank()}_of_{dist.get_world_size()}_in_{replicas}_replicas"

@@ -68,16 +68,16 @@ class ShardGroup:
         self.replicas: dist.ProcessGroup = group.mesh_info.shard_process_group
         self.name = parameters[0].name
         self._owner = owner
-        layout = reducer.layout or [[rank] for rank in range(reducer.group_size)]
+        layout = reducer.group.layout or [[rank] for rank in range(reducer.group.group_size)]
         self._order = [rank for ranks in zip(*layout, strict=True) for rank in ranks]
         """The ranks, by position in their nodes, then by node: a position reduces what is adjoined."""
-        self._place = self._order.index(reducer.group_rank)
+        self._place = self._order.index(reducer.group.group_rank)
 
     def reduce_scatter(self, output: Tensor, table: Tensor, operation: Any) -> None:
         """Fill ``output`` [n] with the sum, or what ``operation`` says, of row ``rank`` of ``table``
         [ranks, n] over the ranks; a collective of all ranks.
         """
-        scale = _factor(operation, self.reducer.group_size)
+        scale = _factor(operation, self.reducer.group.group_size)
         named = [each for each in self.parameters if each.sharded.requires_grad]
         numels = [each.padded_numel for each in named]
         if sum(numels) == output.numel():
@@ -103,15 +103,15 @@ class ShardGroup:
 
         Vectors (norms, biases) are sent dense. Matrices share a header if no scale is of two of them.
         """
-        reducer, ranks = self.reducer, self.reducer.group_size
-        most, least = reducer.backend.message_entries / reducer.world_size, reducer.settings.min_numel
+        group = self.reducer.group
+        most, least = group.backend.message_entries / group.world_size, group.settings.min_numel
         dense: list[int] = []
         together: list[list[int]] = []
         whole: list[int] = []
         size = 0
         for at, each in enumerate(named):
             n = each.padded_numel
-            if each.sharded.dim() < 2 or n * ranks < least:
+            if each.sharded.dim() < 2 or n * group.group_size < least:
                 dense.append(at)
             elif n % VALUE_GROUP:
                 together.append([at])
@@ -124,7 +124,7 @@ class ShardGroup:
         found = {", ".join(named[at].name for at in numbers): numbers for numbers in [dense, *together]}
         found.pop("", None)
         if dense:
-            reducer.dense_names.add(next(iter(found)))
+            group.dense_names.add(next(iter(found)))
         return found
 
 
@@ -183,7 +183,7 @@ class _AllGather(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
-        if group.size() != self._group.reducer.group_size:  # reshard_after_forward is a number
+        if group.size() != self._group.reducer.group.group_size:  # reshard_after_forward is a number
             return self._native(output_tensor, input_tensor, group, async_op)
         self._copies.gather(self._group.name, [self._parameters], [output_tensor])
         return None
@@ -281,7 +281,7 @@ class ShardCompression(FSDPAttachment):
             self._nodes or self._mesh,
             gathers=False,
             metrics=self.metrics,
-            device=reducer.device,
+            device=reducer.group.device,
             kernels=config.kernels,
         )
         copies: NodeCopies
@@ -290,8 +290,10 @@ class ShardCompression(FSDPAttachment):
         else:
             copies = ExactCopies(reducer, updates, self._dtype)
         self.ends.callback(register_optimizer_step_post_hook(copies.note_step).remove)
-        rail = updates.exchange.peers.group  # a collective, as the first use of the reducer's is
-        self.steps.replicas.append(ReplicaChecksums(settings, copies.weights, rail, agree=updates.agree))
+        rail = updates.group.exchange.peers.group  # a collective, as the first use of the reducer's is
+        self.steps.replicas.append(
+            ReplicaChecksums(settings, copies.weights, rail, agree=updates.group.agree)
+        )
         return copies
 
     def _saved_parts(self) -> Sequence[Any]:
@@ -319,7 +321,9 @@ class ShardCompression(FSDPAttachment):
         copies = "weights gathered by FSDP"
         if self.copies is not None:
             copies = f"a copy of the weights in each node, {format_bytes(self.copies.nbytes())} a rank"
-        return f"FSDP2, {group.reducer.group_size} ranks share one copy of the states, {nodes}, {copies}"
+        return (
+            f"FSDP2, {group.reducer.group.group_size} ranks share one copy of the states, {nodes}, {copies}"
+        )
 
 
 def _gathered_type(group: Any) -> torch.dtype:

@@ -63,8 +63,8 @@ class NodeCopies(ABC):
         self, reducer: GradientReducer, updates: ParameterUpdates, *, counts_steps: bool = True
     ) -> None:
         self._reducer, self._updates, self._counts_steps = reducer, updates, counts_steps
-        self._layout = reducer.layout or [[rank] for rank in range(reducer.group_size)]
-        self._position = 0 if reducer.node is None else reducer.node.position
+        self._layout = reducer.group.layout or [[rank] for rank in range(reducer.group.group_size)]
+        self._position = 0 if reducer.group.node is None else reducer.group.node.position
         self._parameters: list[CopiedParameter] = []
         self._bounds: list[tuple[int, int]] = []
         """The places of the parameters' shards in a rank's part of the copies."""
@@ -103,10 +103,10 @@ class NodeCopies(ABC):
             if self._counts_steps:
                 self._updates.end_step()
             self._held, self._seen = True, self._versions()
-        node = self._reducer.node
+        node = self._reducer.group.node
         rows: list[list[Tensor]] = [[] for _ in self._layout[0]]
         for place, output in zip(places, outputs, strict=True):
-            table = output.view(self._reducer.group_size, -1)
+            table = output.view(self._reducer.group.group_size, -1)
             for row, ranks in zip(rows, zip(*self._layout, strict=True), strict=True):
                 row += [table[rank] for rank in ranks]
             self._read(rows[self._position][-len(self._layout) :], self._bounds[place])
@@ -123,7 +123,9 @@ class NodeCopies(ABC):
         torch._foreach_copy_([out[start : start + len(shard)] for (start, _), shard in places], shards)
 
     def _shards_of(self, numel: int) -> list[Shard]:
-        return [Shard(rank, rank * numel, (rank + 1) * numel) for rank in range(self._updates.world_size)]
+        return [
+            Shard(rank, rank * numel, (rank + 1) * numel) for rank in range(self._updates.group.world_size)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what copies of the same weights need to be the same again."""
@@ -174,9 +176,11 @@ class ExactCopies(NodeCopies):
         updates = self._updates
         if not self._held:
             updates.choice.clear()
-            self._copy = torch.zeros(len(self._layout), self._numel, dtype=self._dtype, device=updates.device)
+            self._copy = torch.zeros(
+                len(self._layout), self._numel, dtype=self._dtype, device=updates.group.device
+            )
         whole = updates.full(self._dtype)
-        own, flat = self._copy[updates.rank], self._copy.view(-1)
+        own, flat = self._copy[updates.group.rank], self._copy.view(-1)
         before = own.clone() if not whole else own
         self._write_shard(own)
         if whole:
@@ -212,19 +216,19 @@ class Int8Copies(NodeCopies):
         return [(name, each.view(-1)) for name, each in named] if self._held else []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scales": self._scales[self._updates.rank].cpu()} if self._held else {}
+        return {"scales": self._scales[self._updates.group.rank].cpu()} if self._held else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._loaded = state.get("scales")
 
     def _refresh(self) -> None:
-        updates, device = self._updates, self._updates.device
+        updates, device = self._updates, self._updates.group.device
         if not self._held:
             shape = len(self._layout), self._numel
             self._codes = torch.zeros(shape, dtype=torch.int8, device=device)
             self._scales = torch.zeros(shape[0], shape[1] // BLOCK, dtype=torch.bfloat16, device=device)
-        own = self._scales[updates.rank]
+        own = self._scales[updates.group.rank]
         before = own.clone()
         if self._loaded is not None and self._loaded.shape == own.shape:
             own.copy_(self._loaded)
@@ -243,8 +247,10 @@ class Int8Copies(NodeCopies):
             part = self._codes[:, start : start + _AT_ONCE]
             # As positive numbers of 16 bits, whose order is that of floats.
             numbers = part.to(torch.int16).add_(128)
-            was = numbers[updates.rank].view(torch.bfloat16).clone()
-            numbers[updates.rank] = codes[start : start + _AT_ONCE].nan_to_num_(nan=0.0).to(torch.int16) + 128
+            was = numbers[updates.group.rank].view(torch.bfloat16).clone()
+            numbers[updates.group.rank] = (
+                codes[start : start + _AT_ONCE].nan_to_num_(nan=0.0).to(torch.int16) + 128
+            )
             named = ("codes", numbers.view(-1).view(torch.bfloat16), self._shards_of(numbers.shape[1]))
             old = {"codes": was, "scales": before}
             updates.update([named, scales] if start == 0 else [named], old.__getitem__)

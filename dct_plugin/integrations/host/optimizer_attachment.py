@@ -184,5 +184,5 @@ class OptimizerAttachment(HostAttachment, ABC):
         )
         self._reducers[tuple(dist.get_process_group_ranks(group or dist.group.WORLD))] = reducer
         self.steps.metrics = self.metrics
-        self.steps.replicas.append(ReplicaChecksums(settings, weights, group, others, reducer.agree))
+        self.steps.replicas.append(ReplicaChecksums(settings, weights, group, others, reducer.group.agree))
         return reducer

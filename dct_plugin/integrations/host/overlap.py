@@ -73,4 +73,4 @@ class Overlap:
     def _stream(self) -> AbstractContextManager[None]:
         """Surround work of the reducer."""
         side = self._side
-        return contextlib.nullcontext() if side is None else side.queue(device=self.reducer.device)
+        return contextlib.nullcontext() if side is None else side.queue(device=self.reducer.group.device)

@@ -68,8 +68,8 @@ class RestoredWeights:
         changed = [n for n, w in self._weights() if n in before and not torch.equal(checksum(w), before[n])]
         for reducer in self._reducers if changed and self._steps.has_stepped else ():
             reducer.undo(changed, lost=True)
-            if reducer.group_rank == 0:
+            if reducer.group.group_rank == 0:
                 logger.warning(
-                    f"dct: step {reducer.step}: load_state_dict has changed the weights of {len(changed)} "
-                    "tensors: what the steps before had left unsent of them is dropped"
+                    f"dct: step {reducer.group.step}: load_state_dict has changed the weights of "
+                    f"{len(changed)} tensors: what the steps before had left unsent of them is dropped"
                 )

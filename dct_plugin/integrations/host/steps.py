@@ -386,7 +386,7 @@ class OptimizerSteps:
         self._patches.intercept(scaler, "update", self._update_scaler)
         self.transactions.arm()
         for reducer in self._reducers:  # the gradients that were reduced so far are in its unit
-            reducer.loss_scale *= scaler.get_scale()
+            reducer.group.loss_scale *= scaler.get_scale()
         if dist.get_rank() == 0:
             logger.warning(
                 f"dct: {type(scaler).__name__} was not passed, and is followed from step {self.steps.step} "
@@ -398,7 +398,7 @@ class OptimizerSteps:
         for reducer in self._reducers if self._of(optimizer) else ():
             if reducer.config.exchange_of == "updates" and not reducer.flushed:
                 for flag in found.values():
-                    reducer.exchange.all_reduce(flag)
+                    reducer.group.exchange.all_reduce(flag)
                     flag.clamp_(max=1.0)
 
     def _update_scaler(self, original: Function, *arguments: Any, **keywords: Any) -> None:
@@ -484,7 +484,7 @@ class OptimizerSteps:
         self._updated, self.has_stepped = False, True
         counts, self.steps.open = self.steps.open, False
         for reducer in self._reducers:
-            reducer.waiting = waiting
+            reducer.group.waiting = waiting
             if not counts:
                 reducer.commit(names)
         if counts:

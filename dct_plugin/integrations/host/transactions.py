@@ -54,7 +54,7 @@ class Transactions:
         """Keep a second residual from the next gradients on."""
         self.armed = True
         for reducer in self._reducers:
-            reducer.streams.arm()
+            reducer.group.streams.arm()
 
     def cleared(self, waiting: Sequence[OptimizerGradients], *, zeros: bool) -> list[OptimizerGradients]:
         """Return those whose gradients no optimizer can use any more; ``zeros`` count as cleared ones. For
@@ -62,7 +62,7 @@ class Transactions:
         """
         flags = [each.is_cleared(zeros=zeros) for each in waiting]
         if flags and zeros and self._sharded:
-            what, step = "agreement on gradients that were cleared", next(iter(self._reducers)).step
+            what, step = "agreement on gradients that were cleared", next(iter(self._reducers)).group.step
             flags = to_host(least(torch.tensor(flags, dtype=torch.int32), what, step)).tolist()
         return [each for each, flag in zip(waiting, flags, strict=True) if flag]
 
@@ -87,20 +87,20 @@ class Transactions:
     def _report(self, cleared: Sequence[OptimizerGradients], optimizers: Iterable[Any]) -> None:
         """Say once what becomes of gradients that are cleared without a step."""
         reducer = next(iter(self._reducers))
-        if dist.get_rank() if self._sharded else reducer.group_rank:
+        if dist.get_rank() if self._sharded else reducer.group.group_rank:
             return
-        what = f"dct: step {reducer.step}: its gradients were cleared without optimizer.step()"
+        what = f"dct: step {reducer.group.step}: its gradients were cleared without optimizer.step()"
         if self.armed:
             logger.warning(f"{what}: residuals are as before it")
             return
         lost = "the step was dense, and nothing is lost"
-        if any(reducer.streams for reducer in self._reducers):
+        if any(reducer.group.streams for reducer in self._reducers):
             lost = "what earlier steps had left unsent of these tensors is set to zero, once"
         told = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
         known = told or [parameter for each in cleared for parameter in each.reduced.values()]
         sizes = [local_part(each).numel() for each in known]
-        kept = [(r, sum(n for n in sizes if not r.is_small("", n))) for r in self._reducers]
-        memory = max(r.streams.residual_bytes(numel) for r, numel in kept)
+        kept = [(r, sum(n for n in sizes if not r.group.is_small("", n))) for r in self._reducers]
+        memory = max(r.group.streams.residual_bytes(numel) for r, numel in kept)
         logger.warning(
             f"{what}: {lost}. From now on a second residual, {format_bytes(memory)} on a rank, "
             "keeps residuals as they were before such a batch"

@@ -142,7 +142,7 @@ class ParameterHook(Hook):
             original(optimizer)
             return
         buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
-        owner.updates.step = self.session.step
+        owner.updates.group.step = self.session.step
         if all(owner.updates.full(bucket.param_data.dtype) for bucket in buckets):
             self._copy_in_full(owner, optimizer)
             return
@@ -218,7 +218,7 @@ class ParameterHook(Hook):
     @torch.no_grad()
     def _copy_exactly(self, owner: _Owner, optimizer: Any, buckets: list[Any]) -> None:
         """Copy the masters as Megatron does, and keep what this rank's parts were before."""
-        rank, size = owner.updates.group_rank, owner.updates.group_size
+        rank, size = owner.updates.group.group_rank, owner.updates.group.group_size
         for bucket in buckets:
             flat = bucket.param_data.view(-1)
             part = flat[rank * (flat.numel() // size) :][: flat.numel() // size]
@@ -237,7 +237,7 @@ class ParameterHook(Hook):
     def _update(self, owner: _Owner, buckets: list[Any]) -> None:
         entries, parameters, before = [], {}, {}
         for bucket in buckets:
-            each = bucket.param_data.numel() // owner.updates.group_size
+            each = bucket.param_data.numel() // owner.updates.group.group_size
             if owner.updates.exact:
                 name, flat = owner.names[id(bucket)], bucket.param_data.view(-1)
                 entries.append((name, flat, shards_in(0, flat.numel(), each)))

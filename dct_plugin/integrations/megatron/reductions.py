@@ -176,7 +176,9 @@ class Reductions:
             for gradient in gradients_in(bucket):
                 view = gradient.view if factor == 1.0 else gradient.view * factor
                 shown = [(gradient.name, view)]
-                reducer.add_ons.before_compression(reducer.node.means(shown) if reducer.node else shown)
+                reducer.add_ons.before_compression(
+                    reducer.group.node.means(shown) if reducer.group.node else shown
+                )
 
     def end_step(self, *, skipped: bool, scales: tuple[float, float] | None) -> None:
         """Close an iteration; ``scales`` are the loss scales of this iteration and of the next one."""
@@ -218,8 +220,10 @@ class Reductions:
             optimizer=self._optimizers,
             step=self.session.step,
         )
-        if reducer.group_rank == 0:
-            log_once(f"dct: gradients, {name}: {reducer.config.summary}, {reducer.world_size} ranks or nodes")
+        if reducer.group.group_rank == 0:
+            log_once(
+                f"dct: gradients, {name}: {reducer.config.summary}, {reducer.group.world_size} ranks or nodes"
+            )
         overlap = Overlap(reducer, wanted=group.ddp_config.overlap_grad_reduce)
         unit, saved = unit_of_gradients(group), self._loaded.pop(name, None)
         if saved is not None:

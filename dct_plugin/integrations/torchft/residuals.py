@@ -123,14 +123,16 @@ class ReplicaResiduals:
 
     def debt(self) -> tuple[int, float]:
         """Return the entries of the residuals of this replica's own gradients, and their norm."""
-        streams = self._state["streams"] if self._reducer is None else self._reducer.streams.state_dict()
+        streams = (
+            self._state["streams"] if self._reducer is None else self._reducer.group.streams.state_dict()
+        )
         own = [s["residual"] for name, s in streams.items() if not checkpoint.is_answer(name)]
         residuals = [unpacked(residual) for residual in own if residual is not None]
         return sum(r.numel() for r in residuals), sum(float(r.norm()) ** 2 for r in residuals) ** 0.5
 
     @property
     def _step(self) -> int:
-        return int(self._state["step"] if self._reducer is None else self._reducer.step)
+        return int(self._state["step"] if self._reducer is None else self._reducer.group.step)
 
     # -- rounds ---
 
@@ -188,7 +190,9 @@ class ReplicaResiduals:
         reducer = self._reducer_of(tensor.device)
         reducer.begin_step(step)
         flat = tensor.detach().view(-1)
-        places: Sequence[dict[str, Any]] = () if participates else (reducer.streams, reducer.streams.loaded)
+        places: Sequence[dict[str, Any]] = (
+            () if participates else (reducer.group.streams, reducer.group.streams.loaded)
+        )
         held = [place.pop(name, None) for place in places]
         try:
             reducer.all_reduce([(name, flat)], scale=scale)
@@ -216,7 +220,7 @@ class ReplicaResiduals:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what another replica needs to heal: thresholds and counters, not the residuals."""
-        streams = {} if self._reducer is None else self._reducer.streams
+        streams = {} if self._reducer is None else self._reducer.group.streams
         thresholds = {name: each.threshold.state_dict() for name, each in streams.items()}
         known = {name: each["threshold"] for name, each in self._state["streams"].items()} | thresholds
         return {
@@ -242,9 +246,9 @@ class ReplicaResiduals:
         self._state = {"step": state["step"], "loss_scale": 1.0, "streams": streams}
         self._tensors = dict(state["tensors"])
         if self._reducer is not None:
-            owned = {n: each for n, each in self._reducer.streams.items() if checkpoint.is_answer(n)}
+            owned = {n: each for n, each in self._reducer.group.streams.items() if checkpoint.is_answer(n)}
             self._reducer.load_state_dict(self._state)
-            self._reducer.streams.update(owned)
+            self._reducer.group.streams.update(owned)
 
 
 def carried(state: Mapping[str, Any]) -> dict[str, Any]:
