@@ -132,7 +132,7 @@ def files(folder: Path, dtype: str, ranks: int = 2) -> list[Compressor]:
 @SMALL
 def test_a_resumed_stream_goes_on_bitwise(dtype: str, tmp_path: Path) -> None:
     for rank, whole in enumerate(files(tmp_path, dtype)):
-        found = checkpoint.load(tmp_path, checkpoint.Writer(rank, 2), sizes={"w": NUMEL})
+        found = checkpoint.StateFiles(rank, 2, sizes={"w": NUMEL}).read(tmp_path)
         assert found is not None
         rest = compressor(dtype, name="w", rank=rank)
         rest.load_state_dict(found.state["streams"]["w"])
@@ -140,7 +140,7 @@ def test_a_resumed_stream_goes_on_bitwise(dtype: str, tmp_path: Path) -> None:
             assert rest.compress(gradient).to_bytes() == whole.compress(gradient).to_bytes()
         assert same(rest.state_dict(), whole.state_dict())
     least = 2 if dtype == "bf16" else 1
-    assert checkpoint.Writer(0, 0).file(tmp_path).stat().st_size < least * NUMEL * 1.02 + 6000
+    assert checkpoint.StateFiles(0, 0).file(tmp_path).stat().st_size < least * NUMEL * 1.02 + 6000
 
 
 @SMALL
@@ -148,7 +148,7 @@ def test_a_resumed_stream_goes_on_bitwise(dtype: str, tmp_path: Path) -> None:
 def test_other_ranks_get_the_mean(dtype: str, world_size: int, tmp_path: Path) -> None:
     """Exactly, in fp32; whoever keeps it in fewer bytes rounds it once."""
     streams = files(tmp_path, dtype)
-    found = checkpoint.load(tmp_path, checkpoint.Writer(world_size - 1, world_size), sizes={"w": NUMEL})
+    found = checkpoint.StateFiles(world_size - 1, world_size, sizes={"w": NUMEL}).read(tmp_path)
     assert found is not None
     mean = (kept(streams[0]) + kept(streams[1])) / 2
     assert torch.equal(found.state["streams"]["w"]["residual"], mean)
@@ -174,7 +174,7 @@ def test_the_type_may_change_with_a_restart(before: str, after: str) -> None:
 
 def test_exponents_out_of_range_are_refused(tmp_path: Path) -> None:
     files(tmp_path, "int8")
-    path = checkpoint.Writer(1, 0).file(tmp_path)
+    path = checkpoint.StateFiles(1, 0).file(tmp_path)
     content = checkpoint.read(path)
     for change, words in (
         (lambda saved: saved["exponents"].fill_(127), "has exponents out of range"),
@@ -185,5 +185,5 @@ def test_exponents_out_of_range_are_refused(tmp_path: Path) -> None:
         change(broken["state"]["streams"]["w"]["residual"])
         checkpoint.write(path, broken)
         with pytest.raises(DCTError, match=words) as refusal:
-            checkpoint.load(tmp_path, checkpoint.Writer(1, 2), sizes={"w": NUMEL})
+            checkpoint.StateFiles(1, 2, sizes={"w": NUMEL}).read(tmp_path)
         assert "rank_00001.pt: the residual of w" in str(refusal.value)

@@ -43,7 +43,7 @@ def digest(*tensors: torch.Tensor) -> str:
 
 def _reduce(rank: int, world_size: int, folder: str) -> list[str]:
     reducer = GradientReducer(DataParallelConfig.of(SETTINGS), transactional=True)
-    found = checkpoint.load(folder, checkpoint.Writer(rank, world_size))
+    found = checkpoint.StateFiles(rank, world_size).read(folder)
     assert found is not None
     reducer.load_state_dict(found.state)
     digests = []

@@ -119,12 +119,10 @@ def _spreads(rank: int, world_size: int, folder: str, per_node: int, save: bool)
         save_state(folder, group.state_dict(), rank=rank, world_size=world_size, identity="one")
         dist.barrier()
     else:
-        loaded = checkpoint.load(folder, checkpoint.Writer(rank, world_size), sizes=SIZES, layout=layout)
+        loaded = checkpoint.StateFiles(rank, world_size, sizes=SIZES, layout=layout).read(folder)
         group.load_state_dict(loaded.state)
     owed = {name: torch.zeros(size) for name, size in SIZES.items()}
-    saved = checkpoint.reshard(
-        [checkpoint.Writer(rank, 1).content(group.state_dict(), unit=1.0, identity="")]
-    )
+    saved = checkpoint.reshard([checkpoint.StateFiles(rank, 1).content(group.state_dict())])
     for name, stream in saved["streams"].items():
         owed[name] += stream["residual"] / world_size
     for tensor in owed.values():

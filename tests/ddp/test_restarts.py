@@ -17,7 +17,7 @@ def _residuals(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
     """Return what so many ranks of a checkpoint still owe, as their average."""
     found: dict[str, torch.Tensor] = {}
     for rank in range(ranks):
-        for name, stream in checkpoint.read(checkpoint.Writer(rank, 0).file(folder))["state"][
+        for name, stream in checkpoint.read(checkpoint.StateFiles(rank, 0).file(folder))["state"][
             "streams"
         ].items():
             residual = checkpoint.unpacked(stream["residual"])
@@ -48,6 +48,6 @@ def test_a_killed_rank_and_a_lost_node(tmp_path: Path) -> None:
     owed = _residuals(saved, 3)
     assert sum(residual.norm() for residual in owed.values()) > 0
     for rank in range(2):
-        loaded = checkpoint.load(saved, checkpoint.Writer(rank, 2))
+        loaded = checkpoint.StateFiles(rank, 2).read(saved)
         for name, residual in owed.items():
             torch.testing.assert_close(loaded.state["streams"][name]["residual"], residual)

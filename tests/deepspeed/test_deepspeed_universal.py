@@ -169,4 +169,4 @@ def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "zero").mkdir()
     result = CliRunner().invoke(app, ["universal", str(tmp_path), str(tmp_path)])
     assert result.exit_code
-    assert "no such file" in str(result.exception)
+    assert "the checkpoint holds no dct_rank_*.pt files" in str(result.exception)

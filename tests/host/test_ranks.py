@@ -16,7 +16,6 @@ from support.state_files import save_state
 from dct_plugin import checkpoint
 from dct_plugin.config import DCTConfig, MetricsConfig
 from dct_plugin.integrations.host import startup
-from dct_plugin.integrations.host.checkpoint import ReducerFiles, device_of, load_together, save_together
 from dct_plugin.integrations.host.reporting import start_reporting
 from dct_plugin.integrations.host.steps import StepHooks
 from dct_plugin.metrics import Metrics
@@ -108,8 +107,9 @@ def state_of(rank: int) -> dict[str, Any]:
 
 
 def _writes_and_reads(rank: int, world_size: int, folder: str) -> bool:
-    ReducerFiles().save(folder, lambda: state_of(rank))
-    found = ReducerFiles().load(folder)
+    files = checkpoint.StateFiles(rank, world_size)
+    files.save(folder, lambda: state_of(rank))
+    found = files.load(folder)
     assert found is not None
     return torch.equal(found["own"], torch.full((3,), rank))
 
@@ -122,13 +122,13 @@ def test_every_rank_gets_its_own_state(tmp_path: Path) -> None:
 
 
 def _cannot_write(rank: int, world_size: int, folder: str, how: str) -> None:
-    def content(identity: str) -> dict[str, Any]:
+    def state() -> dict[str, Any]:
         if how == "content" and rank == 1:
             raise MemoryError("no room for a copy")
-        return {"world_size": world_size}
+        return state_of(rank)
 
     name = "a file/state.pt" if how == "folder" and rank == 1 else f"{rank}.pt"
-    save_together(Path(folder) / name, content)
+    checkpoint.StateFiles(rank, world_size, name=name).save(folder, state)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def _reads(rank: int, world_size: int, folder: str) -> tuple[bool, list[str]]:
     logger = logging.getLogger("dct_plugin")
     logger.addHandler(handler)
     try:
-        return ReducerFiles().load(folder) is not None, handler.lines
+        return checkpoint.StateFiles(rank, world_size).load(folder) is not None, handler.lines
     finally:
         logger.removeHandler(handler)
 
@@ -169,7 +169,7 @@ def written(folder: Path, ranks: int) -> None:
 
 def test_a_rank_without_its_file_means_none_for_all(tmp_path: Path) -> None:
     written(tmp_path, 3)
-    checkpoint.Writer(2, 0).file(tmp_path).unlink()
+    checkpoint.StateFiles(2, 0).file(tmp_path).unlink()
     results = run(3, _reads, str(tmp_path))
     assert [found for found, _ in results] == [False] * 3
     assert [len(lines) for _, lines in results] == [1, 0, 0]
@@ -184,7 +184,7 @@ def test_an_empty_folder_is_said_so_once(tmp_path: Path) -> None:
 
 def test_a_damaged_file_stops_all_before_anything_is_loaded(tmp_path: Path) -> None:
     written(tmp_path, 2)
-    file = checkpoint.Writer(1, 0).file(tmp_path)
+    file = checkpoint.StateFiles(1, 0).file(tmp_path)
     file.write_bytes(file.read_bytes()[:100])
     for kind, text in launch(2, _reads, str(tmp_path)):
         assert kind == "error"
@@ -192,12 +192,13 @@ def test_a_damaged_file_stops_all_before_anything_is_loaded(tmp_path: Path) -> N
 
 
 def _unexpected(rank: int, world_size: int) -> None:
-    def read() -> checkpoint.Loaded:
-        if rank == 0:
-            raise PermissionError("not yours")
-        return checkpoint.Loaded({}, "", "")
+    class Files(checkpoint.StateFiles):
+        def read(self, folder: checkpoint.Folder) -> checkpoint.Loaded:
+            if rank == 0:
+                raise PermissionError("not yours")
+            return checkpoint.Loaded({}, "", "")
 
-    load_together(read, "checkpoint")
+    Files(rank, world_size).load("checkpoint")
 
 
 def test_whatever_reading_raises_reaches_all() -> None:
@@ -267,5 +268,7 @@ def test_ranks_state_the_kernels_of_cuda_tensors(monkeypatch: pytest.MonkeyPatch
 
 def test_groups_of_any_nccl_take_tensors_of_their_device() -> None:
     of_gpus = ("cuda:nccl", "cuda:nccl2", "cuda:nccl-legacy")
-    assert {device_of(backends) for backends in of_gpus} == {"cuda"}
-    assert {device_of(backends) for backends in ("cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl")} == {"cpu"}
+    assert {checkpoint.device_of(backends) for backends in of_gpus} == {"cuda"}
+    assert {checkpoint.device_of(backends) for backends in ("cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl")} == {
+        "cpu"
+    }

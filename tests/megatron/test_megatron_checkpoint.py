@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from dct_plugin import checkpoint
 from dct_plugin.checkpoint import NoState
 from dct_plugin.config import DCTConfig
 from dct_plugin.errors import DCTError
-from dct_plugin.integrations.megatron.checkpoint import RankCoordinates, load, save, writer_of
+from dct_plugin.integrations.megatron.checkpoint import RankCoordinates, files_of, load, save
 
 #: Of the model's parameters.
 SIZES = {"w": 4}
@@ -44,15 +45,15 @@ def write(folder: Path, where: RankCoordinates, dense: float, expert: float) -> 
         for name, value, count in (("dense", dense, where.replicas), ("expert", expert, where.replicas))
     }
     state = {"step": 7, "streams": {"pipeline boundary 0": {}}, "reducers": reducers}
-    checkpoint.write(file_of(where, folder), writer_of(where).content(state, identity="one"))
+    checkpoint.write(file_of(where, folder), files_of(where).content(state, "one"))
 
 
 def file_of(where: RankCoordinates, folder: Path) -> Path:
-    return writer_of(where).file(folder)
+    return files_of(where).file(folder)
 
 
 def _read(where: RankCoordinates, folder: Path, sizes: dict[str, int]) -> checkpoint.Loaded:
-    return checkpoint.load(folder, writer_of(where), sizes=sizes)
+    return replace(files_of(where), sizes=sizes).read(folder)
 
 
 @pytest.fixture
@@ -88,11 +89,10 @@ def test_another_number_of_replicas_gets_the_mean(four: Path) -> None:
 
 def test_files_of_an_earlier_version_are_read(four: Path) -> None:
     """They say less about the rank that wrote them."""
-    known = ("save", "configuration", "layout", "place", "expert", "world_size", "state")
+    known = ("save", "configuration", "layout", "expert", "world_size", "state")
     for data in range(4):
         file = file_of(rank(data, 4), four)
         content = checkpoint.read(file)
-        assert content["place"] == {"tensor": 0, "pipeline": 0, "data": data}
         checkpoint.write(file, {key: content[key] for key in known})
     assert residual(_read(rank(3, 4), four, SIZES).state, "dense") == [3.0] * 4
     assert residual(_read(rank(5, 6), four, SIZES).state, "expert") == [20.0] * 4
@@ -120,7 +120,7 @@ def test_what_is_missing_is_said(four: Path, tmp_path_factory: pytest.TempPathFa
 def test_damaged_and_foreign_files_are_refused(four: Path) -> None:
     own = file_of(rank(1, 4), four)
     own.write_bytes(file_of(rank(2, 4), four).read_bytes())
-    with pytest.raises(DCTError, match=r"dct_tp00_pp000_dp00001.pt: written by rank 2, tensor 0"):
+    with pytest.raises(DCTError, match=r"dct_tp00_pp000_dp00001.pt: written as dct_tp00_pp000_dp00002.pt"):
         _read(rank(1, 4), four, SIZES)
     own.write_bytes(own.read_bytes()[:200])
     with pytest.raises(DCTError, match=r"dct_tp00_pp000_dp00001.pt: not a readable state"):

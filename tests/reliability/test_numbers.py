@@ -167,5 +167,5 @@ def test_other_numbers_of_ranks_keep_what_is_owed(tmp_path: Path, path: tuple[in
         folder = tmp_path / str(number)
         for rank, state in enumerate(states):
             save_state(folder, state, rank=rank, world_size=len(states))
-        states = [checkpoint.load(folder, checkpoint.Writer(rank, ranks)).state for rank in range(ranks)]
+        states = [checkpoint.StateFiles(rank, ranks).read(folder).state for rank in range(ranks)]
     assert ((owed() - before).norm() / before.norm()).item() < 1e-6

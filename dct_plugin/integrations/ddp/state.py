@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dct_plugin.checkpoint import FRESH, StateFiles, mean_residuals
 from dct_plugin.compression.stream import fresh_state
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer
@@ -24,7 +25,6 @@ from dct_plugin.transport.nodes import Nodes, layout_of
 
 from ..host import attachments, startup
 from ..host.attachment import PlainTraining, switched_off
-from ..host.checkpoint import FRESH, ReducerFiles, mean_residuals
 from ..host.optimizer_attachment import OptimizerAttachment
 from ..host.overlap import Overlap
 from ..host.settings import optimizers_of
@@ -333,7 +333,7 @@ class DCTState(OptimizerAttachment):
             self.steps.step = self._reducer.group.step
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write one file per rank; a collective, see :class:`.host.checkpoint.ReducerFiles`."""
+        """Write one file per rank; a collective, see :class:`dct_plugin.checkpoint.StateFiles`."""
         self._files().save(folder, lambda: self.state_dict()["reducer"])
 
     def save_alone(self, folder: str | os.PathLike[str]) -> None:
@@ -361,20 +361,22 @@ class DCTState(OptimizerAttachment):
 
     def load(self, folder: str | os.PathLike[str]) -> bool:
         """Restore :meth:`save`, also of another number of ranks; see
-        :func:`.host.checkpoint.load_together`. Return False, with residuals of zero, if a rank has no file;
-        the log says why.
+        :meth:`dct_plugin.checkpoint.StateFiles.load`. Return False, with residuals of zero, if a rank has no
+        file; the log says why.
         """
         state = self._files(layout_of(self._nodes())).load(folder)
         self.load_state_dict({"reducer": state})
         return state is not None
 
-    def _files(self, layout: Sequence[Sequence[int]] = ()) -> ReducerFiles:
+    def _files(self, layout: Sequence[Sequence[int]] = ()) -> StateFiles:
         """Return the files of the ranks; only to read them needs ``layout``."""
-        return ReducerFiles(
-            self.process_group,
+        return StateFiles(
+            dist.get_rank(self.process_group),
+            dist.get_world_size(self.process_group),
             configuration=self.config.fingerprint(),
             sizes=self.parameters.sizes,
             layout=layout,
+            group=self.process_group,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from dct_plugin import checkpoint
+from dct_plugin.checkpoint import FRESH, StateFiles
 from dct_plugin.console import logger
 from dct_plugin.transport import lost_ranks
 
-from ..host.checkpoint import FRESH, ReducerFiles
 from ..host.patching import Function, Patches
 from .engine import EngineContext, EnginePart, is_pipeline
 from .path import ActivationPath, GradientPath
@@ -51,13 +51,15 @@ class CheckpointFiles(EnginePart):
     ) -> None:
         self._engine, self._steps = context.engine, context.steps
         self._path, self._gather, self._activations = path, gather, activations
-        self._files = ReducerFiles(
-            path.reducer.group.process_group,
-            parts=is_pipeline(context.engine),
+        group = path.reducer.group.process_group
+        self._files = StateFiles(
+            dist.get_rank(group),
+            dist.get_world_size(group),
             unit=path.unit,
             configuration=context.config.fingerprint(),
             sizes=path.sizes(),
             layout=path.reducer.group.layout,
+            group=None if is_pipeline(context.engine) else group,  # stages save and load together
         )
 
     def install(self, patches: Patches) -> None:
@@ -128,7 +130,7 @@ class CheckpointFiles(EnginePart):
         return loaded
 
     def _own_folder(self, tag_folder: str | os.PathLike[str]) -> Path:
-        if not self._files.parts:
+        if not is_pipeline(self._engine):
             return Path(tag_folder)
         return Path(tag_folder, f"dct_stage_{self._engine.stage_id:02d}_of_{self._engine.num_stages:02d}")
 

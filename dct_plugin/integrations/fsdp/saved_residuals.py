@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dct_plugin.checkpoint import mean_residuals
 from dct_plugin.compression.stream import fresh_state
 from dct_plugin.console import listed, logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import ConfigError
 from dct_plugin.transport import lost_ranks
 
-from ..host.checkpoint import mean_residuals
 from .parameter_groups import ShardedParameter
 from .replica_group import ReplicaGroup
 

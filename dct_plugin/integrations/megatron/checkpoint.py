@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 
-from dct_plugin.checkpoint import Folder, Writer
+from dct_plugin.checkpoint import Folder, StateFiles
 from dct_plugin.console import logger
 from dct_plugin.errors import VersionError
 from dct_plugin.transport.nodes import layout_of
 
-from ..host.checkpoint import ReducerFiles
 from ..host.patching import Function, when_imported
 from .buckets import nodes_in
 from .session import Hook, RankCoordinates, Session
@@ -52,33 +51,25 @@ def load(session: Session, folder: Folder) -> bool:
     Raises:
         DCTError: On every rank, if a file is damaged or belongs elsewhere; names the ranks and the files.
     """
-    state = _files(session, _node_layout(session)).load(folder)
+    state = replace(_files(session), layout=_node_layout(session)).load(folder)
     session.load_state_dict(state)
     if state is not None and dist.get_rank() == 0:
         print(f"dct: residuals and thresholds of step {session.step} loaded from {folder}", flush=True)
     return state is not None
 
 
-def _files(session: Session, layout: Sequence[list[int]] = ()) -> ReducerFiles:
-    """Return the files of all ranks; only to read them needs ``layout``."""
-    return ReducerFiles(
+def _files(session: Session) -> StateFiles:
+    return replace(
+        files_of(RankCoordinates.of_this_rank()),
         configuration=session.config.fingerprint(),
         sizes=session.reductions.models.sizes() if session.reductions else {},
-        layout=layout,
-        writer=writer_of(RankCoordinates.of_this_rank()),
     )
 
 
-def writer_of(rank: RankCoordinates) -> Writer:
-    """Return a rank as it writes: one of the data-parallel ranks that hold the same parameters."""
-    return Writer(
-        rank.data,
-        rank.replicas,
-        "dct_tp{tensor:02d}_pp{pipeline:03d}_dp{rank:05d}.pt",
-        {"tensor": rank.tensor, "pipeline": rank.pipeline},
-        rank.layout,
-        rank.expert,
-    )
+def files_of(rank: RankCoordinates) -> StateFiles:
+    """Return the files of the data-parallel ranks that hold the same parameters as a rank."""
+    name = f"dct_tp{rank.tensor:02d}_pp{rank.pipeline:03d}_dp{{rank:05d}}.pt"
+    return StateFiles(rank.data, rank.replicas, name=name, cut=rank.layout, expert=rank.expert)
 
 
 def _node_layout(session: Session) -> list[list[int]]:

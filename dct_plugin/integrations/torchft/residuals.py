@@ -74,7 +74,7 @@ class ReplicaResiduals:
         self._finish_reports: Callable[[], None] = lambda: None
         self._peers: QuorumPeers | None = None
         self._reducer: GradientReducer | None = None
-        self._state: dict[str, Any] = {"step": 0, "loss_scale": 1.0, "streams": {}}
+        self._state = checkpoint.FRESH
         self._tensors: dict[str, tuple[int, torch.dtype]] = {}
         self._round: Round | None = None
 
