@@ -11,7 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from dct_plugin.integrations.host.refusals import REFUSALS
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.integrations.host.refusals import refused
 
 _BEGIN, _END = (f"<!-- generated from the rows of frameworks: {place} -->" for place in ("begin", "end"))
 _KEYS_BEGIN, _KEYS_END = (f"<!-- generated from the rows of keys: {place} -->" for place in ("begin", "end"))
@@ -134,16 +135,16 @@ class Key(NamedTuple):
     @property
     def effects(self) -> dict[str, Effect]:
         """The effect by framework; ``tests/hosts/test_keys.py`` holds those of :data:`_RUN`."""
-        refused = {
-            name
-            for name, rows in REFUSALS.items()
-            if any(row.key == self.key and row.value in (None, self.value) for row in rows)
-        }
+        settings = DataParallelConfig.of({self.key: self.value})
         return {
-            name: self.but.get(name, Effect.REFUSED if name in refused else self.effect) for name in REFUSALS
+            name: Effect.REFUSED
+            if any(key == self.key for key, _ in refused(name, settings))
+            else self.but.get(name, self.effect)
+            for name in FRAMEWORKS
         }
 
 
+FRAMEWORKS = ("torch DDP", "FSDP2", "FSDP2 on one mesh", "torchft", "Megatron", "DeepSpeed")
 #: Frameworks in which every key is run.
 _RUN = ("torch DDP", "FSDP2", "DeepSpeed")
 KEYS = (
@@ -178,7 +179,7 @@ def key_table() -> str:
             run = name in _RUN or effect is Effect.REFUSED
             cells.append(effect.value if run else "accepted")
         rows.setdefault(tuple(cells), []).append(f"`{row.key}: {row.value}`")
-    lines = [f"| key: value | {' | '.join(REFUSALS)} |", "|---|" + "---|" * len(REFUSALS)]
+    lines = [f"| key: value | {' | '.join(FRAMEWORKS)} |", "|---|" + "---|" * len(FRAMEWORKS)]
     lines += [f"| {', '.join(keys)} | {' | '.join(cells)} |" for cells, keys in rows.items()]
     return "\n".join(lines)
 

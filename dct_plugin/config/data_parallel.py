@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..errors import ConfigError
 from ..schedules import SparsitySchedule
 from .section import OR_FALSE, Section, Variant, conflict, written_short
 
@@ -114,13 +113,6 @@ class LocalStepsConfig(Section):
 
     0 with `outer_lr` 1 makes the common weights the mean of the ranks', and saves a copy of them.
     """
-
-
-def refuse(
-    framework: str, why: str = "every rank has the whole optimizer, no weights are gathered after a step"
-) -> ConfigError:
-    """Return the error for a framework whose gathers of weights are missing, or cannot be thresholded."""
-    return ConfigError(f"{ParametersConfig.section_path}: {framework}: {why}; leave it out")
 
 
 class VerifyConfig(Section):

@@ -91,11 +91,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "autocast": (job({}, torch_autocast={"enabled": True, "dtype": "float16"}), "use the fp16 section"),
     "updates at stage 0": (
         zero(0, gradients(parameters={})),
-        "dct.data_parallel.parameters: ZeRO stage 0: every rank has the whole optimizer",
+        "dct.data_parallel.parameters = {}: ZeRO stage 0 to 2: every rank has the whole optimizer",
     ),
     "updates at stage 3": (
         zero(3, gradients(parameters={"sparsity": 0.97})),
-        "dct.data_parallel.parameters = {} under ZeRO stage 3: updates with thresholds go to copies",
+        "dct.data_parallel.parameters = {}: ZeRO stage 3: updates with thresholds go to copies",
     ),
     "step-ahead at stage 3": (
         zero(3, gradients(feedback="step_ahead")),

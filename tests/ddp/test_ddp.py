@@ -101,7 +101,7 @@ def _unnamed(rank: int, world_size: int) -> str:
 def test_names_are_needed_for_them_and_there_are_no_updates_of_weights() -> None:
     (text,) = run(1, _unnamed)
     assert "needs DCTState(..., named_parameters=" in text
-    assert "dct.data_parallel.parameters: torch DDP: every rank has the whole" in text
+    assert "dct.data_parallel.parameters = {}: torch DDP: every rank has the whole" in text
 
 
 # -- training ---

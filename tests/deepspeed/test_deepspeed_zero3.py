@@ -39,9 +39,9 @@ IN_STEP = ["bf16-accumulate", "fp16", "fp32-allreduce"]
 RESUMED = {"fp32": "auto", "bf16-accumulate": "bf16"}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "step_ahead": ({"feedback": "step_ahead"}, {}, 'feedback = "step_ahead": under ZeRO stage 3'),
-    "parameters": ({"parameters": {}}, {}, "parameters = {} under ZeRO stage 3"),
-    "verify": ({"verify": {"every": 5}}, {}, 'verify = {"every": 5} under ZeRO stage 3'),
-    "nonfinite": ({"nonfinite_action": "skip"}, {}, 'nonfinite_action = "skip" under ZeRO stage 3'),
+    "parameters": ({"parameters": {}}, {}, "parameters = {}: ZeRO stage 3"),
+    "verify": ({"verify": {"every": 5}}, {}, 'verify = {"every": 5}: ZeRO stage 3'),
+    "nonfinite": ({"nonfinite_action": "skip"}, {}, 'nonfinite_action = "skip": ZeRO stage 3'),
     "quantized": ({}, {"zero_quantized_gradients": True}, "zero_optimization.zero_quantized_gradients"),
     "offload": ({}, {"offload_param": {"device": "cpu"}}, "zero_optimization.offload_param.device = cpu"),
 }

@@ -68,10 +68,13 @@ KINDS = [
 #: 0/1 Adam steps locally and takes these steps back by subtraction: its ranks are equal up to rounding.
 IDENTICAL = [kind for kind in KINDS if kind[0] != "ZeroOneAdam"]
 REFUSED = {
-    "disabled": ({"enabled": False}, "dct.enabled = false does not go with"),
-    "ahead": ({"data_parallel": {"feedback": "step_ahead"}}, 'feedback = "step_ahead" does not'),
-    "accordion": ({"data_parallel": {"adaptive": "accordion"}}, 'adaptive = "accordion" does not go with'),
-    "gradients": ({"data_parallel": {"enabled": False}}, "dct.data_parallel.enabled = false does not"),
+    "disabled": ({"enabled": False}, "dct.enabled = false: optimizer.params.comm_backend_name"),
+    "ahead": ({"data_parallel": {"feedback": "step_ahead"}}, 'feedback = "step_ahead": optimizer.params.'),
+    "accordion": ({"data_parallel": {"adaptive": "accordion"}}, 'adaptive = "accordion": optimizer.params.'),
+    "gradients": (
+        {"data_parallel": {"enabled": False}},
+        "dct.data_parallel.enabled = false: optimizer.params.",
+    ),
     "weights": ({"data_parallel": {"parameters": {}}}, "ZeRO stage 0"),
 }
 

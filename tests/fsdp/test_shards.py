@@ -426,8 +426,8 @@ def test_parameters_share_a_header_and_have_scales_of_their_own(most: float) -> 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "sparsity": ({}, {"sparsity": 0.9}, "dct.data_parallel.sparsity = 0.9: FSDP2 on one mesh"),
-    "feedback": ({}, {"feedback": "local"}, "feedback = 'local': FSDP2 on one mesh"),
-    "quality": ({}, {"quality": "safe"}, "dct.data_parallel.quality = 'safe'"),
+    "feedback": ({}, {"feedback": "local"}, 'feedback = "local": FSDP2 on one mesh'),
+    "quality": ({}, {"quality": "safe"}, 'dct.data_parallel.quality = "safe"'),
     "local steps": ({}, {"local_steps": 8}, "dct.data_parallel.local_steps"),
     "thresholded updates": ({}, {"parameters": {}}, "dct.data_parallel.parameters"),
     "fp32 gathers": (

@@ -478,7 +478,9 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     assert "variable_seq_lengths" in found["variable"]
     assert "use_ring_exchange_p2p" in found["ring"]
     assert "float64" in found["dtype"]
-    assert "layer 2: does not work with fp8 (--fp8-format); Megatron's fp8 is hybrid" in found["fp8"]
+    assert (
+        "layer 2: does not work with Megatron's fp8 = hybrid: products in fp8 (--fp8-format)" in found["fp8"]
+    )
     assert "--te-precision-config-file" in found["recipe"]
     assert "--tp-comm-overlap" in found["overlap"]
     assert "CUDA graphs" in found["graphs"]

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
@@ -126,10 +125,6 @@ class UpdatedWeights(WeightUpdates):
         self._optimizer, self._layout = engine.optimizer, layout
         self._groups: dict[int, list[_FlatParameter]] = {}
         """The groups whose updates are exchanged, by index."""
-        if self.updates.exact and any(flat.dtype == torch.float32 for flat in self._flat):
-            raise refuse(
-                "DeepSpeed in fp32", "'exact' is for bf16 and fp16: nearly all fp32 weights change in a step"
-            )
         groups = zip(getattr(engine.optimizer, layout.parameters), self._flat, strict=True)
         for index, (parameters, flat) in enumerate(groups):
             if not any(is_expert(parameter) for parameter in parameters):

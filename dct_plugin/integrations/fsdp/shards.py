@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dct_plugin.codecs.values import VALUE_GROUP
-from dct_plugin.config import DCTConfig, ParametersConfig
+from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.passes import around_passes
@@ -44,7 +44,6 @@ from .parameter_groups import (
 )
 
 _HALVES = (torch.bfloat16, torch.float16)
-_WHOLE = "gradients cross whole, without a residual"
 
 
 class ShardGroup:
@@ -206,16 +205,6 @@ class ShardCompression(FSDPAttachment):
 
     def _decide(self, groups: Groups, training: Training) -> None:
         settings = self.config.data_parallel
-        if settings.feedback.keeps_residual and settings.feedback.label() != "auto":
-            raise ConfigError(
-                f"rank {dist.get_rank()}: dct.data_parallel.feedback = '{settings.feedback.label()}': "
-                f"{self.framework}: {_WHOLE}; leave it out"
-            )
-        if isinstance(settings.parameters, ParametersConfig):
-            raise ConfigError(
-                f"rank {dist.get_rank()}: dct.data_parallel.parameters: {self.framework}: copies of the "
-                "weights have no thresholds; write 'exact' or 'int8', or null for FSDP's own gathers"
-            )
         self._mesh: dist.ProcessGroup = groups[0][0].mesh_info.shard_process_group
         self._nodes = nodes_of(settings, self._mesh)
         types = [_gathered_type(group) for group, _ in groups]

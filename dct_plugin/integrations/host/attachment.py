@@ -64,7 +64,7 @@ class HostAttachment:
             section = SECTION
         rank = dist.get_rank() if dist.is_initialized() else None
         self.config = self.written = DCTConfig.given(section, rank=rank)
-        refuse(self.framework, self.written.data_parallel)
+        refuse(self.framework, self.written.data_parallel, rank)
         self.applied = AppliedSettings(self.config.data_parallel, 1)
         self.ends = contextlib.ExitStack()
         self.leaves = False

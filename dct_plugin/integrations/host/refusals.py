@@ -1,26 +1,39 @@
-"""The options of ``dct.data_parallel`` that a framework cannot serve, as one table.
+"""All that a framework, or a feature of it, refuses: options of ``dct.data_parallel`` and features of jobs.
 
-A row says why and what to set instead. :func:`refuse` judges a section by the table; the table of keys in
-``docs/support.md`` is made from it. What depends on more than the framework (a ZeRO stage, the optimizer) is
-judged where that is known: :mod:`..deepspeed.rules`.
+A row of :data:`REFUSALS` has an option, the settings and the job that it is refused for, the reason, and what
+to write instead. A row of :data:`FEATURES` has an attribute of a job, and the reason. The table of keys in
+``docs/support.md`` is made from the first. This module imports no torch: ``dct config check`` reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
+from dct_plugin.config import AutoFeedback, DataParallelConfig, LocalFeedback, ParametersConfig
+from dct_plugin.config.options import show
+from dct_plugin.errors import ConfigError, DCTError
 
-from dct_plugin.config import DataParallelConfig
-from dct_plugin.errors import ConfigError
+#: Why updates of weights are not there for a framework.
+WHOLE_OPTIMIZER = "every rank has the whole optimizer, no weights are gathered after a step"
+#: Why changed weights alone are not sent.
+ALL_CHANGE = "nearly all fp32 weights change in a step"
+ANOTHER_FORM = "its weights are not gathered as they are"
 
-_WHOLE_OPTIMIZER = "every rank has the whole optimizer, no weights are gathered after a step"
-_MESH = "under FSDP2 the replicas of the mesh are the nodes, inside which FSDP gathers the weights"
+_MESH = "the replicas of the mesh are the nodes, inside which FSDP gathers the weights"
 _BARE = "this needs parameters and optimizer, and torchft hands over bare tensors"
 _WHOLE = "all ranks shard one copy of the model, and gradients cross whole, without a residual"
-_NO_INT8 = "copies of the weights in int8 are for FSDP2 on one mesh and ZeRO stage 3"
 _MEGATRON = "Megatron's iterations exchange gradients in every step"
+_THRESHOLDED_COPIES = (
+    "updates with thresholds go to copies of the weights that DeepSpeed keeps in each node",
+    "set zero_optimization.zero_hpz_partition_size to the ranks of a node; or write 'int8', or 'exact' with "
+    "several ranks per node, for copies that the plugin keeps",
+)
+_TIED = (
+    "stages of the pipeline have weights in common (TiedLayerSpec), which their optimizers cut in different "
+    "places: the copies would drift apart"
+)
+KEEPS_MOMENTUM = "the optimizer keeps what is not sent of its momentum"
 
 
 class Refusal(NamedTuple):
@@ -30,35 +43,126 @@ class Refusal(NamedTuple):
         key: Below ``dct.data_parallel``.
         why: The reason, in words.
         instead: What to write in its place.
+        when: Condition on the settings and the job; None: a value that asks for something.
     """
 
     key: str
     why: str
     instead: str = "leave it out"
-    value: Any = None
-    """The value that is refused; None: any that asks for something."""
+    when: Callable[[DataParallelConfig, Any], object] | None = None
 
 
-#: By framework.
+def _int8(settings: DataParallelConfig, job: Any) -> bool:
+    return settings.parameters == "int8"
+
+
+def _is_divided(job: Any) -> bool:
+    return bool(job.stage or job.pipeline or job.experts or job.precision != "fp32")
+
+
+def _exact_in_fp32(settings: DataParallelConfig, job: Any) -> bool:
+    return bool(settings.parameters == "exact" and job.precision == "fp32")
+
+
+def _rows(keys: str, why: str) -> tuple[Refusal, ...]:
+    return tuple(Refusal(key, why) for key in keys.split())
+
+
+_OWN_WEIGHTS = (
+    "every rank trains weights of its own, which needs ZeRO stage 0 with fp32 weights "
+    '("torch_autocast" computes in bf16), without pipeline stages and experts'
+)
+_ALONE = (
+    Refusal("local_steps", _OWN_WEIGHTS, when=lambda s, job: s.local_steps and _is_divided(job)),
+    Refusal("exchange_of", _OWN_WEIGHTS, when=lambda s, job: s.exchange_of == "updates" and _is_divided(job)),
+)
+
+#: By framework. A job of DeepSpeed is a :class:`..deepspeed.section.Job`.
 REFUSALS: dict[str, tuple[Refusal, ...]] = {
-    "torch DDP": (Refusal("parameters", _WHOLE_OPTIMIZER),),
-    "FSDP2": (Refusal("parameters", _MESH), Refusal("nodes", _MESH)),
-    "FSDP2 on one mesh": tuple(
-        Refusal(key, _WHOLE)
-        for key in ("sparsity", "feedback", "adaptive", "quality", "local_steps", "exchange_of")
+    "torch DDP": (Refusal("parameters", WHOLE_OPTIMIZER),),
+    "FSDP2": _rows("parameters nodes", _MESH),
+    "FSDP2 on one mesh": (
+        *_rows("sparsity adaptive quality local_steps exchange_of", _WHOLE),
+        Refusal("feedback", _WHOLE,
+                when=lambda s, _: s.feedback.keeps_residual and s.feedback.label() != "auto"),
+        Refusal("parameters", "copies of the weights have no thresholds",
+                "write 'exact' or 'int8', or null for FSDP's own gathers",
+                lambda s, _: isinstance(s.parameters, ParametersConfig)),
     ),
-    "torchft": tuple(
-        Refusal(key, _BARE)
-        for key in (
-            "feedback", "nodes", "nonfinite_action", "parameters", "local_steps", "verify", "adaptive",
-            "quality", "exchange_of",
-        )
+    "torchft": _rows(
+        "feedback nodes nonfinite_action parameters local_steps verify adaptive quality exchange_of", _BARE
     ),
     "Megatron": (
-        Refusal("local_steps", _MEGATRON), Refusal("exchange_of", _MEGATRON),
-        Refusal("parameters", _NO_INT8, value="int8"),
+        *_rows("local_steps exchange_of", _MEGATRON),
+        Refusal("parameters", "copies in int8 are for FSDP2 on one mesh and ZeRO stage 3", when=_int8),
     ),
-    "DeepSpeed": (),  # by stage: deepspeed.rules
+    "ZeRO stage 0 to 2": (
+        *_ALONE,
+        Refusal("parameters", f"{ALL_CHANGE}: 'exact' is for bf16 and fp16", when=_exact_in_fp32),
+        Refusal("parameters", "copies of the weights are for ZeRO stage 3", when=_int8),
+        Refusal("parameters", WHOLE_OPTIMIZER, when=lambda s, job: s.parameters and not job.gathers_weights),
+        Refusal("parameters", _TIED, when=lambda s, job: s.parameters and job.tied_weights),
+    ),
+    "ZeRO stage 3": (
+        *_ALONE,
+        Refusal("parameters", f"{ALL_CHANGE}: 'exact' is for bf16 and fp16", when=_exact_in_fp32),
+        Refusal("parameters", *_THRESHOLDED_COPIES,
+                lambda s, job: isinstance(s.parameters, ParametersConfig) and job.ranks_per_copy <= 1),
+        Refusal("parameters", "DeepSpeed keeps the copies in nodes, in 16 bits", "write 'exact'",
+                lambda s, job: s.parameters == "int8" and job.ranks_per_copy > 1),
+        Refusal("verify", "every rank has a part of its own of the parameters, there is nothing to compare"),
+        Refusal("nonfinite_action", "DeepSpeed looks for such gradients in fp16 alone here", "write 'pass'",
+                lambda s, job: s.nonfinite_action == "skip" and job.precision != "fp16"),
+    ),
+    "optimizer.params.comm_backend_name = 'dct'": (
+        Refusal("enabled", KEEPS_MOMENTUM, "write true", lambda s, _: not s.enabled),
+        Refusal("feedback", KEEPS_MOMENTUM, "write 'local'",
+                lambda s, _: not isinstance(s.feedback, AutoFeedback) and s.feedback != LocalFeedback()),
+        Refusal("adaptive", KEEPS_MOMENTUM),
+        Refusal("residual_dtype", KEEPS_MOMENTUM, "write 'fp32'",
+                lambda s, _: s.residual_dtype not in ("auto", "fp32")),
+    ),
+}  # fmt: skip
+
+#: Features of a job that are refused, worst first, by the attribute of the job that says so. A reason says
+#: its value at ``{}``.
+FEATURES: dict[str, dict[str, str]] = {
+    "DeepSpeed": {
+        "engine": "the engine {} (hybrid engine, DualPipeV)",
+        "quantized_gradients": "zero_optimization.zero_quantized_gradients = true: DeepSpeed quantises the "
+        "gradients that dct thresholds",
+        "offload": "offloading ({})",
+        "zenflow": "ZenFlow (zero_optimization.zenflow)",
+        "unmanaged_accumulation": "managed_gradient_accumulation = false: a step ends where step() is "
+        "called, and gradients are reduced before that is known",
+        "sequence_ranks": "sequence parallelism (sequence_parallel_size = {})",
+        "model_parallel": "{}",
+        "autocast_fp16": "torch_autocast with dtype float16 (it scales the loss out of our sight); use the "
+        "fp16 section",
+        "deepcompile": "DeepCompile (compile.deepcompile = true): it reduces gradients inside the compiled "
+        "graph",
+        "autoep": "AutoEP parameter folding",
+        "wrapper": "the optimizer wrapper {}",
+        "own_backend": "the optimizer {job.optimizer} with optimizer.params.comm_backend_name = '{}': it "
+        "exchanges its momentum by itself ('dct' has it exchanged through the plugin)",
+    },
+    "dct.data_parallel.parameters": dict.fromkeys(
+        ("use_precision_aware_optimizer", "overlap_param_gather_with_optimizer_step",
+         "optimizer_cpu_offload", "reuse_grad_buf_for_mxfp8_param_ag", "use_megatron_fsdp"),
+        ANOTHER_FORM,
+    ),
+    "dct.model_parallel.tensor": {
+        "fp8": "products in fp8 (--fp8-format)",
+        "fp4": "products in fp4 (--fp4-format)",
+        "quant_recipe": "precisions by module (--te-precision-config-file)",
+        "tp_comm_overlap": "overlapped tensor-parallel communication (--tp-comm-overlap)",
+        "cuda_graph_impl": "the number of entries that cross depends on the data",
+    },
+    "dct.model_parallel.pipeline": {
+        "variable_seq_lengths": "receivers must know sizes in advance",
+        "mtp_standalone": "its shapes differ between stages",
+        "use_ring_exchange_p2p": "its transfers cannot be replaced",
+    },
 }  # fmt: skip
 
 
@@ -76,22 +180,37 @@ def asks_for(key: str, settings: DataParallelConfig) -> bool:
     return value not in (None, "pass", "gradients")
 
 
-def refused(framework: str, settings: DataParallelConfig) -> Iterator[Refusal]:
-    """Yield the options of a section that a framework cannot serve."""
-    for row in REFUSALS.get(framework, ()):
-        if asks_for(row.key, settings) and row.value in (None, getattr(settings, row.key)):
-            yield row
+def refused(framework: str, settings: DataParallelConfig, job: Any = None) -> Iterator[tuple[str, str]]:
+    """Yield the options of a section that a framework cannot serve, with a sentence for each."""
+    for key, why, instead, when in REFUSALS.get(framework, ()):
+        if asks_for(key, settings) if when is None else when(settings, job):
+            given = show(getattr(settings, key))
+            yield key, f"dct.data_parallel.{key} = {given}: {framework}: {why}; {instead}"
 
 
-def refuse(framework: str, settings: DataParallelConfig) -> None:
+def refuse(framework: str, settings: DataParallelConfig, rank: int | None = None) -> None:
     """Refuse a section that asks for something that a framework cannot serve.
 
     Raises:
         ConfigError: Names the option, its value, the rank, the reason, and what to write instead.
     """
-    for row in refused(framework, settings) if settings.enabled else ():
-        value = getattr(settings, row.key)
-        shown = value.label() if row.key == "feedback" else value
-        rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
-        given = f" = {shown!r}" if isinstance(shown, (str, int, float)) else ""
-        raise ConfigError(f"{rank}dct.data_parallel.{row.key}{given}: {framework}: {row.why}; {row.instead}")
+    for _, sentence in refused(framework, settings) if settings.enabled else ():
+        raise ConfigError(sentence if rank is None else f"rank {rank}: {sentence}")
+
+
+def features(place: str, job: Any) -> Iterator[tuple[str, str]]:
+    """Yield the attributes of the features that a job has and must not have, with the reasons."""
+    for name, why in FEATURES[place].items():
+        if (value := getattr(job, name, None)) and value != "none":
+            yield name, why.format(value, job=job)
+
+
+def refuse_features(place: str, config: Any, where: str = "") -> None:
+    """Refuse a configuration of Megatron that does not go with a section.
+
+    Raises:
+        DCTError: Names the place, the attribute and its value.
+    """
+    for name, why in features(place, config):
+        given = f"Megatron's {name} = {getattr(config, name)}"
+        raise DCTError(f"{where or place}: does not work with {given}: {why}; switch it off, or {place}")

@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dct_plugin.config.data_parallel import refuse
 from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
+from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import own_traffic
 
 from ..host.patching import Function
+from ..host.refusals import ALL_CHANGE, ANOTHER_FORM, WHOLE_OPTIMIZER, features
 from ..host.startup import nodes_of
 from .buckets import NAME, groups_of, is_expert, start_in
 from .session import Hook, Session
 
 _OWNER = "_dct_owner"
-_ANOTHER_FORM = "its weights are not gathered as they are"
 
 
 @dataclass
@@ -126,7 +126,7 @@ class ParameterHook(Hook):
             and not ddp.ddp_config.use_distributed_optimizer
             and any(group.data_parallel_group.size() > 1 for group in groups_of(ddp))
         ):
-            raise refuse("Megatron without the distributed optimizer")
+            raise _refusal("Megatron without the distributed optimizer", WHOLE_OPTIMIZER)
 
     def _make_optimizer(self, original: Function, optimizer: Any, *arguments: Any, **keywords: Any) -> None:
         original(optimizer, *arguments, **keywords)
@@ -170,7 +170,7 @@ class ParameterHook(Hook):
         written = self.session.written.data_parallel.parameters
         reasons = [*_unsupported(optimizer, buckets, exact=written in (None, "exact"))]
         if reasons and written is not None:
-            raise refuse(*reasons[0])
+            raise _refusal(*reasons[0])
         unavailable = ": ".join(reasons[0]) if reasons and written is None else ""
         self._resolve(unavailable)
         if unavailable or self.session.config.data_parallel.parameters is None:
@@ -259,18 +259,15 @@ class ParameterHook(Hook):
 
 def _unsupported(optimizer: Any, buckets: list[Any], *, exact: bool) -> Iterator[tuple[str, str]]:
     """Yield the settings under which weights are gathered in another form, and why updates cannot be."""
-    config, ddp = optimizer.config, optimizer.ddp_config
-    for holder, name in (
-        (config, "use_precision_aware_optimizer"),
-        (config, "overlap_param_gather_with_optimizer_step"),
-        (config, "optimizer_cpu_offload"),
-        (config, "reuse_grad_buf_for_mxfp8_param_ag"),
-        (ddp, "use_megatron_fsdp"),
-    ):
-        if getattr(holder, name, False):
-            yield f"Megatron's {name}", _ANOTHER_FORM
+    for holder in optimizer.config, optimizer.ddp_config:
+        for name, why in features("dct.data_parallel.parameters", holder):
+            yield f"Megatron's {name}", why
     kinds = {None if bucket.param_data is None else bucket.param_data.dtype for bucket in buckets}
     if kinds - {torch.float32, torch.bfloat16, torch.float16}:
-        yield "Megatron's fp8 parameters", _ANOTHER_FORM
+        yield "Megatron's fp8 parameters", ANOTHER_FORM
     if exact and torch.float32 in kinds:
-        yield "Megatron in fp32", "'exact' is for bf16 and fp16: nearly all fp32 weights change"
+        yield "Megatron in fp32", f"'exact' is for bf16 and fp16: {ALL_CHANGE}"
+
+
+def _refusal(what: str, why: str) -> ConfigError:
+    return ConfigError(f"dct.data_parallel.parameters: {what}: {why}; leave it out")

@@ -26,6 +26,7 @@ from dct_plugin.model_parallel.fixed import number_of
 
 from ..host.activation_streams import PipelineMetrics
 from ..host.patching import Function, given
+from ..host.refusals import refuse_features
 from .session import Hook, RankCoordinates, Session
 
 _CHUNK = "_dct_chunk"
@@ -233,14 +234,7 @@ def _empty(shape: Any, config: Any) -> Tensor:
 
 def _check(config: Any) -> None:
     """Refuse what changes sizes from message to message or goes around this method."""
-    refused = {
-        "variable_seq_lengths": "receivers must know sizes in advance",
-        "mtp_standalone": "its shapes differ between stages",
-        "use_ring_exchange_p2p": "its transfers cannot be replaced",
-    }
-    for name, reason in refused.items():
-        if getattr(config, name, False):
-            raise DCTError(f"dct.model_parallel.pipeline does not work with Megatron's {name}: {reason}")
+    refuse_features("dct.model_parallel.pipeline", config)
     graphs = getattr(config, "cuda_graph_impl", "none")  # "full_iteration" is an item of its scope up to 0.17
     scope = [str(getattr(item, "name", item)) for item in getattr(config, "cuda_graph_scope", None) or []]
     if graphs == "full_iteration" or (graphs != "none" and "full_iteration" in scope):

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dct_plugin.errors import DCTError
 from dct_plugin.host_traffic import count_group
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 
 from ..host.patching import Function
+from ..host.refusals import refuse_features
 from .engine import EngineLinears, is_engine_linear
 from .session import Hook, Session
 
@@ -92,7 +92,7 @@ class TensorHook(Hook):
     def _register(self, layer: Any) -> None:
         """Number the parallel linears of a transformer layer; once, before its first forward pass."""
         where = f"dct.model_parallel.tensor, layer {layer.layer_number}"
-        _check(layer.config, where)
+        refuse_features("dct.model_parallel.tensor", layer.config, where)
         number, count = int(layer.layer_number), int(layer.config.num_layers)
         outside = number <= self.config.skip_first_layers or number > count - self.config.skip_last_layers
         for name, module in layer.named_modules():
@@ -195,20 +195,3 @@ class TensorHook(Hook):
                 given.arguments["input"] = route[0].all_gather(input_, route[1])
                 given.arguments["sequence_parallel"] = False
         return original(*given.args, **given.kwargs)
-
-
-def _check(config: Any, where: str) -> None:
-    """Refuse modes of Megatron that communicate out of reach, or need fixed sizes."""
-    refused = {
-        "fp8": "fp8 (--fp8-format)",
-        "fp4": "fp4 (--fp4-format)",
-        "quant_recipe": "precisions by module (--te-precision-config-file)",
-        "tp_comm_overlap": "overlapped tensor-parallel communication (--tp-comm-overlap)",
-        "cuda_graph_impl": "CUDA graphs (the number of entries that cross depends on the data)",
-    }
-    for key, words in refused.items():
-        if (value := getattr(config, key, None)) not in (None, False, "none"):
-            raise DCTError(
-                f"{where}: does not work with {words}; Megatron's {key} is {value}: switch it off, or "
-                "dct.model_parallel.tensor"
-            )
