@@ -47,9 +47,13 @@ UPDATED = ["fp32", "bf16", "fp16"]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no nodes": ({"nodes": "auto"}, {}, "nodes = 'auto' makes no nodes of the 4 ranks, and a copy is kept"),
-    "larger nodes": ({"nodes": 4}, {}, "a copy in each 2 consecutive ranks, but the nodes are [0, 1, 2, 3]"),
-    "one copy": ({}, {"zero_hpz_partition_size": 4}, "all 4 ranks have one copy between them"),
+    "no nodes": ({"nodes": "auto"}, {}, "a copy in each 2 consecutive ranks of 4, and the nodes are none"),
+    "larger nodes": (
+        {"nodes": 4},
+        {},
+        "a copy in each 2 consecutive ranks of 4, and the nodes are [0, 1, 2, 3]",
+    ),
+    "one copy": ({}, {"zero_hpz_partition_size": 4}, "a copy in each 4 consecutive ranks of 4"),
     "fp32 exactly": ({"parameters": "exact"}, {}, "nearly all fp32 weights change in a step"),
     "no copies": (
         {},

@@ -291,7 +291,7 @@ def _crossings(rank: int, world_size: int, nodes: int) -> tuple[list[list[bool]]
     settings = {"nodes": nodes, "min_numel": 16, "verify": None}
     attached: Any = dct_plugin.attach(model, optimizer, {"data_parallel": settings})
     train(model, optimizer, 6)
-    reducer, updates = attached.groups[0].reducer, attached.copies._updates
+    reducer, updates = attached.groups[0].reducer, attached.copies.updates
     found = []
 
     def crossed() -> int:

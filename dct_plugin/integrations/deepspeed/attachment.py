@@ -35,8 +35,8 @@ from ..host.startup import nodes_of
 from ..host.steps import FrozenParameters, PoisonedSteps, StepHooks
 from .checkpointing import CheckpointFiles, warn_of_dropped_residuals
 from .engine import EngineContext, EnginePart, has_optimizer, is_pipeline, job_of, supported, tied_weights
+from .hpz_copies import HpzCopies, layout_of_copies
 from .moe import ExpertPath
-from .node_copies import NodeCopies, layout_of_copies
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
 from .rules import require, training_facts
@@ -253,7 +253,7 @@ class EngineAttachment(HostAttachment):
         self._parts.append(self._files)
 
     def _look_ahead(self) -> None:
-        if isinstance(self._gather, NodeCopies):
+        if isinstance(self._gather, HpzCopies):
             self.ahead = self._gather.look_ahead(self._path)
             return
         updates = self._gather.updates if self._gather is not None and self.weights_lag else None

@@ -24,11 +24,11 @@ from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import format_bytes
 
-from ..host.node_copies import ExactCopies, Int8Copies
+from ..host.node_copies import COPIES
 from ..host.patching import Function, Patches, given
 from .buckets import is_expert
 from .engine import EngineContext
-from .weight_updates import WeightUpdates, updates_of
+from .weight_updates import WeightUpdates
 
 
 class _Partition:
@@ -93,19 +93,16 @@ class ResidentCopies(WeightUpdates):
         settings, engine = context.config.data_parallel, context.engine
         self._all = [p for p in engine.module.parameters() if not is_expert(p)]
         copied = [p for p in self._all if not p.ds_persist and p.ds_numel]
-        self.updates = updates_of(context, reducer.group.nodes, gathers=False)
         self.rank, self.changes = reducer.group.group_rank, 0
-        if settings.parameters == "int8":
-            self.copies: Any = Int8Copies(reducer, self.updates, counts_steps=False)
-        elif reducer.group.nodes is None:
+        if settings.parameters == "exact" and reducer.group.nodes is None:
             raise ConfigError(
                 f"rank {engine.global_rank}: dct.data_parallel.parameters = 'exact' under ZeRO stage 3: "
                 "every rank is a node, and an exact copy of all weights takes 2 bytes each; write 'int8' "
                 "(1.02 bytes), take ZeRO stage 2, or leave it out"
             )
-        else:
-            dtype = next((p.ds_tensor.dtype for p in copied), torch.bfloat16)
-            self.copies = ExactCopies(reducer, self.updates, dtype, counts_steps=False)
+        dtype = next((p.ds_tensor.dtype for p in copied), torch.bfloat16)
+        self.copies = COPIES[settings.parameters](settings, reducer, dtype, counts_steps=False)
+        self.updates = self.copies.updates
         self._places = {id(p): self.copies.add([_Partition(p, self)]) for p in copied}
         self._ranks = reducer.group.group_size
         self._copied: set[int] = set()

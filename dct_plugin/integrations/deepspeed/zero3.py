@@ -4,7 +4,7 @@ DeepSpeed averages a bucket of gradients and scatters it in ``__avg_scatter_grad
 ``reduce_scatter: false``, in ``__avg_scatter_contiguous_grads``, which moves a whole all-reduce. Both become
 the reducer's ``reduce_scatter`` to the owners: rank ``r`` of ``P`` has the ``r``-th ``ceil(numel / P)``
 entries of every parameter. Buckets, streams, accumulation over micro-batches, clipping, and the gathers of
-parameters before each module stay DeepSpeed's; what they gather from is kept by :mod:`.node_copies` with hpZ,
+parameters before each module stay DeepSpeed's; what they gather from is kept by :mod:`.hpz_copies` with hpZ,
 and by :mod:`.resident_copies` without.
 """
 
@@ -22,7 +22,7 @@ from dct_plugin.data_parallel.plan import shards_in
 
 from ..host.patching import Function, Patches
 from .engine import EngineContext, targets_of
-from .node_copies import NodeCopies
+from .hpz_copies import HpzCopies
 from .path import GradientPath
 from .resident_copies import ResidentCopies
 from .weight_updates import WeightUpdates
@@ -63,7 +63,7 @@ class Zero3Path(GradientPath):
         if self.engine.zero_hpz_partition_size() <= 1:
             return ResidentCopies(context, self.reducer)
         pairs = [pair for group in self.named_parameters() for pair in group]
-        return NodeCopies(context, self.reducer, pairs)
+        return HpzCopies(context, self.reducer, pairs)
 
     def install(self, patches: Patches) -> None:
         patches.intercept(self.optimizer, _SCATTER, self._scatter)

@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dct_plugin.codecs.values import VALUE_GROUP
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
-from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.passes import around_passes
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics.summary import format_bytes
@@ -31,7 +30,7 @@ from dct_plugin.transport.nodes import ranks_of_machines
 from dct_plugin.transport.tcp_connect import time_limit
 
 from ..host.attachment import PlainTraining
-from ..host.node_copies import ExactCopies, Int8Copies, NodeCopies
+from ..host.node_copies import COPIES, Int8Copies, NodeCopies
 from ..host.replica_checksums import ReplicaChecksums, not_trained
 from ..host.startup import nodes_of
 from .attachment import FSDPAttachment, Groups
@@ -264,20 +263,9 @@ class ShardCompression(FSDPAttachment):
                 module.set_custom_all_gather(_AllGather(each, self.copies))
 
     def _make_copies(self, reducer: GradientReducer) -> NodeCopies:
-        settings, config = self.config.data_parallel, self.config
-        updates = ParameterUpdates(
-            settings,
-            self._nodes or self._mesh,
-            gathers=False,
-            metrics=self.metrics,
-            device=reducer.group.device,
-            kernels=config.kernels,
-        )
-        copies: NodeCopies
-        if settings.parameters == "int8":
-            copies = Int8Copies(reducer, updates)
-        else:
-            copies = ExactCopies(reducer, updates, self._dtype)
+        settings = self.config.data_parallel
+        copies = COPIES[settings.parameters](settings, reducer, self._dtype)
+        updates = copies.updates
         self.ends.callback(register_optimizer_step_post_hook(copies.note_step).remove)
         rail = updates.group.exchange.peers.group  # a collective, as the first use of the reducer's is
         self.steps.replicas.append(

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 
@@ -46,12 +47,14 @@ class NodeCopies(ABC):
     """The copies of this rank's rail.
 
     Args:
+        settings: The settings of the training.
         reducer: Sums the gradients of the same ranks.
-        updates: Exchanges weights over the rail.
+        dtype: The type that the framework gathers.
         counts_steps: Whether each time that the copies are brought up to date counts as a step of
             ``updates``; False where the framework counts them.
 
     Attributes:
+        updates: Exchanges weights over the rail.
         gathers: Gathers that read the copies so far.
     """
 
@@ -60,11 +63,25 @@ class NodeCopies(ABC):
     """Shards of parameters begin at multiples of so many entries."""
 
     def __init__(
-        self, reducer: GradientReducer, updates: ParameterUpdates, *, counts_steps: bool = True
+        self,
+        settings: DataParallelConfig,
+        reducer: GradientReducer,
+        dtype: torch.dtype,
+        *,
+        counts_steps: bool = True,
     ) -> None:
-        self._reducer, self._updates, self._counts_steps = reducer, updates, counts_steps
-        self._layout = reducer.group.layout or [[rank] for rank in range(reducer.group.group_size)]
-        self._position = 0 if reducer.group.node is None else reducer.group.node.position
+        self._reducer, self.dtype, self._counts_steps = reducer, dtype, counts_steps
+        group = reducer.group
+        self.updates = ParameterUpdates(
+            settings,
+            group.nodes or group.process_group,
+            gathers=False,
+            metrics=group.metrics,
+            device=group.device,
+            kernels=group.streams.kernels,
+        )
+        self._layout = group.layout or [[rank] for rank in range(group.group_size)]
+        self._position = 0 if group.node is None else group.node.position
         self._parameters: list[CopiedParameter] = []
         self._bounds: list[tuple[int, int]] = []
         """The places of the parameters' shards in a rank's part of the copies."""
@@ -101,7 +118,7 @@ class NodeCopies(ABC):
         if not self._held or (torch._C._current_graph_task_id() < 0 and self._versions() != self._seen):
             self._refresh()
             if self._counts_steps:
-                self._updates.end_step()
+                self.updates.end_step()
             self._held, self._seen = True, self._versions()
         node = self._reducer.group.node
         rows: list[list[Tensor]] = [[] for _ in self._layout[0]]
@@ -123,9 +140,8 @@ class NodeCopies(ABC):
         torch._foreach_copy_([out[start : start + len(shard)] for (start, _), shard in places], shards)
 
     def _shards_of(self, numel: int) -> list[Shard]:
-        return [
-            Shard(rank, rank * numel, (rank + 1) * numel) for rank in range(self._updates.group.world_size)
-        ]
+        ranks = range(self.updates.group.world_size)
+        return [Shard(rank, rank * numel, (rank + 1) * numel) for rank in ranks]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what copies of the same weights need to be the same again."""
@@ -149,37 +165,22 @@ class NodeCopies(ABC):
 
 
 class ExactCopies(NodeCopies):
-    """Copies in a 16-bit type, of which the bits that changed cross.
+    """Copies in a 16-bit type, of which the bits that changed cross."""
 
-    Args:
-        reducer, updates, counts_steps: See :class:`NodeCopies`.
-        dtype: The type that the framework gathers.
-    """
-
-    def __init__(
-        self,
-        reducer: GradientReducer,
-        updates: ParameterUpdates,
-        dtype: torch.dtype,
-        *,
-        counts_steps: bool = True,
-    ) -> None:
-        super().__init__(reducer, updates, counts_steps=counts_steps)
-        self._dtype, self.bytes_per_weight = dtype, float(dtype.itemsize)
-        self._copy = torch.empty(0, dtype=dtype)
-        """The weights of the rail, [nodes, entries of a shard]."""
+    bytes_per_weight = 2.0
+    _copy: Tensor
+    """The weights of the rail, [nodes, entries of a shard]."""
 
     def weights(self) -> list[tuple[str, Tensor]]:
         return [("copies of the weights in nodes", self._copy.view(-1))] if self._held else []
 
     def _refresh(self) -> None:
-        updates = self._updates
+        updates = self.updates
         if not self._held:
             updates.choice.clear()
-            self._copy = torch.zeros(
-                len(self._layout), self._numel, dtype=self._dtype, device=updates.group.device
-            )
-        whole = updates.full(self._dtype)
+            device = updates.group.device
+            self._copy = torch.zeros(len(self._layout), self._numel, dtype=self.dtype, device=device)
+        whole = updates.full(self.dtype)
         own, flat = self._copy[updates.group.rank], self._copy.view(-1)
         before = own.clone() if not whole else own
         self._write_shard(own)
@@ -203,27 +204,24 @@ class Int8Copies(NodeCopies):
     bytes_per_weight = 1 + 2 / BLOCK
     alignment = BLOCK  # a bias may be far smaller than the weights beside it
 
-    def __init__(
-        self, reducer: GradientReducer, updates: ParameterUpdates, *, counts_steps: bool = True
-    ) -> None:
-        super().__init__(reducer, updates, counts_steps=counts_steps)
-        self._codes, self._scales = torch.empty(0, dtype=torch.int8), torch.empty(0, dtype=torch.bfloat16)
-        self._loaded: Tensor | None = None
-        """Scales of this rank's shards, of a checkpoint."""
+    _codes: Tensor
+    _scales: Tensor
+    _loaded: Tensor | None = None
+    """Scales of this rank's shards, of a checkpoint."""
 
     def weights(self) -> list[tuple[str, Tensor]]:
         named = [("codes of the weights", self._codes), ("scales of the weights", self._scales)]
         return [(name, each.view(-1)) for name, each in named] if self._held else []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"scales": self._scales[self._updates.group.rank].cpu()} if self._held else {}
+        return {"scales": self._scales[self.updates.group.rank].cpu()} if self._held else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._loaded = state.get("scales")
 
     def _refresh(self) -> None:
-        updates, device = self._updates, self._updates.group.device
+        updates, device = self.updates, self.updates.group.device
         if not self._held:
             shape = len(self._layout), self._numel
             self._codes = torch.zeros(shape, dtype=torch.int8, device=device)
@@ -262,3 +260,7 @@ class Int8Copies(NodeCopies):
         for row, codes, scales in zip(rows, self._codes, self._scales, strict=True):
             blocks = codes[start:stop].view(-1, BLOCK) * scales[start // BLOCK : stop // BLOCK, None].float()
             row.copy_(torch.cat(blocks.view(-1).split(sizes)[::2]))
+
+
+#: The copies that the option ``parameters`` asks for.
+COPIES: dict[object, type[NodeCopies]] = {"exact": ExactCopies, "int8": Int8Copies}

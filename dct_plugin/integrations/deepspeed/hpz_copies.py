@@ -21,14 +21,13 @@ import torch
 from deepspeed.runtime.zero import partition_parameters
 from torch import Tensor
 
-from dct_plugin.config.data_parallel import DataParallelConfig
-from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.module_hooks import remove
 from dct_plugin.data_parallel.passes import around_passes
-from dct_plugin.data_parallel.plan import Part
+from dct_plugin.data_parallel.plan import Part, shards_in
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
-from dct_plugin.transport.nodes import KEY, Nodes
+from dct_plugin.transport.nodes import KEY
 
 from ..host.gathered_slice import GatheredSlice
 from ..host.patching import Function, Patches, given
@@ -49,6 +48,24 @@ def layout_of_copies(ranks: int, size: int) -> list[list[int]]:
     return [list(range(first, first + size)) for first in range(0, ranks, size)]
 
 
+def _check_nodes(engine: Any, reducer: GradientReducer) -> None:
+    """Refuse nodes that are not the ranks of DeepSpeed's copies, and one copy for all ranks.
+
+    Raises:
+        ConfigError: Names the rank, both keys and the nodes.
+    """
+    group, asked = reducer.group, engine.zero_hpz_partition_size()
+    ranks, nodes = group.group_size, group.nodes
+    if asked < ranks and group.layout == layout_of_copies(ranks, asked):
+        return
+    found = "none" if nodes is None else ", ".join(str(list(node)) for node in nodes.ranks)
+    raise ConfigError(
+        f"rank {engine.global_rank}: {_KEY} = {asked} with dct.data_parallel.parameters: DeepSpeed keeps a "
+        f"copy in each {asked} consecutive ranks of {ranks}, and the nodes are {found}; set it to the ranks "
+        f"of one of several nodes, start ranks host by host, and leave {KEY} out, or leave parameters out"
+    )
+
+
 class HeldSlice(GatheredSlice):
     """This rank's slice of the copy of a parameter in its node; the shape is the whole parameter's.
 
@@ -62,20 +79,16 @@ class HeldSlice(GatheredSlice):
     def __init__(self, name: str, parameter: Any, layout: Sequence[Sequence[int]], position: int) -> None:
         super().__init__(parameter.ds_shape)
         self.name, self.parameter = name, parameter
-        self._each = parameter.partition_numel()
-        size = self._each * len(layout)
-        stop = min(parameter.ds_numel, (position + 1) * size)
-        self.bounds: Part = (min(position * size, stop), stop)
+        each = parameter.partition_numel()
+        start, stop = (
+            min(parameter.ds_numel, bound * each * len(layout)) for bound in (position, position + 1)
+        )
+        self.bounds: Part = (start, stop)
         """The entries of the parameter that the slice has, without padding."""
-        self.shards = [shard for node, ranks in enumerate(layout) if (shard := self._owned(node, ranks))]
+        self.shards = shards_in(start, stop - start, each * len(layout[0])) if start < stop else []
         """The parts of the slice that each node's ranks own."""
         self.copy: Tensor | None = None
         """The slice as all nodes have it, with padding."""
-
-    def _owned(self, node: int, ranks: Sequence[int]) -> Shard | None:
-        first, last = self.bounds
-        start, stop = (max(first, min(last, bound * self._each)) for bound in (ranks[0], ranks[-1] + 1))
-        return Shard(node, start - first, stop - first) if start < stop else None
 
     @property
     def device(self) -> torch.device:
@@ -104,7 +117,7 @@ class HeldSlice(GatheredSlice):
         self.parameter.ds_secondary_tensor = memory
 
 
-class NodeCopies(WeightUpdates):
+class HpzCopies(WeightUpdates):
     """The copies of the weights in the nodes, which training passes gather from.
 
     Args:
@@ -120,49 +133,20 @@ class NodeCopies(WeightUpdates):
         self, context: EngineContext, reducer: GradientReducer, parameters: Sequence[tuple[str, Any]]
     ) -> None:
         engine = context.engine
-        nodes = self._nodes(engine, context.config.data_parallel, reducer)
+        _check_nodes(engine, reducer)
         assert reducer.group.node is not None
         self._module, self._optimizer, self._node = engine.module, engine.optimizer, reducer.group.node
-        self.updates = updates_of(context, nodes, gathers=False)
-        layout, position = reducer.group.layout, self._node.position
-        self._own = layout[self.updates.group.rank]
-        """Positions in the data-parallel group of this node's ranks."""
+        self.updates = updates_of(context, reducer.group.nodes, gathers=False)
+        self._layout = reducer.group.layout
         copied = [pair for pair in parameters if not pair[1].ds_persist and pair[1].ds_numel]
         copied.sort(key=lambda pair: -pair[1].ds_tensor.element_size())
-        self.slices = [HeldSlice(name, each, layout, position) for name, each in copied]
+        self.slices = [HeldSlice(name, each, self._layout, self._node.position) for name, each in copied]
         self._parameters = [parameter for _, parameter in parameters]
-        self._slice_of = {rank: rank // len(layout) for rank in self._own}
-        """Gives, for each rank of this node, the position whose slice has its partitions."""
         self.ahead: StepAhead | None = None
         self._stepping = self._shown = self._stale = False
         self._found: list[bool] = []
         """For each forward pass that runs: whether copies were shown before it."""
         self._handles: list[Any] = []
-
-    @staticmethod
-    def _nodes(engine: Any, settings: DataParallelConfig, reducer: GradientReducer) -> Nodes:
-        """Return the nodes, each of which has one of DeepSpeed's copies."""
-        ranks, asked = reducer.group.group_size, engine.zero_hpz_partition_size()
-        size, nodes = min(asked, ranks), reducer.group.nodes
-        start = f"rank {engine.global_rank}: {_KEY} = {asked} with dct.data_parallel.parameters: "
-        if size == ranks:
-            raise ConfigError(
-                f"{start}all {ranks} ranks have one copy between them, and no update crosses between nodes; "
-                f"set it to the ranks of one of several nodes, or leave parameters out"
-            )
-        if nodes is None:
-            raise ConfigError(
-                f"{start}{KEY} = {settings.nodes!r} makes no nodes of the {ranks} ranks, and a copy is kept "
-                f"in each {size} of them; set {KEY} to {size}"
-            )
-        if reducer.group.layout != layout_of_copies(ranks, size):
-            found = ", ".join(str(list(node)) for node in nodes.ranks)
-            raise ConfigError(
-                f"{start}DeepSpeed keeps a copy in each {size} consecutive ranks, but the nodes are {found} "
-                f"({nodes}); set it to {len(nodes.ranks[0])} and start ranks host by host, or set {KEY} to "
-                f"{size}"
-            )
-        return nodes
 
     def look_ahead(self, path: GradientPath) -> StepAhead:
         """Let training passes gather displaced copies; owners' partitions are never displaced.
@@ -228,9 +212,9 @@ class NodeCopies(WeightUpdates):
     @property
     def _full(self) -> bool:
         """True if nothing is thresholded in this step."""
-        if not self.slices or self.updates.exact:
-            return not self.slices
-        return self.updates.full(self.slices[0].parameter.ds_tensor.dtype)
+        if not self.slices:
+            return True
+        return not self.updates.exact and self.updates.full(self.slices[0].parameter.ds_tensor.dtype)
 
     # -- which weights passes gather ---
 
@@ -312,9 +296,10 @@ class NodeCopies(WeightUpdates):
         """
         node, own = self._node, self._node.position
         parts = [each.parameter.ds_tensor.detach() for each in self.slices]
-        mine = self._slice_of[self._own[own]]
-        outgoing = [parts if position == mine else [] for position in range(node.size)]
-        senders = [position for position, rank in enumerate(self._own) if self._slice_of[rank] == own]
+        # The positions of the node whose slices have the partitions of its ranks.
+        holders = [rank // len(self._layout) for rank in self._layout[self.updates.group.rank]]
+        outgoing = [parts if position == holders[own] else [] for position in range(node.size)]
+        senders = [position for position, holder in enumerate(holders) if holder == own]
         like = [parts if position in senders else [] for position in range(node.size)]
         names = [each.name for each in self.slices]
         received = node.all_to_all_in_node("masters", outgoing, like, list(zip(names, parts, strict=True)))
