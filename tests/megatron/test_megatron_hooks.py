@@ -420,7 +420,8 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
 
     from dct_plugin.config import DCTConfig
     from dct_plugin.errors import DCTError
-    from dct_plugin.integrations.megatron import buckets, hooks, pipeline, tensor
+    from dct_plugin.integrations.host.refusals import refuse_features
+    from dct_plugin.integrations.megatron import buckets, hooks, pipeline
 
     found_early: dict[str, str] = {}
     config = SimpleNamespace(pipeline_dtype=torch.float32, num_layers=2)
@@ -431,7 +432,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
     }
 
     def refused_by_tensor(**settings: Any) -> None:
-        tensor._check(SimpleNamespace(**vars(config), **settings), "layer 2")
+        refuse_features("dct.model_parallel.tensor", SimpleNamespace(**vars(config), **settings), "layer 2")
 
     cases["fp8"] = lambda: refused_by_tensor(fp8="hybrid")
     cases["recipe"] = lambda: refused_by_tensor(quant_recipe="recipe")

@@ -66,11 +66,11 @@ class TrainingPasses:
     @property
     def runs(self) -> bool:
         """True while a forward pass with gradients runs, and no backward pass within it."""
-        return self._is_inside and not self._backward
+        return bool(self._entered) and self._is_inside and not self._backward
 
     @property
     def _is_inside(self) -> bool:
-        return bool(self._entered) and any(gradients for _, gradients in self._entered)
+        return any(gradients for _, gradients in self._entered)
 
     def before_forward(self, gradients: bool) -> None:
         """Show the weights of a forward pass."""
@@ -96,7 +96,7 @@ class TrainingPasses:
 
     @contextmanager
     def _around_backward(self, keeps: bool) -> Iterator[None]:
-        if is_transforming() or self._backward or self._is_inside:
+        if is_transforming() or self._backward or (self._entered and self._is_inside):
             # Within another pass: of a transform, a recomputation, a force, Lightning's manual optimization.
             self._backward += 1
             try:

@@ -87,9 +87,10 @@ class OptimizerGradients:
 
     def is_cleared(self, *, zeros: bool) -> bool:
         """Return whether no optimizer can use the gradients any more; ``zeros`` count as cleared ones."""
-        gradients = [each.grad for each in self.reduced.values()]
-        left = [local_part(gradient) for gradient in gradients if gradient is not None]
-        return not left or (zeros and not any(bool(gradient.any()) for gradient in left))
+        for each in self.reduced.values():
+            if each.grad is not None and (not zeros or bool(local_part(each.grad).any())):
+                return False
+        return True
 
     def is_decided(self, updated: bool) -> bool:
         """Return whether the scaler, which was ``updated`` or not, has made or left out the step."""

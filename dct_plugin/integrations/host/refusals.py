@@ -156,7 +156,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "fp4": "products in fp4 (--fp4-format)",
         "quant_recipe": "precisions by module (--te-precision-config-file)",
         "tp_comm_overlap": "overlapped tensor-parallel communication (--tp-comm-overlap)",
-        "cuda_graph_impl": "the number of entries that cross depends on the data",
+        "cuda_graph_impl": "CUDA graphs (the number of entries that cross depends on the data)",
     },
     "dct.model_parallel.pipeline": {
         "variable_seq_lengths": "receivers must know sizes in advance",

@@ -52,6 +52,8 @@ class FrozenParameters:
     def check(self) -> None:
         """Warn about the parameters that became trainable since the last call; after a step."""
         unfrozen = {name: each for name, each in self._frozen.items() if each.requires_grad}
+        if not unfrozen:
+            return
         for name in unfrozen:
             del self._frozen[name]
         found = sorted(name for name, parameter in unfrozen.items() if not self._is_reduced(parameter))
@@ -173,7 +175,8 @@ class StepHooks:
             skipped, loss_scale: As in :meth:`~dct_plugin.data_parallel.GradientReducer.end_step`.
             alone: The other ranks end it later: :meth:`check` then compares the parameters with theirs.
         """
-        self._warn("")
+        if self._warns:
+            self._warn("")
         self.open = False
         self.step += 1
         for member in self.members:
@@ -193,11 +196,10 @@ class StepHooks:
             self._warn("nothing is compressed: ")
 
     def _warn(self, consequence: str) -> None:
-        if self._warns:
-            logger.warning(
-                f"dct: {consequence}an optimizer step was made without passing gradients to dct; is the "
-                "all-reduce of gradients switched off, or done by the script itself?"
-            )
+        logger.warning(
+            f"dct: {consequence}an optimizer step was made without passing gradients to dct; is the "
+            "all-reduce of gradients switched off, or done by the script itself?"
+        )
         self._warns = False
 
     def check(self) -> None:
@@ -279,7 +281,7 @@ class OptimizerSteps:
     @property
     def awaits_optimizer(self) -> bool:
         """True if gradients were reduced that no optimizer has used yet."""
-        return any(each.use is Use.REDUCED for each in self._gradients)
+        return bool([each for each in self._gradients if each.use is Use.REDUCED])
 
     def close(self) -> None:
         """Follow the optimizers and the scaler no longer."""
@@ -414,11 +416,13 @@ class OptimizerSteps:
             return
         self._stepping = weakref.ref(optimizer)
         own = [each for each in self._of(optimizer) if each.use is Use.REDUCED]
+        if not own:
+            return
         zeros = self._poisoned.skips and self.scaler is None
         if cleared := self.transactions.cleared(own, zeros=zeros):
             self.transactions.reject(cleared, self.optimizers)
         left = [each for each in own if each.use is Use.REDUCED]
-        looks = zeros and bool(left) and self.steps.open
+        looks = zeros and left and self.steps.open
         if looks and self._poisoned.keep_from([optimizer, *self.optimizers], self.steps.step):
             for each in left:
                 each.note(Event.LEAVE_OUT)
@@ -432,9 +436,11 @@ class OptimizerSteps:
             return
         self._stepping = None
         own = self._of(optimizer)
+        if not own:
+            return
         for each in own:
             each.note(Event.STEP)
-        if own and all(each.use is Use.IDLE for each in own):
+        if not [each for each in own if each.use is not Use.IDLE]:
             self.steps.warn_of_own_reduction(optimizer)
         # A step within the backward pass is one of several: the end of the pass ends them.
         if self.scaler is None and torch._C._current_graph_task_id() < 0:
@@ -476,7 +482,8 @@ class OptimizerSteps:
         if not ended:
             return
         skipped = [each for each in ended if each.use is Use.SKIPPED]
-        self.transactions.take_back(skipped)
+        if skipped:
+            self.transactions.take_back(skipped)
         names = {name for each in ended for name in each.reduced}
         for each in ended:
             each.note(Event.CLOSE)
@@ -488,7 +495,7 @@ class OptimizerSteps:
             if not counts:
                 reducer.commit(names)
         if counts:
-            scale = None if self._sharded else self.loss_scale()
+            scale = None if self._sharded or self.scaler is None else self.loss_scale()
             self.steps.end(skipped=len(skipped) == len(ended), loss_scale=scale, alone=alone)
 
 
