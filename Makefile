@@ -67,7 +67,7 @@ test-slow: $(TEST_READY) ## Run the tests that take minutes each, once a week
 
 # What wheels do not have is fetched at a tag, into a folder of .venv.
 test-hosts: $(TEST_READY) ## Run the own tests of torch, DeepSpeed, Accelerate, torchft with the plugin (needs github.com)
-	@$(BIN)/python tests/hosts/run.py --sources $(VENV)/hosts --out $(OUT)/hosts.json
+	@$(BIN)/python tests/frameworks/run.py --sources $(VENV)/hosts --out $(OUT)/hosts.json
 
 # The last DeepSpeed that has 1-bit Adam, in a folder of its own that only these tests import.
 ONEBIT := $(VENV)/onebit

@@ -134,7 +134,7 @@ class Key(NamedTuple):
 
     @property
     def effects(self) -> dict[str, Effect]:
-        """The effect by framework; ``tests/hosts/test_keys.py`` holds those of :data:`_RUN`."""
+        """The effect by framework; ``tests/frameworks/test_keys.py`` holds those of :data:`_RUN`."""
         settings = DataParallelConfig.of({self.key: self.value})
         return {
             name: Effect.REFUSED

@@ -59,7 +59,7 @@ LONGEST = (
     "megatron/test_megatron_launch.py",
     "recommender/test_demo.py",
     "megatron/test_megatron_step_ahead.py",
-    "hosts/test_hosts_sample.py",
+    "hosts/test_sample_of_suites.py",
     "megatron/test_megatron_parameters.py",
     "reliability/test_wheel.py",
     "ddp/test_restarts.py",

@@ -174,7 +174,7 @@ def test_a_package_can_be_deleted(package: str, tmp_path: Path) -> None:
 
 #: Folders of tests that are no module: across modules, on a GPU, the hosts' own, the benchmarks' links, and
 #: what tests share.
-BESIDE = {"reliability", "gpu", "hosts", "links", "support"}
+BESIDE = {"reliability", "frameworks", "gpu", "links", "support"}
 #: Modules whose tests lie with what they are for.
 ELSEWHERE = {"accelerate": "huggingface", "lightning": "huggingface"}
 

@@ -73,7 +73,7 @@ _OWN_WEIGHTS = (
     '("torch_autocast" computes in bf16), without pipeline stages and experts'
 )
 _ALONE = (
-    Refusal("local_steps", _OWN_WEIGHTS, when=lambda s, job: s.local_steps and _is_divided(job)),
+    Refusal("local_steps", _OWN_WEIGHTS, when=lambda s, job: asks_for("local_steps", s) and _is_divided(job)),
     Refusal("exchange_of", _OWN_WEIGHTS, when=lambda s, job: s.exchange_of == "updates" and _is_divided(job)),
 )
 
@@ -177,6 +177,8 @@ def asks_for(key: str, settings: DataParallelConfig) -> bool:
         return value not in ("auto", 1)
     if key == "verify":
         return settings.asks_to_verify
+    if key == "local_steps":  # an exchange of updates is one of local steps, too
+        return value is not None and settings.exchange_of != "updates"
     return value not in (None, "pass", "gradients")
 
 

@@ -238,7 +238,7 @@ def test_what_does_not_go_with_updates_is_named() -> None:
     with pytest.raises(ConfigError, match="exchange_of"):
         DataParallelConfig.of({"exchange_of": "weights"})
     for framework in ("torchft", "Megatron"):
-        with pytest.raises(ConfigError, match=rf"dct\.data_parallel\.exchange_of = 'updates': {framework}"):
+        with pytest.raises(ConfigError, match=rf'dct\.data_parallel\.exchange_of = "updates": {framework}'):
             refuse(framework, DataParallelConfig.of({"exchange_of": "updates"}))
 
 
@@ -280,7 +280,7 @@ def _engine(rank: int, world_size: int, folder: str) -> None:
     steps(again, range(14, 17))
     assert torch.equal(*everyones(own(again.module)))
     for more in ({"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}):
-        with pytest.raises(ConfigError, match=r"exchange_of: .* ZeRO stage 0 with fp32 weights"):
+        with pytest.raises(ConfigError, match=r"exchange_of = .* ZeRO stage 0 with fp32 weights"):
             made(**more)
 
 
