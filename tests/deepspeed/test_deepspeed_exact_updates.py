@@ -175,7 +175,8 @@ def test_expert_groups_stay_deepspeeds_and_frozen_weights_as_they_are(two: Resul
 
 def test_what_cannot_be_exact_is_refused(two: Results) -> None:
     for rank in two:
-        assert "dct.data_parallel.parameters: DeepSpeed in fp32" in rank["fp32"]["error"]
+        assert 'dct.data_parallel.parameters = "exact": ZeRO' in rank["fp32"]["error"]
+        assert "'exact' is for bf16 and fp16" in rank["fp32"]["error"]
         assert "every rank is a node, and an exact copy of all weights" in rank["stage3"]["error"]
 
 

@@ -144,4 +144,4 @@ def test_expert_groups_stay_dense(two: Results) -> None:
 
 def test_stage_0_is_refused(two: Results) -> None:
     for rank in two:
-        assert "dct.data_parallel.parameters: ZeRO stage 0" in rank["stage0"]["error"]
+        assert "dct.data_parallel.parameters = {}: ZeRO stage 0" in rank["stage0"]["error"]

@@ -54,7 +54,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "no optimizer": (replicated, AHEAD, r"compress_replicas\(model, config, optimizer=optimizer\)"),
     "no optimizer to skip": (replicated, {"nonfinite_action": "skip"}, "optimizer=optimizer"),
     "nodes": (replicated, {"nodes": 2}, "the replicas of the mesh are the nodes"),
-    "weights": (replicated, {"parameters": {}}, r"dct\.data_parallel\.parameters: FSDP2: under FSDP2"),
+    "weights": (
+        replicated,
+        {"parameters": {}},
+        r"dct\.data_parallel\.parameters = \{\}: FSDP2: the replicas",
+    ),
     "complex": (
         lambda: replicated(nn.Linear(3, 3, dtype=torch.complex64)),
         SPARSE,

@@ -349,7 +349,7 @@ def test_order_of_all_reduces_is_checked() -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"feedback": "step_ahead"}, "feedback = 'step_ahead'"),
+        ({"feedback": "step_ahead"}, 'feedback = "step_ahead"'),
         ({"nodes": 2}, "nodes = 2"),
         ({"verify": {}}, "verify"),
     ],
