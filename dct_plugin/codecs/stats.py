@@ -64,8 +64,7 @@ class Stats:
         nonfinite: the input held a non-finite entry (or one of magnitude 2**126 or more); nothing was sent or
             changed.
         tau: threshold that was applied; 0: none, every entry was sent.
-        select_ns: time of finite check + accumulate + select, nanoseconds; 0 if unknown.
-        encode_ns: time of writing the payload, nanoseconds; 0 if unknown.
+        ns: nanoseconds of finite check, accumulation and selection, and of writing the payload; 0 if unknown.
         sizes: those of several payloads, if the figures are sums.
     """
 
@@ -79,16 +78,14 @@ class Stats:
         nonfinite: bool,
         *,
         tau: float = 0.0,
-        select_ns: int = 0,
-        encode_ns: int = 0,
+        ns: tuple[int, int] = (0, 0),
         sizes: list[int] | None = None,
     ) -> None:
         self._counts = (nbytes, nnz, above, nonfinite)
         self._tau: float | Tensor = tau
         self._figures: Figures | None = None
         self._sizes, self._numbers = [nbytes] if sizes is None else sizes, (0, 4)
-        self.select_ns = select_ns
-        self.encode_ns = encode_ns
+        self.select_ns, self.encode_ns = ns
 
     @classmethod
     def on_device(cls, figures: Figures, at: int = 0, count: int = 1, *, tau: float | Tensor = 0.0) -> Stats:

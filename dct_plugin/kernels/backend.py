@@ -209,7 +209,7 @@ class Backend(ABC):
         record, changed = encode_changes(wanted, held)
         out[: record.numel()] = record
         elapsed = time.perf_counter_ns() - began
-        return Stats(record.numel(), changed, changed, False, encode_ns=elapsed)
+        return Stats(record.numel(), changed, changed, False, ns=(0, elapsed))
 
     def apply_changes(self, message: Tensor, outs: Sequence[Tensor]) -> None:
         """Apply records, one for each of ``outs`` (bf16 or fp16 [numel], changed in place).

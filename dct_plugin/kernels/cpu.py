@@ -84,8 +84,8 @@ def _threads_for(threads: int | None, numel: int) -> int:
 
 def _stats(call: _Compress) -> Stats:
     """Return the statistics of a compression that was made."""
-    times = {"select_ns": call.select_ns, "encode_ns": call.encode_ns}
-    return Stats(call.nbytes, call.nnz, call.above, bool(call.nonfinite), tau=call.tau, **times)
+    ns = call.select_ns, call.encode_ns
+    return Stats(call.nbytes, call.nnz, call.above, bool(call.nonfinite), tau=call.tau, ns=ns)
 
 
 class CpuBackend(Backend):
@@ -174,9 +174,9 @@ class CpuBackend(Backend):
         for receiver, nbytes in zip(receivers, sizes, strict=True):
             writer.advance(nbytes, receiver)
         names = ("nbytes", "nnz", "above", "nonfinite", "select_ns", "encode_ns")
-        nbytes, nnz, above, flagged, select_ns, encode_ns = (int(calls[name].sum()) for name in names)
-        times = {"select_ns": select_ns, "encode_ns": encode_ns}
-        return [Stats(nbytes, nnz, above, flagged > 0, tau=float(calls["tau"][0]), sizes=sizes, **times)]
+        nbytes, nnz, above, flagged, *ns = (int(calls[name].sum()) for name in names)
+        tau = float(calls["tau"][0])
+        return [Stats(nbytes, nnz, above, flagged > 0, tau=tau, ns=(ns[0], ns[1]), sizes=sizes)]
 
     def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         check_vector("out", out, (torch.float32,))
@@ -276,7 +276,7 @@ class CpuBackend(Backend):
             "dct_encode_changes", wanted, held, numel, out, self._memory(6 * numel, torch.uint8), sizes
         )
         elapsed = time.perf_counter_ns() - began
-        return Stats(sizes[0], sizes[1], sizes[1], False, encode_ns=elapsed)
+        return Stats(sizes[0], sizes[1], sizes[1], False, ns=(0, elapsed))
 
     def apply_changes(self, message: Tensor, outs: Sequence[Tensor]) -> None:
         check_vector("message", message, (torch.uint8,))

@@ -256,4 +256,4 @@ def _limit(idx: Tensor, capacity: int, start: int) -> Tensor:
 def _stats(nbytes: int, nnz: int, above: int, nonfinite: bool, tau: Tau, began: int, selected: int) -> Stats:
     encode_ns = time.perf_counter_ns() - selected
     select_ns = selected - began
-    return Stats(nbytes, nnz, above, nonfinite, tau=float(tau), select_ns=select_ns, encode_ns=encode_ns)
+    return Stats(nbytes, nnz, above, nonfinite, tau=float(tau), ns=(select_ns, encode_ns))

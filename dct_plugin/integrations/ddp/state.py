@@ -98,6 +98,7 @@ class DCTState(OptimizerAttachment):
         self.process_group, self.time_limit = process_group, time_limit
         self.fallback_hook: Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None = None
         """Reduces buckets in place of this state, if it is switched off or closed."""
+        self.ends.callback(fall_back, weakref.ref(self))
         self._total_steps, self._resolved = total_steps, False
         self._optimizer_steps.follow(self._optimizers)
         self._buckets = BucketReductions(self.parameters, self._optimizer_steps, self._agree)
@@ -188,11 +189,6 @@ class DCTState(OptimizerAttachment):
                 # DDP would send the first rank's buffers in every forward pass.
                 self.ends.callback(setattr, model, "broadcast_buffers", model.broadcast_buffers)
                 model.broadcast_buffers = False
-
-    def close(self) -> None:
-        if self.fallback_hook is None:
-            self.fallback_hook = functools.partial(averaged, self.process_group)
-        super().close()
 
     def step_ahead(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -407,6 +403,12 @@ def reduce_through_hook(model: DistributedDataParallel, state: DCTState) -> None
                 "DistributedDataParallel takes one: leave that hook out, or this call"
             ) from error
         earlier[-1].fallback_hook = functools.partial(dct_hook, state)
+
+
+def fall_back(closed: Callable[[], DCTState | None]) -> None:
+    """Let DDP average the buckets of a state that is closed, unless another state reduces them."""
+    if (state := closed()) is not None and state.fallback_hook is None:
+        state.fallback_hook = functools.partial(averaged, state.process_group)
 
 
 def averaged(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

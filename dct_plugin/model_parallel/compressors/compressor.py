@@ -136,7 +136,7 @@ class ActivationCompressor(ABC, Generic[Settings]):
         """Return messages with their figures; ``began`` by ``perf_counter``."""
         spent = round(1e9 * (time.perf_counter() - began) / max(len(parts), 1))
         stats = [
-            Stats(message.numel(), count, count, False, encode_ns=spent)
+            Stats(message.numel(), count, count, False, ns=(0, spent))
             for message, count in zip(messages, (round(self.density * p.numel()) for p in parts), strict=True)
         ]
         return Written(messages, kept, Encoded(stats, sum(part.numel() for part in parts), self.density))
