@@ -87,3 +87,11 @@ def test_without_a_residual_weights_stay_bitwise(kernels: CpuBackend, dtype: tor
     assert torch.equal(out, weight)
     kernels.displace([Displacement(weight, out, torch.zeros(1_000), -0.1, moment)])
     assert torch.equal(out, weight)
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+def test_an_empty_gradient_adds_nothing(kernels: CpuBackend, columns: int) -> None:
+    job = Squares(torch.empty(0), torch.ones(0 if columns > 1 else 1), torch.ones(columns))
+    kernels.add_squares([job])
+    kernels.displace([Displacement(torch.empty(0), torch.empty(0), torch.empty(0), 1.0)])
+    assert torch.cat(job[1:]).eq(1).all()

@@ -26,7 +26,7 @@ PROBE_BYTES = 1 << 17
 REPEATS = 3
 #: Tensors of the buckets on which a setting is timed; entries of a tensor in the small bucket, and at most in
 #: the large one.
-TENSORS, FEW_ENTRIES, MOST_ENTRIES = 8, 1 << 11, 1 << 21
+TENSORS, FEW_ENTRIES, MOST_ENTRIES = 8, 1 << 11, 1 << 20
 #: A stream measures its threshold in its first steps, and then seldom: these are not timed.
 FIRST_ENCODES = 4
 
@@ -200,7 +200,7 @@ def _cost(group: StreamGroup, work: Callable[[int], Callable[[], object]]) -> Co
 
     few, many = FEW_ENTRIES, 8 * FEW_ENTRIES
     least = seconds(few)
-    while (most := seconds(many)) < 3.0 * least and many < MOST_ENTRIES:
+    while (most := seconds(many)) < 3.0 * least and 8 * many <= MOST_ENTRIES:
         many *= 8
     per_entry = max(most - least, 0.0) / (many - few)
     return Cost(max(least - few * per_entry, 0.0), per_entry)

@@ -18,7 +18,7 @@ typedef struct {
     int32_t dtype;
 } displace_t;
 
-/* One column: roots[0] is that of all entries. */
+/* One column: the factor is the root of all entries. */
 INLINE void displace_row(const displace_t *a, uint64_t at, size_t n, float factor, const float *roots, float *x) {
     const float *residual = a->residual + at, eps = a->eps, limit = a->limit, scale = a->scale;
     if (!a->factors)
@@ -159,6 +159,7 @@ API int32_t dct_displace(const void *weight, void *out, int32_t dtype, const flo
 API int32_t dct_add_squares(const void *gradient, int32_t dtype, float *rows, float *columns, uint64_t height,
                             uint64_t width, int32_t threads) {
     const uint64_t numel = columns ? height * width : width;
+    if (!numel) return OK;
     squares_t a = {gradient, rows, columns, height, width, 0, NULL, NULL, dtype};
     if (!columns) { /* rows of a block each: threads share them */
         a.width = BLOCK;
