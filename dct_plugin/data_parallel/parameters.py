@@ -79,6 +79,18 @@ class ParameterUpdates:
         self.choice = GatherChoice(group)
         self._phase: OwnersToAll = ChangesToAll(group) if self.exact else MasterBroadcast(group)
 
+    @classmethod
+    def of_copies(cls, config: DataParallelConfig, group: StreamGroup) -> ParameterUpdates:
+        """Return the updates of weights of which each node of a reducer's ``group`` keeps a copy."""
+        return cls(
+            config,
+            group.nodes or group.process_group,
+            gathers=False,
+            metrics=group.metrics,
+            device=group.device,
+            kernels=group.streams.kernels,
+        )
+
     def full(self, dtype: torch.dtype) -> bool:
         """Return whether in this step the host is to gather weights of ``dtype`` by itself, in full.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import operator
 import platform
 import threading
 import time
@@ -21,7 +20,7 @@ from ..codecs.payload import Payload, verify_checksum
 from ..codecs.stats import Stats
 from .backend import Backend
 from .checks import naming_message, open_payload, scales_first, split_message
-from .displacement import TINY, Displacement, Scratch, Squares, fresh, roots_of
+from .displacement import Displacement, Scratch, Squares, fresh, terms_of
 from .job import GRAD_CODES, GRAD_DTYPES, Job, PartedJob, applied_tau, check_vector, check_vectors
 from .library import WRONG_HEADER, Library, check, fields, passed
 
@@ -69,7 +68,6 @@ _SIGNATURES = {
 }
 
 
-_is_cpu = operator.attrgetter("is_cpu")
 #: Capacity, start, threshold, type of the values, encoding, and whether zeros are left.
 _Numbers: TypeAlias = tuple[int, int, float, int, int, bool]
 
@@ -191,8 +189,8 @@ class CpuBackend(Backend):
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
         check_vectors("out", outs, GRAD_DTYPES)
         check_vectors("message", messages, (torch.uint8,))
-        if not all(map(_is_cpu, (*outs, *messages))):
-            for tensor in (*outs, *messages):
+        for tensor in (*outs, *messages):
+            if not tensor.is_cpu:
                 passed(tensor)  # raises
         which = c_int32()
         in_place = scales_first(len(messages), scale)
@@ -261,11 +259,11 @@ class CpuBackend(Backend):
             if weight.dtype not in GRAD_CODES or residual is None or job.pending is not None:
                 super().displace([job], scratch)
                 continue
-            numel, (factors, roots) = weight.numel(), (None, None)
-            columns, first, eps = 1, 0, 0.0
+            numel, factors, roots, eps = weight.numel(), None, None, 0.0
+            columns, first = 1, 0
             if moment is not None:
-                factors, roots = roots_of(moment, numel)
-                columns, first, eps = moment.columns.numel(), moment.first, max(moment.eps, TINY)
+                factors, roots, eps = terms_of(moment, numel)
+                columns, first = moment.columns.numel(), moment.first
             tensors = weight, job.out, GRAD_CODES[weight.dtype], residual, factors, roots
             numbers = eps, job.limit, job.scale, _threads_for(self.threads, numel)
             self._call("dct_displace", *tensors, numel, columns, first, *numbers)

@@ -93,8 +93,7 @@ def add_squares(job: Squares, scratch: Scratch = fresh) -> None:
 
 def denominator(moment: SecondMoment, out: Tensor) -> Tensor:
     """Set ``out`` (fp32, 1-D) to the denominators of its entries."""
-    factors, roots = roots_of(moment, out.numel())
-    eps = max(moment.eps, TINY)  # 0 / 0 is to be 0
+    factors, roots, eps = terms_of(moment, out.numel())
     if roots is None:
         return out.copy_(factors[0] + eps)
     if out.numel() == factors.numel() * roots.numel():
@@ -105,15 +104,19 @@ def denominator(moment: SecondMoment, out: Tensor) -> Tensor:
     return out.add_(eps)
 
 
-def roots_of(moment: SecondMoment, numel: int) -> tuple[Tensor, Tensor | None]:
-    """Return the roots of the rows that hold ``numel`` entries, times the ratio, and of the columns (fp32),
-    whose products are the denominators; the latter are None where there is one column.
+def terms_of(moment: SecondMoment, numel: int) -> tuple[Tensor, Tensor | None, float]:
+    """Return the terms of the denominators of ``numel`` entries.
+
+    Returns:
+        The roots of the rows that hold the entries, times the ratio (fp32); those of the columns (fp32), by
+        which they are multiplied, or None where there is one column; and what is added to the products.
     """
-    rows, columns, observed, first, ratio, _ = moment
+    rows, columns, observed, first, ratio, eps = moment
+    eps = max(eps, TINY)  # 0 / 0 is to be 0
     if columns.numel() == 1:
-        return (rows[:1] / observed).sqrt().mul(ratio), None
+        return (rows[:1] / observed).sqrt().mul(ratio), None, eps
     held, _ = rows_of(first, numel, columns.numel())
-    return (rows[held] / rows.mean().clamp_min(TINY) / observed).sqrt().mul(ratio), columns.sqrt()
+    return (rows[held] / rows.mean().clamp_min(TINY) / observed).sqrt().mul(ratio), columns.sqrt(), eps
 
 
 def rows_of(first: int, numel: int, columns: int) -> tuple[slice, slice]:

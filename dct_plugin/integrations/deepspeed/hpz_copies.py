@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.module_hooks import remove
+from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.passes import around_passes
 from dct_plugin.data_parallel.plan import Part, shards_in
 from dct_plugin.data_parallel.step_units import units_of
@@ -33,7 +34,7 @@ from ..host.gathered_slice import GatheredSlice
 from ..host.patching import Function, Patches, given
 from .engine import EngineContext
 from .path import GradientPath
-from .weight_updates import WeightUpdates, swap, updates_of
+from .weight_updates import WeightUpdates, swap
 
 if TYPE_CHECKING:
     from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
@@ -136,7 +137,7 @@ class HpzCopies(WeightUpdates):
         _check_nodes(engine, reducer)
         assert reducer.group.node is not None
         self._module, self._optimizer, self._node = engine.module, engine.optimizer, reducer.group.node
-        self.updates = updates_of(context, reducer.group.nodes, gathers=False)
+        self.updates = ParameterUpdates.of_copies(context.config.data_parallel, reducer.group)
         self._layout = reducer.group.layout
         copied = [pair for pair in parameters if not pair[1].ds_persist and pair[1].ds_numel]
         copied.sort(key=lambda pair: -pair[1].ds_tensor.element_size())

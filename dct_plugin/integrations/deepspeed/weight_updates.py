@@ -21,7 +21,6 @@ from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.host_traffic import own_traffic
-from dct_plugin.transport.nodes import Nodes
 
 from ..host.patching import Function, Patches
 from ..host.startup import nodes_of
@@ -91,19 +90,6 @@ def swap(first: Tensor, second: Tensor) -> None:
         other.copy_(kept)
 
 
-def updates_of(context: EngineContext, nodes: Nodes | None, *, gathers: bool = True) -> ParameterUpdates:
-    """Return the exchange of updates of an engine; see :class:`ParameterUpdates`."""
-    engine, config = context.engine, context.config
-    return ParameterUpdates(
-        config.data_parallel,
-        nodes or engine.seq_data_parallel_group,
-        metrics=context.metrics,
-        device=engine.device,
-        kernels=config.kernels,
-        gathers=gathers,
-    )
-
-
 class UpdatedWeights(WeightUpdates):
     """The gather of updated weights of a DeepSpeed optimizer, thresholded or exact.
 
@@ -119,9 +105,15 @@ class UpdatedWeights(WeightUpdates):
     def __init__(
         self, context: EngineContext, layout: WeightLayout, name_of: Callable[[int, Any], str]
     ) -> None:
-        engine = context.engine
-        nodes = nodes_of(context.config.data_parallel, engine.seq_data_parallel_group)
-        self.updates = updates_of(context, nodes)
+        engine, config = context.engine, context.config
+        ranks = engine.seq_data_parallel_group
+        self.updates = ParameterUpdates(
+            config.data_parallel,
+            nodes_of(config.data_parallel, ranks) or ranks,
+            metrics=context.metrics,
+            device=engine.device,
+            kernels=config.kernels,
+        )
         self._optimizer, self._layout = engine.optimizer, layout
         self._groups: dict[int, list[_FlatParameter]] = {}
         """The groups whose updates are exchanged, by index."""

@@ -72,14 +72,7 @@ class NodeCopies(ABC):
     ) -> None:
         self._reducer, self.dtype, self._counts_steps = reducer, dtype, counts_steps
         group = reducer.group
-        self.updates = ParameterUpdates(
-            settings,
-            group.nodes or group.process_group,
-            gathers=False,
-            metrics=group.metrics,
-            device=group.device,
-            kernels=group.streams.kernels,
-        )
+        self.updates = ParameterUpdates.of_copies(settings, group)
         self._layout = group.layout or [[rank] for rank in range(group.group_size)]
         self._position = 0 if group.node is None else group.node.position
         self._parameters: list[CopiedParameter] = []

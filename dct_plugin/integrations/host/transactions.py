@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dct_plugin.checkpoint import device_of
 from dct_plugin.codecs.copies import to_host
 from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
@@ -23,8 +24,7 @@ def collective_device() -> torch.device:
     """Return a device whose tensors the ranks can reduce, the same kind with and without gradients: the CPU
     if it can be, else this rank's accelerator.
     """
-    kinds = [backend.partition(":")[0] for backend in str(dist.get_backend_config()).split(",")]
-    kind = "cpu" if "cpu" in kinds else kinds[0]
+    kind = device_of(str(dist.get_backend_config()))
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())
