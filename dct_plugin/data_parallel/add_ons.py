@@ -52,7 +52,7 @@ class AddOns:
         """Let the add-ons decide what they do in a step, when its number is known."""
         for begin_step in self._begin_step:
             begin_step()
-        self.dense = bool(self._dense) and any(each.dense for each in self._dense)
+        self.dense = any(each.dense for each in self._dense)
         self.before_reduce = [see for see in self._before_reduce if see.__self__.looks]
         self.after_reduce = [see for see in self._after_reduce if see.__self__.looks]
 

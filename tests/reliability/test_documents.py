@@ -126,7 +126,7 @@ def test_the_page_of_the_api_names_what_exists() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_of_the_package_exist(page: Path) -> None:
-    """What blocks import, and what sentences name by its module."""
+    """Names that blocks import, and names that sentences give with their module."""
     text = page.read_text(encoding="utf-8")
     names = re.findall(r"`(dct_plugin(?:\.\w+)+)[`(]", text)
     for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):

@@ -193,7 +193,7 @@ def _cost(group: StreamGroup, work: Callable[[int], Callable[[], object]]) -> Co
 
         def timed() -> None:
             function()
-            function()  # launches of one run while the other's kernels work
+            function()  # two runs for one wait at the end
             await_device(group.device)
 
         return min(timeit.repeat(timed, number=1, repeat=REPEATS)) / (2 * TENSORS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 from ..module_hooks import ModuleHook
 from ..passes import around_backward_passes, around_passes, is_transforming
 from .displaced_weights import DisplacedWeights, Event, State
+
+#: Returns from a forward pass that runs whether it has gradients.
+_HAS_GRADIENTS = operator.itemgetter(1)
 
 
 class TrainingPasses:
@@ -66,11 +70,11 @@ class TrainingPasses:
     @property
     def runs(self) -> bool:
         """True while a forward pass with gradients runs, and no backward pass within it."""
-        return bool(self._entered) and self._is_inside and not self._backward
+        return self._is_inside and not self._backward
 
     @property
     def _is_inside(self) -> bool:
-        return any(gradients for _, gradients in self._entered)
+        return any(map(_HAS_GRADIENTS, self._entered))
 
     def before_forward(self, gradients: bool) -> None:
         """Show the weights of a forward pass."""
@@ -96,7 +100,7 @@ class TrainingPasses:
 
     @contextmanager
     def _around_backward(self, keeps: bool) -> Iterator[None]:
-        if is_transforming() or self._backward or (self._entered and self._is_inside):
+        if is_transforming() or self._backward or self._is_inside:
             # Within another pass: of a transform, a recomputation, a force, Lightning's manual optimization.
             self._backward += 1
             try:

@@ -70,6 +70,8 @@ class ShardGroup:
         self._order = [rank for ranks in zip(*layout, strict=True) for rank in ranks]
         """The ranks, by position in their nodes, then by node: a position reduces what is adjoined."""
         self._place = self._order.index(reducer.group.group_rank)
+        self._together: dict[tuple[str, ...], dict[str, list[int]]] = {}
+        """What crosses together, by the names of the trained parameters."""
 
     def reduce_scatter(self, output: Tensor, table: Tensor, operation: Any) -> None:
         """Fill ``output`` [n] with the sum, or what ``operation`` says, of row ``rank`` of ``table``
@@ -79,7 +81,10 @@ class ShardGroup:
         named = [each for each in self.parameters if each.sharded.requires_grad]
         numels = [each.padded_numel for each in named]
         if sum(numels) == output.numel():
-            parts = self._sent_together(named)
+            trained = tuple([each.name for each in named])
+            if trained not in self._together:
+                self._together[trained] = self._sent_together(named)
+            parts = self._together[trained]
         else:  # some have no gradient, and FSDP does not say which
             numels, parts = [output.numel()], {f"{self.name} and others, {output.numel()} entries": [0]}
         finishes_later = self._owner._begin_exchange(self, named)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -49,7 +50,7 @@ class RestoredWeights:
             part._register_load_state_dict_pre_hook(ModuleHook(self._before_loading, part), with_module=True)
             for part in model.modules()
         ]
-        return [*handles, Handle(self._leave_passes)]
+        return [*handles, Handle(functools.partial(remove, self._passes))]
 
     def _before_loading(self, *_: Any) -> None:
         model = self._model()
@@ -57,13 +58,10 @@ class RestoredWeights:
             self._before = {name: checksum(weight) for name, weight in self._weights()}
             self._passes.append(around_passes(model, self._before_forward))
 
-    def _leave_passes(self) -> None:
-        remove(self._passes)
-
     def _before_forward(self, gradients: bool) -> None:
         if not gradients:
             return
-        self._leave_passes()
+        remove(self._passes)
         before, self._before = self._before, {}
         changed = [n for n, w in self._weights() if n in before and not torch.equal(checksum(w), before[n])]
         for reducer in self._reducers if changed and self._steps.has_stepped else ():

@@ -281,7 +281,7 @@ class OptimizerSteps:
     @property
     def awaits_optimizer(self) -> bool:
         """True if gradients were reduced that no optimizer has used yet."""
-        return bool([each for each in self._gradients if each.use is Use.REDUCED])
+        return Use.REDUCED in [each.use for each in self._gradients]
 
     def close(self) -> None:
         """Follow the optimizers and the scaler no longer."""
@@ -440,7 +440,7 @@ class OptimizerSteps:
             return
         for each in own:
             each.note(Event.STEP)
-        if not [each for each in own if each.use is not Use.IDLE]:
+        if {each.use for each in own} == {Use.IDLE}:
             self.steps.warn_of_own_reduction(optimizer)
         # A step within the backward pass is one of several: the end of the pass ends them.
         if self.scaler is None and torch._C._current_graph_task_id() < 0:
