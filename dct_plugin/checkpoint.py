@@ -112,18 +112,17 @@ def read(path: Path, other: State | None = None) -> State:
             file.seek(0)
             content: Any = torch.load(file, map_location="cpu", weights_only=True)
         found = content["format"]
-        # Files of earlier versions have a digest among their content instead.
-        if found == FORMAT and not is_whole and "digest" not in content:
+        if found == FORMAT and not is_whole:
             raise ValueError("damaged: it does not have the checksum it was written with")
     except Exception as error:
         raise DCTError(f"{path}: not a readable state of dct-plugin: {_line(error)}") from error
     if found != FORMAT:
         raise DCTError(f"{path}: written in format {found!r}, this version of dct-plugin reads {FORMAT}")
-    missing = [key for key in ("version", "world_size", "save", "state") if key not in content]
+    missing = [key for key in ("version", "file", "world_size", "save", "state") if key not in content]
     if missing or type(content["state"].get("step")) is not int:
         raise DCTError(f"{path}: not a complete state of dct-plugin: no {', '.join(missing) or 'step'} in it")
-    if (name := content.get("file", path.name)) != path.name:
-        raise DCTError(f"{path}: written as {name}, the file of another rank")
+    if content["file"] != path.name:
+        raise DCTError(f"{path}: written as {content['file']}, the file of another rank")
     if other is not None and content["save"] != other["save"]:
         raise DCTError(
             f"{path}: of another save ({origin_of(content)}) than the others of this checkpoint "
@@ -308,14 +307,13 @@ class StateFiles:
                 save than the others, or does not fit the model; names the file and what is wrong in it.
         """
         folder = Path(folder)
-        if self.name != GATHERED:
-            if (folder / GATHERED).exists():
-                return replace(self, rank=0, world_size=1, name=GATHERED, cut={}, layout=()).read(folder)
-            if (folder / UNFINISHED).exists():
-                raise DCTError(
-                    f"{folder}: a save over an older checkpoint did not end, so that its parts may be of two "
-                    f"steps (that is what {UNFINISHED} in it says)"
-                )
+        if (folder / UNFINISHED).exists():
+            raise DCTError(
+                f"{folder}: a save over an older checkpoint did not end, so that its parts may be of two "
+                f"steps (that is what {UNFINISHED} in it says)"
+            )
+        if self.name != GATHERED and (folder / GATHERED).exists():
+            return replace(self, rank=0, world_size=1, name=GATHERED, cut={}, layout=()).read(folder)
         # On node-local storage only this rank's file is here.
         candidates = (self.file(folder), self.file(folder, 0), *folder.glob(self.pattern))
         if (known := next((file for file in candidates if file.exists()), None)) is None:

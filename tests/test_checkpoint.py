@@ -158,6 +158,16 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
         load(tmp_path, rank=3, world_size=4)
 
 
+def test_bytes_after_or_in_place_of_the_checksum(tmp_path: Path) -> None:
+    save_all(tmp_path, [state(0)])
+    path = checkpoint.StateFiles(0, 1).file(tmp_path)
+    content = torch.load(path, weights_only=True)
+    for extra in ({}, {"digest": "0" * 64}):  # as torch.save leaves a file, whatever it holds
+        torch.save({**content, **extra}, path)
+        with pytest.raises(DCTError, match="does not have the checksum it was written with"):
+            load(tmp_path, rank=0, world_size=1)
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     save_all(tmp_path, [state(0)])
     with pytest.raises(Exception, match="pickle"):
@@ -181,6 +191,10 @@ def test_one_file_for_any_number_of_ranks(tmp_path: Path) -> None:
                 torch.testing.assert_close(loaded["streams"][name]["residual"], stream["residual"])
     with pytest.raises(DCTError, match="the residual of a has shape"):
         load(target, rank=0, world_size=1, sizes={"a": 999, "b.weight": 400})
+    (target / checkpoint.UNFINISHED).touch()
+    with pytest.raises(DCTError, match="a save over an older checkpoint did not end"):
+        load(target, rank=0, world_size=1)
+    (target / checkpoint.UNFINISHED).unlink()
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(DCTError, match="not a readable state"):
         load(target, rank=0, world_size=1)
