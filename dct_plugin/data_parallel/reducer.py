@@ -153,6 +153,8 @@ class GradientReducer:
             DesyncError, PayloadError: See :meth:`all_reduce`.
         """
         self.exchanges.finish()
+        if self.add_ons.local_steps is not None:
+            self.add_ons.local_steps.share_nonfinite()
 
     def return_to_residual(self, entries: Entries) -> None:
         """Add to the residuals what an exchange left in these tensors, where no rank used it."""
@@ -189,8 +191,7 @@ class GradientReducer:
         """
         with self.exchanges.preparing():
             self.add_ons.before_compression(entries)
-            local = self.add_ons.local_steps
-            if self.is_dense or (local is not None and local.alone):
+            if self.is_dense or self.alone:
                 return ()
             return self.planner.plan(entries, scale, shards)
 
@@ -199,6 +200,7 @@ class GradientReducer:
         local, group = self.add_ons.local_steps, self.group
         if local is None or not local.alone:
             return
+        local.see([tensor for _, tensor in entries])
         factor = scale * group.group_size * local.shorten([name for name, _ in entries])
         for _, tensor in entries if factor != 1.0 else ():
             tensor.mul_(factor)
@@ -213,6 +215,12 @@ class GradientReducer:
         return own if local is None else local.weights.weight(name)
 
     # -- steps ---
+
+    @property
+    def alone(self) -> bool:
+        """True if gradients of this step stay on their rank."""
+        local = self.add_ons.local_steps
+        return local is not None and local.alone
 
     def end_step(
         self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
@@ -286,12 +294,19 @@ class GradientReducer:
             stream.end_step()
         self._exchange_progress()
 
-    def reject_step(self) -> None:
-        """Close a step that no optimizer made, after :meth:`undo` of its tensors; it is not counted."""
+    def reject_step(self) -> bool:
+        """Close a step that no optimizer made, after :meth:`undo` of its tensors; return whether it counts.
+
+        It does where gradients stay on their rank, since the other ranks may have made it. Progress that is
+        due is exchanged after the next step: now a backward pass may need the weights.
+        """
         self.dense_sums.end_step(skipped=True)
         self.add_ons.earlier.clear()
         for each in self.add_ons:
             each.end_step(skipped=True)
+        if counts := self.alone:
+            self.begin_step(self.group.step + 1)
+        return counts
 
     def rescale(self, loss_scale: float) -> None:
         """Note between two steps that the coming gradients are multiplied by ``loss_scale``. Residuals and

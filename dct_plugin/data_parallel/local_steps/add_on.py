@@ -12,6 +12,7 @@ entries are sent: thresholded progress lost quality in every form that was tried
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -56,6 +57,8 @@ class LocalSteps(AddOn):
         """The step of the last exchange."""
         self._exchanges = False
         """True while progress is exchanged."""
+        self._seen: list[Tensor] = []
+        """Gradients of a step that ends in an exchange, and that the ranks have not compared."""
         self._loaded: Mapping[str, Any] | None = None
         self._handles: list[Any] = []
 
@@ -127,10 +130,10 @@ class LocalSteps(AddOn):
         """True if progress is to be exchanged now. Optimizers that have not made the step yet are waited for,
         by one exchange at most.
         """
-        steps, every, exchanged = self._steps, self._every, self._exchanged
-        if self.progress is None or steps <= 0 or steps % every or exchanged == steps:
+        since = self._steps - self._exchanged
+        if self.progress is None or since < self._every:
             return False
-        return self._optimizers.groups.keys().isdisjoint(self._group.waiting) or steps - exchanged != every
+        return self._optimizers.groups.keys().isdisjoint(self._group.waiting) or since >= 2 * self._every
 
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         return Sparsity(1.0)
@@ -147,6 +150,25 @@ class LocalSteps(AddOn):
             self._averages_states = False
         if self.alone and self.progress is None:
             self._adopt()
+
+    def see(self, gradients: Sequence[Tensor]) -> None:
+        """Note gradients that stay on this rank."""
+        if self._steps + 1 - self._exchanged >= self._every:
+            self._seen += [gradient for gradient in gradients if gradient.numel()]
+
+    def share_nonfinite(self) -> None:
+        """Let a gradient that is not finite on one rank be so on all ranks, as under plain training, before a
+        step that ends in an exchange; a collective. A script that leaves out such steps does so on all ranks:
+        a rank alone would let the others wait.
+        """
+        seen, self._seen = self._seen, []
+        if seen:
+            largest = torch._foreach_norm(seen, ord=math.inf)
+            poison = 0.0 * torch.stack([norm.to(torch.float32) for norm in largest])
+            with self._group.recorded("gradient_local"):
+                self._group.exchange.all_reduce(poison)
+            for gradient, value in zip(seen, poison, strict=True):
+                gradient[:1] += value
 
     def shorten(self, names: Sequence[str]) -> float:
         """Return the factor of a rank's gradients until its optimizer uses them."""
@@ -174,7 +196,7 @@ class LocalSteps(AddOn):
     def step(self) -> None:
         """Move the common weights by the mean progress, and continue from them; a collective."""
         assert self.progress is not None
-        self._exchanged = self._steps
+        self._exchanged = self._steps // self._every * self._every
         self.progress.take_over()
         self._buffers.take_over()
         self._exchanges = False

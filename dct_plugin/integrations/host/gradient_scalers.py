@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
 
 from .patching import Function, Patches
 
@@ -17,9 +15,6 @@ class FollowsScalers(Protocol):
 
     def scaler_looks(self, scaler: Any, optimizer: Any) -> None:
         """Note that a scaler looks at the gradients of an optimizer, before its step."""
-
-    def scaler_found(self, optimizer: Any, found: Mapping[Any, Tensor]) -> None:
-        """See whether a scaler found gradients of an optimizer that are not finite: 1 or 0, by device."""
 
 
 _followers: WeakSet[FollowsScalers] = WeakSet()
@@ -31,7 +26,6 @@ def follow(follower: FollowsScalers) -> None:
     if not _followers:
         for name in ("unscale_", "step"):
             _patches.intercept(torch.amp.GradScaler, name, _tell)
-        _patches.intercept(torch.amp.GradScaler, "_unscale_grads_", _tell_found)
     _followers.add(follower)
 
 
@@ -46,10 +40,3 @@ def _tell(original: Function, scaler: Any, optimizer: Any, *arguments: Any, **ke
     for follower in list(_followers):
         follower.scaler_looks(scaler, optimizer)
     return original(scaler, optimizer, *arguments, **keywords)
-
-
-def _tell_found(original: Function, scaler: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> Any:
-    found = original(scaler, optimizer, *arguments, **keywords)
-    for follower in list(_followers):
-        follower.scaler_found(optimizer, found)
-    return found

@@ -62,8 +62,7 @@ class OptimizerAttachment(HostAttachment, ABC):
         self._reducers: dict[tuple[int, ...], GradientReducer] = {}
         """The key of a reducer is the ranks whose gradients it sums."""
         self.steps = StepHooks(self._reducers.values())
-        differ = sharded or self.config.data_parallel.exchange_of == "updates"
-        poisoned = PoisonedSteps(self.config.data_parallel, gradients, agree=differ)
+        poisoned = PoisonedSteps(self.config.data_parallel, gradients, agree=sharded)
         self._optimizer_steps = OptimizerSteps(
             self.steps, self._reducers.values(), scaler, poisoned, sharded=sharded
         )

@@ -6,7 +6,7 @@ Gradients are reduced, the optimizer steps or skips, step counters move on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -189,6 +189,15 @@ class StepHooks:
         if not alone:
             self.check()
 
+    def reject(self, *, counts: bool) -> None:
+        """End a step that no optimizer made, and that other ranks may have made if it ``counts``; its
+        parameters are compared at the next :meth:`check`.
+        """
+        self.open = False
+        if counts:
+            self.step += 1
+            self._unchecked = self.step
+
     def warn_of_own_reduction(self, optimizer: torch.optim.Optimizer) -> None:
         """Say once if an optimizer steps with gradients, and none were ever passed to dct."""
         has_gradients = any(parameter.grad is not None for parameter in parameters_of(optimizer))
@@ -356,9 +365,8 @@ class OptimizerSteps:
             for each in cleared:
                 each.note(Event.CLOSE)
             if self.steps.open and not self.awaits_optimizer:
-                self.steps.open = False
-                for reducer in self._reducers:
-                    reducer.reject_step()
+                counted = [reducer.reject_step() for reducer in self._reducers]
+                self.steps.reject(counts=any(counted))
 
     def forget(self) -> None:
         """Forget the gradients reduced since the last step."""
@@ -394,14 +402,6 @@ class OptimizerSteps:
                 f"dct: {type(scaler).__name__} was not passed, and is followed from step {self.steps.step} "
                 "on; pass it as scaler= to dct_plugin.attach"
             )
-
-    def scaler_found(self, optimizer: Any, found: Mapping[Any, Tensor]) -> None:
-        """Let all ranks skip a step that one of them skips, where progress is exchanged in every step."""
-        for reducer in self._reducers if self._of(optimizer) else ():
-            if reducer.config.exchange_of == "updates" and not reducer.flushed:
-                for flag in found.values():
-                    reducer.group.exchange.all_reduce(flag)
-                    flag.clamp_(max=1.0)
 
     def _update_scaler(self, original: Function, *arguments: Any, **keywords: Any) -> None:
         original(*arguments, **keywords)

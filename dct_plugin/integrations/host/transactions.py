@@ -72,6 +72,8 @@ class Transactions:
             return
         for each in cleared:
             each.note(Event.CLEAR)
+        if any(reducer.alone for reducer in self._reducers):  # nothing was sent
+            return
         self.take_back(cleared)
         if not self._has_rejected:
             self._report(cleared, optimizers)
