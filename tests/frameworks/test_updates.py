@@ -203,6 +203,22 @@ def test_a_step_that_a_scaler_skips_on_one_rank_is_skipped_on_all() -> None:
     assert run(2, _skips) == [(512.0, 11)] * 2
 
 
+def _writes(rank: int, world_size: int) -> None:
+    model, optimizer, state = attached({**SECTION, "sparsity": 0, "value_dtype": "fp32"})
+    train(model, optimizer, rank, range(2))
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = common(model)
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 if rank == 0 else 0.3)  # leaves its version as it is
+    train(model, optimizer, rank, range(2, 3))
+    assert max(add_on(state).progress._factors) > 1.1
+    torch.testing.assert_close(common(model), before + 0.2)
+
+
+def test_what_a_script_writes_has_no_factor() -> None:
+    run(2, _writes)
+
+
 class Lion(torch.optim.Optimizer):
     """Has the name of the real one, and its base class."""
 

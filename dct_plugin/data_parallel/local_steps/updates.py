@@ -162,6 +162,8 @@ class UnsentUpdates(OuterStep):
         self.shortened: dict[str, float] = {}
         self.shortens = True
         self._decays: dict[str, float] = {}
+        self._before: list[Tensor] = []
+        """This rank's weights when the first optimizer of a step began; empty between steps."""
         self._sent: list[tuple[int, int, Tensor]] = []
         for start, stop in self._pieces(range(self._turns)):
             if not self._group.is_small("", stop - start):
@@ -193,6 +195,7 @@ class UnsentUpdates(OuterStep):
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._before = self._before or [weight.clone() for weight in self._weights.own()]
         skips = bool(getattr(optimizer, "found_inf", None))  # a fused optimizer, by itself
         for group, gradients in self._optimizers.used(optimizer):
             for name, gradient in gradients.items():
@@ -212,11 +215,15 @@ class UnsentUpdates(OuterStep):
         torch._foreach_copy_(self._weights.own(), torch._foreach_add(common, self._unsent))
 
     def _take_step(self, step: int) -> None:
-        """Add the optimizer's step to the unsent progress. Weight decay acts on the common weights."""
+        """Add the optimizer's step to the unsent progress, and what a script wrote before, which has no
+        factor. Weight decay acts on the common weights.
+        """
         decays = [self._decays.pop(name, 0.0) for name in self._weights.common]
         common = list(self._weights.common.values())
-        before = torch._foreach_add(common, self._unsent)
+        shown = torch._foreach_add(common, self._unsent)
+        before, self._before = self._before or shown, []
         torch._foreach_sub_(made := self._weights.own(), before)  # until they are shown again
+        torch._foreach_add_(self._unsent, torch._foreach_sub(before, shown))
         if any(decays):
             torch._foreach_add_(made, torch._foreach_mul(before, decays))
             torch._foreach_mul_(common, [1.0 - decay for decay in decays])
