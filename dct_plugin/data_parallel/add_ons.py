@@ -65,6 +65,11 @@ class AddOns:
         return iter(self._each)
 
     @property
+    def alone(self) -> bool:
+        """True if gradients of this step stay on their rank."""
+        return self.local_steps is not None and self.local_steps.alone
+
+    @property
     def step_ahead(self) -> StepAheadAddOn:
         """The add-on that displaces weights; frameworks tell it which.
 

@@ -154,7 +154,7 @@ class GradientReducer:
         """
         self.exchanges.finish()
         if self.add_ons.local_steps is not None:
-            self.add_ons.local_steps.share_nonfinite()
+            self.add_ons.local_steps.gradients.share()
 
     def return_to_residual(self, entries: Entries) -> None:
         """Add to the residuals what an exchange left in these tensors, where no rank used it."""
@@ -191,7 +191,8 @@ class GradientReducer:
         """
         with self.exchanges.preparing():
             self.add_ons.before_compression(entries)
-            if self.is_dense or self.alone:
+            local = self.add_ons.local_steps
+            if self.is_dense or (local is not None and local.alone):
                 return ()
             return self.planner.plan(entries, scale, shards)
 
@@ -200,8 +201,7 @@ class GradientReducer:
         local, group = self.add_ons.local_steps, self.group
         if local is None or not local.alone:
             return
-        local.see([tensor for _, tensor in entries])
-        factor = scale * group.group_size * local.shorten([name for name, _ in entries])
+        factor = scale * group.group_size * local.keep(entries)
         for _, tensor in entries if factor != 1.0 else ():
             tensor.mul_(factor)
         if group.metrics is not None and local.counted < 1:  # the exchange of progress counts for the rest
@@ -215,12 +215,6 @@ class GradientReducer:
         return own if local is None else local.weights.weight(name)
 
     # -- steps ---
-
-    @property
-    def alone(self) -> bool:
-        """True if gradients of this step stay on their rank."""
-        local = self.add_ons.local_steps
-        return local is not None and local.alone
 
     def end_step(
         self, *, skipped: bool = False, loss_scale: float | None = None, reduced_at: float | None = None
@@ -304,7 +298,7 @@ class GradientReducer:
         self.add_ons.earlier.clear()
         for each in self.add_ons:
             each.end_step(skipped=True)
-        if counts := self.alone:
+        if counts := self.add_ons.alone:
             self.begin_step(self.group.step + 1)
         return counts
 

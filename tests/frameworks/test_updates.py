@@ -219,6 +219,22 @@ def test_what_a_script_writes_has_no_factor() -> None:
     run(2, _writes)
 
 
+def _alternates(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(model_of())
+    layers = [torch.optim.AdamW(model.module[at].parameters(), lr=LR) for at in (0, 2)]
+    dct_plugin.attach(model, layers, {"data_parallel": {**SECTION, "sparsity": 0.5}})
+    begun = common(model)
+    for step in range(12):
+        loss_of(model, step, rank).backward()
+        layers[step % 2].step()
+        model.zero_grad()
+    assert (common(model) != begun).float().mean() > 0.9  # both halves have crossed
+
+
+def test_all_turns_come_where_two_optimizers_alternate() -> None:
+    run(2, _alternates)
+
+
 class Lion(torch.optim.Optimizer):
     """Has the name of the real one, and its base class."""
 

@@ -12,7 +12,6 @@ entries are sent: thresholded progress lost quality in every form that was tried
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from ..add_on import AddOn, ReducerContext
 from ..module_hooks import register, remove, unregister
 from ..plan import Entries, Sparsity
 from .buffers import AveragedBuffers, average
+from .nonfinite import SharedNonfinite
 from .outer_step import OuterStep
 from .training import Optimizers, Saved, TrainedWeights
 from .updates import UnsentUpdates
@@ -41,13 +41,14 @@ class LocalSteps(AddOn):
     Attributes:
         weights: Those that this rank trains, and the common ones.
         progress: What is exchanged; None before the first local step, and after :meth:`flush`.
+        gradients: Those of a step that ends in an exchange.
     """
 
     key = "local"
 
     def __init__(self, context: ReducerContext, every: int) -> None:
         self._context, self._group, self._every = context, context.group, every
-        self._start = context.config.dense_steps
+        self._start, self.gradients = context.config.dense_steps, SharedNonfinite(context.group)
         self._kind = UnsentUpdates if context.config.exchange_of == "updates" else OuterStep
         self.weights = TrainedWeights({}, self._kind.option)
         self.progress: OuterStep | None = None
@@ -55,10 +56,10 @@ class LocalSteps(AddOn):
         """True if the optimizer's states are to be averaged before the next step."""
         self._exchanged = 0
         """The step of the last exchange."""
+        self._count = torch.zeros((), dtype=torch.int64)
+        """Exchanges so far."""
         self._exchanges = False
         """True while progress is exchanged."""
-        self._seen: list[Tensor] = []
-        """Gradients of a step that ends in an exchange, and that the ranks have not compared."""
         self._loaded: Mapping[str, Any] | None = None
         self._handles: list[Any] = []
 
@@ -151,28 +152,11 @@ class LocalSteps(AddOn):
         if self.alone and self.progress is None:
             self._adopt()
 
-    def see(self, gradients: Sequence[Tensor]) -> None:
-        """Note gradients that stay on this rank."""
+    def keep(self, entries: Entries) -> float:
+        """Note gradients that stay on this rank; return their factor until its optimizer uses them."""
         if self._steps + 1 - self._exchanged >= self._every:
-            self._seen += [gradient for gradient in gradients if gradient.numel()]
-
-    def share_nonfinite(self) -> None:
-        """Let a gradient that is not finite on one rank be so on all ranks, as under plain training, before a
-        step that ends in an exchange; a collective. A script that leaves out such steps does so on all ranks:
-        a rank alone would let the others wait.
-        """
-        seen, self._seen = self._seen, []
-        if seen:
-            largest = torch._foreach_norm(seen, ord=math.inf)
-            poison = 0.0 * torch.stack([norm.to(torch.float32) for norm in largest])
-            with self._group.recorded("gradient_local"):
-                self._group.exchange.all_reduce(poison)
-            for gradient, value in zip(seen, poison, strict=True):
-                gradient[:1] += value
-
-    def shorten(self, names: Sequence[str]) -> float:
-        """Return the factor of a rank's gradients until its optimizer uses them."""
-        return 1.0 if self.progress is None else self.progress.shorten(names)
+            self.gradients.see([gradient for _, gradient in entries])
+        return 1.0 if self.progress is None else self.progress.shorten([name for name, _ in entries])
 
     def end_step(self, *, skipped: bool) -> None:
         if self.progress is not None:
@@ -188,15 +172,16 @@ class LocalSteps(AddOn):
         if self.progress is None or (last and not self.progress.keeps_unsent):
             return []
         self.weights.hide()
-        self._exchanges, step = True, self._steps - 1
-        crossing = self.progress.entries(step, last=last)
-        return [*crossing, *(self._buffers.entries() if last or not step % self._kind.buffers_every else ())]
+        self._exchanges, count = True, int(self._count)
+        crossing = self.progress.entries(count, last=last)
+        return [*crossing, *(self._buffers.entries() if last or not count % self._kind.buffers_every else ())]
 
     @torch.no_grad()
     def step(self) -> None:
         """Move the common weights by the mean progress, and continue from them; a collective."""
         assert self.progress is not None
         self._exchanged = self._steps // self._every * self._every
+        self._count += 1
         self.progress.take_over()
         self._buffers.take_over()
         self._exchanges = False
@@ -226,6 +211,7 @@ class LocalSteps(AddOn):
         """
         self.weights.adopt()
         self._exchanged = self._steps // self._every * self._every
+        self._count = torch.zeros_like(self._count)
         self.progress = self._kind(self._context, self.weights, self._optimizers)
         self._buffers.note()
         loaded, self._loaded, targets = self._loaded or {}, None, self._tensors()
@@ -237,14 +223,15 @@ class LocalSteps(AddOn):
                 )
             for name, tensor in tensors.items():
                 targets[kind][name].copy_(tensor)
-        self.progress.restore()
+        self.progress.restore(int(self._count))
 
     def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the tensors of a saved state."""
         assert self.progress is not None
         own = dict(zip(self.weights.held, self.weights.own(), strict=True))
-        states = self._optimizers.states()
-        return {"own": own, "optimizer": states, "common": self.weights.common, **self.progress.saved}
+        tensors: dict[str, Mapping[str, Tensor]] = {"own": own, "optimizer": self._optimizers.states()}
+        count = {"count": self._count}
+        return {**tensors, "common": self.weights.common, "exchanges": count, **self.progress.saved}
 
     def _forget(self) -> None:
         """Have no common weights until the next local step."""

@@ -33,7 +33,7 @@ class OuterStep:
     keeps_unsent: ClassVar[bool] = False
     """True if progress may be left that did not cross at the last exchange."""
     buffers_every: ClassVar[int] = 1
-    """Steps between two exchanges of the buffers, at most."""
+    """Exchanges of progress from one of the buffers to the next."""
     lost: ClassVar[str] = "what ranks had trained since the last exchange, and the outer momentum, are lost"
     """The words for what is lost if a training starts without the saved states of the ranks."""
 
@@ -42,8 +42,8 @@ class OuterStep:
         common = weights.common.items() if self._rule.outer_momentum else ()
         self.saved: dict[str, dict[str, Tensor]] = {"momentum": {n: torch.zeros_like(w) for n, w in common}}
 
-    def restore(self) -> None:
-        """Take over what was loaded into the saved tensors."""
+    def restore(self, number: int) -> None:
+        """Take over what was loaded into the saved tensors; ``number`` is that of the next exchange."""
 
     def shorten(self, names: Sequence[str]) -> float:
         """Return the factor of a rank's gradients until its optimizer uses them."""
@@ -55,11 +55,11 @@ class OuterStep:
     def close(self) -> None:
         """Leave the optimizers as they were."""
 
-    def entries(self, step: int, *, last: bool) -> Entries:
+    def entries(self, number: int, *, last: bool) -> Entries:
         """Return what this rank brings into an exchange, by name; :meth:`take_over` expects the mean there.
 
         Args:
-            step: Number of the step, of those after the dense ones.
+            number: Number of the exchange.
             last: Whether nothing is to be left unsent.
         """
         pairs = zip(self._weights.common.items(), self._weights.own(), strict=True)

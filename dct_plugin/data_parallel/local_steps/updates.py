@@ -27,7 +27,7 @@ from .training import Optimizers, TrainedWeights, decay_of, is_muon, memory_of
 
 #: Numbers of a sketch, and signs in a row; more entries begin the row elsewhere.
 WIDTH, ROW = 256, 1 << 20
-#: Steps between two exchanges of sketches; the first steps have one each.
+#: Exchanges of progress from one of sketches to the next; the first ones have one each.
 SKETCH_EVERY, FIRST = 16, 4
 #: Share of the norms of all gradients that outlasts an exchange of sketches.
 KEPT = 0.5
@@ -57,9 +57,9 @@ def sketch(flat: Tensor, turn: int, signs: Tensor) -> Tensor:
     return out
 
 
-def is_due(step: int) -> bool:
-    """Return whether sketches are exchanged in a step."""
-    return step < FIRST or step % SKETCH_EVERY == 0
+def is_due(number: int) -> bool:
+    """Return whether sketches cross in an exchange of progress."""
+    return number < FIRST or number % SKETCH_EVERY == 0
 
 
 class StepFactors:
@@ -90,27 +90,31 @@ class StepFactors:
         self.ratio = 1.0
         """The norm of the mean gradient over that of the ranks' own ones, all tensors together."""
 
-    def see(self, entries: Mapping[str, Tensor], step: int, *, steps: bool) -> None:
+    def see(self, entries: Mapping[str, Tensor], number: int, *, steps: bool) -> None:
         """Sketch gradients, or with ``steps`` the optimizer's steps, of the tensors whose factor is of these.
 
         Args:
             entries: The tensors by name, of any shape and floating type.
-            step: Number of the step.
+            number: Number of the exchange of progress.
             steps: Whether the tensors are steps.
         """
         for name, flat in entries.items():
             if name in self._parts and (name in self._of_steps) == steps:
-                self._parts[name].copy_(sketch(flat.detach().reshape(-1), step, self._signs))
+                self._parts[name].copy_(sketch(flat.detach().reshape(-1), number, self._signs))
 
-    def exchange(self, step: int) -> list[float]:
-        """Take over what was seen since the last call, and return the factors; a collective."""
+    def exchange(self, number: int) -> list[float]:
+        """Take over what was seen since the last call, and return the factors; a collective.
+
+        Args:
+            number: Number of the exchange of progress.
+        """
         group, ranks = self._group, self._group.world_size
         self._squares.copy_(self._norms())  # of sketches, too: then errors of both norms cancel
         with group.recorded("gradient_local"):
             group.exchange.all_reduce(self._flat)
         sums = self._norms()
         found = {"own": self._squares / ranks, "mean": sums / ranks**2}
-        kept = self._memory_of ** (1 if step < FIRST else min(step, SKETCH_EVERY))
+        kept = self._memory_of ** (1 if number < FIRST else min(number, SKETCH_EVERY))
         usable = torch.isfinite(self._squares) & torch.isfinite(sums)
         for name, now in found.items():
             saved = self.saved[name]
@@ -152,7 +156,7 @@ class UnsentUpdates(OuterStep):
 
     def __init__(self, context: ReducerContext, weights: TrainedWeights, optimizers: Optimizers) -> None:
         self._group, self._topologies, self._weights = context.group, context.topologies, weights
-        self._optimizers, self._step = optimizers, context.group.step - context.config.dense_steps
+        self._optimizers, self._number = optimizers, 0
         self._flat = torch.zeros_like(weights.flat)
         sizes = {name: each.numel() for name, each in weights.common.items()}
         self._unsent = self._flat.split(list(sizes.values()))
@@ -180,7 +184,8 @@ class UnsentUpdates(OuterStep):
             for start in range(turn * share, min(numel, (turn + 1) * share), PIECE):
                 yield start, min(numel, (turn + 1) * share, start + PIECE)
 
-    def restore(self) -> None:
+    def restore(self, number: int) -> None:
+        self._number = number
         self._factors = self.factors.values()
         self._show()
 
@@ -203,8 +208,8 @@ class UnsentUpdates(OuterStep):
                     gradient.div_(ratio)
             if not skips:
                 self._decays |= dict.fromkeys(gradients, decay_of(optimizer, group))
-            if is_due(self._step):
-                self.factors.see(gradients, self._step, steps=False)
+            if is_due(self._number):
+                self.factors.see(gradients, self._number, steps=False)
 
     def close(self) -> None:
         remove(self._handles)
@@ -214,7 +219,7 @@ class UnsentUpdates(OuterStep):
         common = list(self._weights.common.values())
         torch._foreach_copy_(self._weights.own(), torch._foreach_add(common, self._unsent))
 
-    def _take_step(self, step: int) -> None:
+    def _take_step(self) -> None:
         """Add the optimizer's step to the unsent progress, and what a script wrote before, which has no
         factor. Weight decay acts on the common weights.
         """
@@ -227,18 +232,18 @@ class UnsentUpdates(OuterStep):
         if any(decays):
             torch._foreach_add_(made, torch._foreach_mul(before, decays))
             torch._foreach_mul_(common, [1.0 - decay for decay in decays])
-        if is_due(step):
-            self.factors.see(dict(zip(self._weights.common, made, strict=True)), step, steps=True)
-            self._factors = self.factors.exchange(step)
+        if is_due(self._number):
+            self.factors.see(dict(zip(self._weights.common, made, strict=True)), self._number, steps=True)
+            self._factors = self.factors.exchange(self._number)
         torch._foreach_mul_(made, self._factors)
         torch._foreach_add_(self._unsent, made)
-        self._step = step + 1
+        self._number += 1
 
-    def entries(self, step: int, *, last: bool) -> Entries:
-        self._take_step(step)
+    def entries(self, number: int, *, last: bool) -> Entries:
+        self._take_step()
         if last:
             self._take_back_answers()
-        for start, stop in self._pieces(range(self._turns) if last else [step % self._turns]):
+        for start, stop in self._pieces(range(self._turns) if last else [number % self._turns]):
             part = self._flat[start:stop]
             self._sent.append((start, stop, part.clone()))
             part.zero_()  # what is not sent returns as the stream's residual

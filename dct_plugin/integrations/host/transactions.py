@@ -72,7 +72,7 @@ class Transactions:
             return
         for each in cleared:
             each.note(Event.CLEAR)
-        if any(reducer.alone for reducer in self._reducers):  # nothing was sent
+        if any(reducer.add_ons.alone for reducer in self._reducers):  # nothing was sent
             return
         self.take_back(cleared)
         if not self._has_rejected:
