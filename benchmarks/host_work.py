@@ -297,13 +297,13 @@ def displacement(tensors: int = 200, *, width: int = 64, steps: int = 5) -> Host
     return _measured(step, steps)
 
 
-def exact_updates(*, entries: int = ENTRIES, steps: int = 5) -> HostWork:
-    """Return the work for exact updates of bf16 weights, of which two ranks own a half each."""
+def exact_updates(ranks: int, *, entries: int = ENTRIES, steps: int = 5) -> HostWork:
+    """Return the work for exact updates of bf16 weights, of which the ranks own equal parts."""
     register_backend("counted", backend.TritonBackend)
     config = DataParallelConfig(parameters="exact")
-    updates = ParameterUpdates(config, LoopedPeers(0, range(2)), kernels=KernelConfig(backend="counted"))
-    before = torch.zeros(entries // 2, dtype=torch.bfloat16)
-    shards = shards_in(0, entries, entries // 2)
+    updates = ParameterUpdates(config, LoopedPeers(0, range(ranks)), kernels=KernelConfig(backend="counted"))
+    before = torch.zeros(entries // ranks, dtype=torch.bfloat16)
+    shards = shards_in(0, entries, entries // ranks)
     weights = [(f"bucket {i}", torch.zeros(entries, dtype=torch.bfloat16), shards) for i in range(TENSORS)]
 
     def step() -> None:
@@ -321,7 +321,7 @@ ROWS: dict[str, Callable[..., HostWork]] = {
     },
     "2 ranks, direct, sampled thresholds": partial(bucket, 2, "direct", threshold="sample"),
     "step-ahead with AdamW, 200 tensors": displacement,
-    "2 ranks, exact updates": exact_updates,
+    **{f"{ranks} ranks, exact updates": partial(exact_updates, ranks) for ranks in (2, 8)},
 }
 
 

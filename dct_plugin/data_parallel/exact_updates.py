@@ -12,8 +12,11 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,10 +27,12 @@ from ..codecs.slots import first_words
 from ..codecs.stats import Stats
 from ..codecs.values import ValueDtype
 from ..compression.stream import Encoded, encode_all
+from ..kernels.job import Spans
 from ..transport.slots import Slots
 from .plan import PlannedTensor, ReductionPlan
 from .topology import OwnersToAll, WrittenTensor, naming_sender
 
+_Item = TypeVar("_Item")
 #: Class in the metrics.
 EXACT_CLASS = "parameter_exact"
 #: Most entries of a record: positions and differences stay in a cache. Most entries of two payloads.
@@ -98,26 +103,65 @@ class ChangesToAll(OwnersToAll):
                     group.backend.apply_changes(message, parts)
 
     def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], Tensor]:
-        ranks = range(self.group.world_size)  # the tensors of the sums are made when messages are there
-        return lambda: torch.cat([self._add_slot(plan.views_of(owner), slots, owner) for owner in ranks])
+        return lambda: self._add_slots(plan, slots)  # memory for the sums is made when messages are there
 
-    def _add_slot(self, weights: Sequence[Tensor], slots: Slots, owner: int) -> Tensor:
-        """Add the message in the slot of an owner to its weights; return the first words of the slot."""
-        group, bounds = self.group, slots.bounds[owner]
-        if owner == group.rank:
-            return first_words(slots.received, [bounds])
-        with _steps(weights) as outs:
-            return group.backend.prepare_sum(slots.received, [bounds], outs, 1.0, spare=True)()
+    def _add_slots(self, plan: ReductionPlan, slots: Slots) -> Tensor:
+        """Add the messages in slots to the weights of their owners, of many owners together; return the first
+        words of the slots.
+        """
+        group, heads = self.group, [*first_words(slots.received, slots.bounds)]
+        parts = {
+            owner: [part for weights in plan.views_of(owner) for part in weights.split(_PART)]
+            for owner in range(group.world_size)
+            if owner != group.rank  # whose weights are new already
+        }
+        for owners in _together([owner for owner in parts if parts[owner]], lambda o: _entries(parts[o])):
+            places = [slots.bounds[owner] for owner in owners]
+            spans = _spans(tuple(tuple([part.numel() for part in parts[owner]]) for owner in owners))
+            with _steps([part for owner in owners for part in parts[owner]]) as outs:
+                found = group.backend.prepare_sum(slots.received, places, outs, 1.0, spans, spare=True)()
+            for owner, words in zip(owners, found, strict=True):
+                heads[owner] = words
+        return torch.stack(heads)
 
 
 @contextmanager
-def _steps(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Give zeros for the payloads of a message; add the steps that are in them then to the weights."""
-    parts = [part for tensor in weights for part in tensor.split(_PART)]
-    steps = [each.new_zeros((2, each.numel()), dtype=torch.float16) for each in parts]
-    yield [each for both in steps for each in both]
-    for part, both in zip(parts, steps, strict=True):
-        add_steps(part, *both)
+def _steps(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Give zeros for the two payloads of each part of the weights; add the steps that are in them then."""
+    sizes = [part.numel() for part in parts]
+    single, others = steps = parts[0].new_zeros((2, sum(sizes)), dtype=torch.float16)
+    yield [step for pair in zip(*(each.split(sizes) for each in steps), strict=True) for step in pair]
+    at = 0
+    for batch in _together(parts, Tensor.numel):
+        weights = [part.view(torch.int16) for part in batch]
+        bits, end = torch.cat(weights), at + _entries(batch)
+        add_steps(bits, single[at:end], others[at:end])
+        torch._foreach_copy_(weights, bits.split([part.numel() for part in batch]))
+        at = end
+
+
+def _entries(parts: Sequence[Tensor]) -> int:
+    return sum([part.numel() for part in parts])
+
+
+def _together(items: Iterable[_Item], entries: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Yield successive items together, as many as have the entries of the largest part; one at least."""
+    batch, most = list[_Item](), 0
+    for item in items:
+        most += entries(item)
+        if batch and most > _PART:
+            yield batch
+            batch, most = [], entries(item)
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+@functools.lru_cache(maxsize=1024)
+def _spans(numels: tuple[tuple[int, ...], ...]) -> Spans:
+    """Return the spans of messages that hold two payloads for each part; ``numels``: by message."""
+    first = itertools.count()
+    return Spans([[(next(first), 0, numel) for numel in message for _ in range(2)] for message in numels])
 
 
 def _most_bytes(weights: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from dct_plugin import DCTState, dct_hook, kernels
 from dct_plugin.codecs import stats
 from dct_plugin.compression.feedback import unpacked
 from dct_plugin.config import DataParallelConfig, DCTConfig, KernelConfig, MetricsConfig
-from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.data_parallel import GradientReducer, Shard, exact_updates
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.errors import DesyncError, PayloadError
@@ -215,20 +216,24 @@ def test_updates_of_weights_look_once(dtype: torch.dtype) -> None:
         assert [launches for _, _, launches in more] == [launches for _, _, launches in found]
 
 
-def _update_exactly(rank: int, world_size: int, name: str) -> tuple[Any, list[list[str]]]:
+def _update_exactly(
+    rank: int, world_size: int, name: str, together: int = 1 << 24
+) -> tuple[Any, list[list[str]]]:
     """Updates that grow beyond their slots in step 2; in step 3 one weight changes by more than a number can
-    say.
+    say. *together*: the most entries of owners whose messages are added together.
     """
+    exact_updates._PART = together
     config, backend = settings(name, parameters="exact")
-    updates, looks, half = ParameterUpdates(config, kernels=backend), [], 700
+    updates, looks, each = ParameterUpdates(config, kernels=backend), [], 700
+    numel = each * world_size
     generator = torch.Generator().manual_seed(5)
-    working = torch.randn(2 * half, generator=generator).bfloat16()
-    own = working[rank * half :][:half]
+    working = torch.randn(numel, generator=generator).bfloat16()
+    own = working[rank * each :][:each]
     for step, scale in enumerate((1e-3, 1e-3, 3e-2, 1e-3)):
         before = own.clone()
-        own += scale * torch.randn(2 * half, generator=generator)[rank * half :][:half].bfloat16()
+        own += scale * torch.randn(numel, generator=generator)[rank * each :][:each].bfloat16()
         own[:3] = torch.tensor([-1.5 if step == 3 else 1.5, -0.0, float("nan")])
-        entries = [("weights", working, shards_in(0, 2 * half, half))]
+        entries = [("weights", working, shards_in(0, numel, each))]
         with HostReads() as reads:
             updates.update(entries, {"weights": before}.__getitem__)
         updates.end_step()
@@ -237,10 +242,12 @@ def _update_exactly(rank: int, world_size: int, name: str) -> tuple[Any, list[li
 
 
 def test_exact_updates_look_once() -> None:
-    expected, found = (run(2, _update_exactly, name) for name in ("plain", "interpreted"))
-    for (mine, looks), (other, _) in zip(found, expected, strict=True):
+    expected, *others = (
+        run(3, _update_exactly, *form) for form in (("plain",), ("interpreted",), ("interpreted", 1000))
+    )
+    for (mine, looks), (other, _) in zip(itertools.chain(*others), expected * 2, strict=True):
         assert torch.equal(mine, other)
-        assert torch.equal(mine, found[0][0])
+        assert torch.equal(mine, expected[0][0])
         assert looks[1:] == [ONE_LOOK] * 3
 
 
