@@ -245,7 +245,7 @@ class CpuBackend(Backend):
 
     def add_squares(self, jobs: Sequence[Squares], scratch: Scratch = fresh) -> None:
         for job in jobs:
-            if (gradient := job.gradient).dtype not in GRAD_CODES:
+            if (gradient := job.gradient).dtype not in GRAD_CODES or job.entries is not None:
                 super().add_squares([job], scratch)
                 continue
             numel, width = gradient.numel(), job.columns.numel()

@@ -32,11 +32,15 @@ class Squares(NamedTuple):
         gradient: 1-D, of any floating type.
         rows, columns: fp32 [R] and [C], to which the means of the rows and columns of the squares as [R, C]
             are added. If there is one column, all rows get the mean of all squares.
+        first, entries: If the gradient is a part of a tensor, its first entry, and the entries of the tensor,
+            by whose sizes the sums are divided; None: it is the whole tensor.
     """
 
     gradient: Tensor
     rows: Tensor
     columns: Tensor
+    first: int = 0
+    entries: int | None = None
 
 
 class SecondMoment(NamedTuple):
@@ -80,6 +84,9 @@ class Displacement(NamedTuple):
 
 def add_squares(job: Squares, scratch: Scratch = fresh) -> None:
     """See :meth:`.backend.Backend.add_squares`."""
+    if job.entries is not None:
+        _add_squares_of_part(job, job.entries)
+        return
     if (columns := job.columns.numel()) == 1:
         for part in job.gradient.split(_PART):
             job.rows.add_(scratch("step", part).copy_(part).square_().sum() / job.gradient.numel())
@@ -89,6 +96,18 @@ def add_squares(job: Squares, scratch: Scratch = fresh) -> None:
         squares = scratch("step", part).copy_(part).square_().view(-1, columns)
         rows.add_(squares.mean(1))
         job.columns.add_(squares.sum(0).div_(job.rows.numel()))
+
+
+def _add_squares_of_part(job: Squares, entries: int) -> None:
+    squares = job.gradient.float().square()
+    if job.columns.numel() == 1:
+        job.rows.add_(squares.sum() / entries)
+        return
+    rows, inside = rows_of(job.first, squares.numel(), job.columns.numel())
+    rows_in_full = squares.new_zeros(rows.stop - rows.start, job.columns.numel())
+    rows_in_full.view(-1)[inside] = squares
+    job.rows[rows].add_(rows_in_full.mean(1))
+    job.columns.add_(rows_in_full.sum(0) / job.rows.numel())
 
 
 def denominator(moment: SecondMoment, out: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,14 +13,18 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton")
 
 from support.launches import counted_launches
+from support.processes import run
 
 from dct_plugin.compression.feedback import ScratchBuffers
+from dct_plugin.data_parallel.nodes.ranks import NodeRanks
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
 from dct_plugin.data_parallel.step_ahead.second_moments import Moments, SecondMoments, _add_steps
 from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.kernels import Backend
+from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import TritonBackend
+from dct_plugin.transport.nodes import Nodes
 
 BACKENDS: list[Callable[[], Backend]] = [ReferenceBackend, TritonBackend]
 #: A vector, a column, matrices with and without whole tiles, four dimensions, a scalar, nothing.
@@ -108,6 +113,46 @@ def test_the_number_of_launches_does_not_depend_on_the_number_of_tensors() -> No
     with counted_launches() as names:
         _displaced(TritonBackend(), torch.float32, torch.optim.AdamW)
     assert names == ["partial_sums", "add_partial_sums", "mean_rows", "displace"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_parts_of_gradients_add_up_to_the_whole(dtype: torch.dtype) -> None:
+    """Parts of all ranks of a node, which begin anywhere in a row; several tiles, and a column."""
+    named = {"matrix": torch.zeros(1100, 300), **parameters()}
+    for name, parameter in named.items():
+        gradient = torch.randn(numel := parameter.numel()).to(dtype)
+        whole, plain, compiled, triton = [Moments(parameter.shape, torch.device("cpu")) for _ in range(4)]
+        ReferenceBackend().add_squares([whole.squares(gradient)])
+        bounds = [*itertools.pairwise((0, numel // 3, numel // 2 + 1, numel))] if numel > 1 else [(0, numel)]
+        for moments, make in ((plain, ReferenceBackend), (compiled, CpuBackend), (triton, TritonBackend)):
+            make().add_squares([moments.squares(gradient[slice(*part)], part[0]) for part in bounds if numel])
+        assert torch.equal(plain.memory, compiled.memory)
+        if numel:
+            torch.testing.assert_close(whole.memory, plain.memory, rtol=1e-5, atol=0, msg=name)
+            torch.testing.assert_close(whole.memory, triton.memory, rtol=1e-5, atol=0, msg=name)
+
+
+def _observe_in_a_node(rank: int, world_size: int) -> tuple[list[str], dict[str, Any]]:
+    """Observe a rank's parts of the gradients of a node, of which all ranks have the same ones."""
+    node = NodeRanks(Nodes((tuple(range(world_size)),), rank), torch.device("cpu"), 100, None)
+    named = {name: p for name, p in parameters().items() if node.is_divided(p.numel())}  # others are dense
+    moments = SecondMoments(named, lambda _: StepUnit(1.0, True), node)
+    generator = torch.Generator().manual_seed(3)
+    gradients = [(name, torch.randn(p.numel(), generator=generator)) for name, p in named.items()]
+    with counted_launches() as names:
+        moments.observe(node.means(gradients), TritonBackend(), ScratchBuffers())
+    moments.end_step(skipped=False)
+    return names, moments.state_dict()
+
+
+@pytest.mark.slow
+def test_ranks_of_a_node_observe_their_parts_with_as_many_launches_as_whole_gradients() -> None:
+    (alone, expected), *_ = run(1, _observe_in_a_node)
+    for names, found in run(2, _observe_in_a_node):
+        assert names == alone == ["partial_sums", "add_partial_sums"]
+        for name in found:
+            for key in ("rows", "columns"):
+                torch.testing.assert_close(found[name][key], expected[name][key], rtol=1e-5, atol=0)
 
 
 def test_many_rows_and_columns() -> None:

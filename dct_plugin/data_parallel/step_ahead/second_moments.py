@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...compression.feedback import ScratchBuffers
 from ...kernels import Backend
-from ...kernels.displacement import SecondMoment, Squares, rows_of
+from ...kernels.displacement import SecondMoment, Squares
 from ..plan import Entries
 from ..step_units import StepUnit
 
@@ -65,25 +65,17 @@ class Moments:
         """Optimizer steps that went into the means."""
         self.missed = missed
 
-    def squares(self, gradient: Tensor) -> Squares:
+    def squares(self, gradient: Tensor, first: int | None = None) -> Squares:
         """Return what adds a gradient of this step (1-D, of any floating type), see :mod:`..kernels`. The
         squares of micro-batches add up, as if these were independent.
-        """
-        return Squares(gradient, self._step_rows, self._step_columns)
 
-    def add_part(self, part: Tensor, first: int) -> None:
-        """Add a part of a gradient that begins at entry ``first``. Other ranks add the other parts, and all
-        sum up :attr:`step_squares` before the step ends.
+        Args:
+            gradient: See above.
+            first: Its first entry, if it is a part. Other ranks add the other parts, and all sum up
+                :attr:`step_squares` before the step ends.
         """
-        squares = part.float().square()
-        if self.columns.numel() == 1:
-            self._step_rows.add_(squares.sum() / self._numel)
-            return
-        rows, inside = rows_of(first, part.numel(), self.columns.numel())
-        rows_in_full = squares.new_zeros(rows.stop - rows.start, self.columns.numel())
-        rows_in_full.view(-1)[inside] = squares
-        self._step_rows[rows].add_(rows_in_full.mean(1))
-        self._step_columns.add_(rows_in_full.sum(0) / self.rows.numel())
+        whole = Squares(gradient, self._step_rows, self._step_columns)
+        return whole if first is None else whole._replace(first=first, entries=self._numel)
 
     @property
     def step_squares(self) -> list[Tensor]:
@@ -185,10 +177,9 @@ class SecondMoments:
             if moments is None:
                 continue
             self._observed[name] = None
-            if self._node is None:
-                jobs.append(moments.squares(gradient))
-            else:
-                moments.add_part(gradient, self._node.part(name, self._parameters[name].numel())[0])
+            node = self._node
+            first = None if node is None else node.part(name, self._parameters[name].numel())[0]
+            jobs.append(moments.squares(gradient, first))
         kernels.add_squares(jobs, scratch.take)
 
     def _begun(self, name: str, device: torch.device) -> Moments | None:

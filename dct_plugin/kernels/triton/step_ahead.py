@@ -26,11 +26,21 @@ def add_squares(jobs: Iterable[Squares]) -> None:
         for job in group:
             numel, is_vector = job.gradient.numel(), job.columns.numel() == 1
             width = _COLUMNS_EACH if is_vector else job.columns.numel()
-            height = programs(numel, width)
+            first_row = before = 0
+            if job.entries is not None and not is_vector:
+                # It is read from the start of its first row on, with zeros before the part.
+                first_row, before = divmod(job.first, width)
+            end = before + numel
+            height = programs(end, width)
+            if job.entries is None:
+                of = numel if is_vector else height
+            else:
+                of = job.entries if is_vector else job.rows.numel()
             across, down = programs(width, _COLUMNS_EACH), programs(height, _ROWS_EACH)
             columns_at = 0 if is_vector else job.columns.data_ptr()
-            addresses = readable(job.gradient).data_ptr(), job.rows.data_ptr(), columns_at
-            rows.append([*addresses, height, width, numel, across, down, tiles, sums, room])
+            entries_at = readable(job.gradient).data_ptr() - before * job.gradient.itemsize
+            addresses = entries_at, job.rows.data_ptr() + 4 * first_row, columns_at
+            rows.append([*addresses, height, width, end, across, down, tiles, sums, room, before, of])
             tiles += across * down
             sums += 1 if is_vector else programs(width, _SUMS) + programs(height, _SUMS)
             room += down * width + (0 if is_vector else across * height)

@@ -19,9 +19,10 @@ SUMS = tl.constexpr(128)
 
 #: Places in a row of the table of squares: addresses of the gradient, the row means, and the column means (0:
 #: a vector, which has one mean); its rows, columns and entries; tiles across and down; first tile, first
-#: program that adds up; where its partial sums begin.
-GRAD_AT, ROWS_AT, COLUMNS_AT, HEIGHT, WIDTH, NUMEL, ACROSS, DOWN, TILES, PROGRAMS, PARTIAL = map(
-    tl.constexpr, range(11)
+#: program that adds up; where its partial sums begin. Entries before a part in its first row; rows of the
+#: whole matrix, or entries of the whole vector.
+GRAD_AT, ROWS_AT, COLUMNS_AT, HEIGHT, WIDTH, NUMEL, ACROSS, DOWN, TILES, PROGRAMS, PARTIAL, BEFORE, OF = map(
+    tl.constexpr, range(13)
 )
 #: Places in a row of the table of displacements, besides ROWS_AT, COLUMNS_AT, HEIGHT, WIDTH and NUMEL: an
 #: address, the first chunk, the first entry; bits of fp32 numbers; two addresses.
@@ -45,6 +46,7 @@ def partial_sums(table, partial, count, GRAD: tl.constexpr):
     height = tl.load(job + HEIGHT)
     width = tl.load(job + WIDTH)
     numel = tl.load(job + NUMEL)
+    before = tl.load(job + BEFORE)
     grad = _pointer(tl.load(job + GRAD_AT), GRAD, False)
     partial += tl.load(job + PARTIAL)
     down = tile // across
@@ -58,7 +60,7 @@ def partial_sums(table, partial, count, GRAD: tl.constexpr):
     while row < stop:
         rows = row + tl.arange(0, ACROSS_ROWS)
         at = rows[:, None] * width + columns[None, :]
-        inside = (rows < stop)[:, None] & (columns < width)[None, :] & (at < numel)
+        inside = (rows < stop)[:, None] & (columns < width)[None, :] & (at >= before) & (at < numel)
         x = _load_grad(grad, at, inside, GRAD)
         squares = x * x
         total += tl.sum(squares, axis=0)
@@ -94,7 +96,7 @@ def add_partial_sums(table, partial, count):
         term += 1
     if is_matrix:
         out = _floats_of(job, COLUMNS_AT, False)
-        others = height
+        others = tl.load(job + OF)
         if program >= of_columns:
             out = _floats_of(job, ROWS_AT, False)
             others = width
@@ -102,8 +104,7 @@ def add_partial_sums(table, partial, count):
         tl.store(out + here, mean, mask=inside)
     else:
         out = _floats_of(job, ROWS_AT, False)
-        numel = tl.load(job + NUMEL).to(tl.float32)
-        tl.store(out, tl.load(out) + tl.sum(total, 0) / numel)
+        tl.store(out, tl.load(out) + tl.sum(total, 0) / tl.load(job + OF).to(tl.float32))
 
 
 @triton.jit
