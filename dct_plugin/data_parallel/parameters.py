@@ -73,6 +73,7 @@ class ParameterUpdates:
             from .nodes.updates import UpdatesBetweenNodes
 
             node = NodeRanks(group.nodes, group.device, config.min_numel, group.metrics)
+            group.exchanges.append(node.exchange)
             self._between_nodes = UpdatesBetweenNodes(node, group.layout)
         self._cls = EXACT_CLASS if self.exact else "parameter"
         self._exchanges = exchanges_of(group, self._cls)

@@ -84,6 +84,7 @@ class GradientReducer:
             from .nodes.ranks import NodeRanks
 
             group.node = NodeRanks(group.nodes, group.device, config.min_numel, group.metrics)
+            group.exchanges.append(group.node.exchange)
         self.topologies = Topologies(group)
         self.add_ons = AddOns(ReducerContext(group, config, self.topologies, optimizer))
         self.planner = Planner(group, self.topologies, self.add_ons)

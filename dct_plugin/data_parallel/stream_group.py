@@ -85,6 +85,8 @@ class StreamGroup:
         """The ranks of this rank's node, if gradients are summed there first."""
         self.group_rank, self.group_size = peers.rank, len(peers.ranks)
         self.exchange = Exchange(group, self.device, None if self.nodes is None else self.nodes.across)
+        self.exchanges = [self.exchange]
+        """All exchanges: also that inside the node, if there is one."""
         self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.metrics = metrics
         self.settings = settings
@@ -117,6 +119,13 @@ class StreamGroup:
         """
         self.sends_all = False
         """True if every entry of the coming gradients is sent, so that step-ahead has nothing to foresee."""
+
+    def make_process_groups(self) -> None:
+        """Make the process groups of this rank's node, and of the ranks with its position in theirs, which
+        their first use makes otherwise; a collective of the host's process group.
+        """
+        for exchange in self.exchanges:
+            _ = exchange.peers.group
 
     def send_all(self, *, wanted: bool, dense: bool) -> None:
         """Note whether all entries of the coming gradients are sent, and whether densely. Then the residuals,

@@ -157,7 +157,8 @@ class GroupPeers(Peers):
     def group(self) -> dist.ProcessGroup | None:
         """The process group; the first use of one of some ranks is a collective of the whole group."""
         if self._in_part:
-            self._group, self._in_part = subgroup(self._group, self.ranks, self._device), False
+            with lost_ranks.reported("making of process groups of nodes", self._group):
+                self._group, self._in_part = subgroup(self._group, self.ranks, self._device), False
         return self._group
 
     @group.setter

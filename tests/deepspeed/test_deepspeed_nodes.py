@@ -81,6 +81,11 @@ def test_ranks_stay_in_step_and_resume(four: Results, name: str) -> None:
             assert whole["classes"]["parameter"]["sent"] < whole["classes"]["parameter"]["dense"] / 2
 
 
+def test_process_groups_of_nodes_are_made_before_the_first_pass(four: Results) -> None:
+    for rank in four:
+        assert {run: found["groups_made"] for run, found in rank.items() if found.get("groups_made")} == {}
+
+
 def test_updates_in_full_are_deepspeeds_gather(four: Results) -> None:
     for rank in four:
         assert rank["updates/zero1-fp32"]["losses"] == pytest.approx(

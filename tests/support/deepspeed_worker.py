@@ -131,6 +131,7 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
     accumulation = engine.gradient_accumulation_steps()
     losses, norms, scales, followed = [], [], [], []
     kept, moments_kept, looked = [], [], Look(engine)
+    groups = len(torch.distributed.distributed_c10d._world.pg_names)
     for step in range(first, last):
         before, skipped = residuals(engine), engine.skipped_steps
         if step == run.get("add_group"):
@@ -171,6 +172,7 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
     result.update(
         losses=losses, norms=norms, scales=scales, residuals_kept=kept, scales_of_residuals=followed
     )
+    result["groups_made"] = len(torch.distributed.distributed_c10d._world.pg_names) - groups
     if state := looked.state():
         moments = looked.moments()
         result.update(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import count_group
 from dct_plugin.metrics import Event, Metrics, Sink
-from dct_plugin.transport.agreement import HINT
+from dct_plugin.transport.agreement import HINT, Agreement
 from dct_plugin.transport.nodes import layout_of
 
 from ..host import attachments, startup
@@ -264,6 +264,13 @@ class EngineAttachment(HostAttachment):
     @property
     def reducers(self) -> list[GradientReducer]:
         return self._path.reducers
+
+    def start(self, agreement: Agreement, active: str, facts: Mapping[str, Any]) -> None:
+        """Make the process groups of nodes besides: a backward pass finds them made."""
+        super().start(agreement, active, facts)
+        streams = [reducer.group for reducer in self.reducers]
+        for group in streams if self._gather is None else [*streams, self._gather.updates.group]:
+            group.make_process_groups()
 
     def steps_so_far(self) -> int:
         return self.steps.step
