@@ -272,6 +272,45 @@ def test_sparse(feedback: str, exchange: str) -> None:
         assert steps == 32
 
 
+#: Settings, and whether FSDP's gathers wait for the event that the user set.
+EVENTS: dict[str, tuple[dict[str, Any], bool]] = {
+    "local": ({**SPARSE, "feedback": "local"}, True),
+    "step_ahead": ({**SPARSE, "feedback": "step_ahead"}, False),
+    "local_steps": ({"local_steps": 2, "warmup_steps": 1, "min_numel": 16}, False),
+}
+
+
+def _trains_with_events(rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:
+    """Weights without ``set_post_optim_event`` and with it. The events stand for those of a device, on which
+    weights are displaced behind the optimizer's step, and behind the event of it.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    waited: list[Any] = []
+    torch.cpu.Stream.wait_event = lambda _, event: waited.append(event)  # type: ignore[method-assign,assignment]
+    for name, (settings, waits) in EVENTS.items():
+        for events in (False, True):
+            model: Any = sharded((2, 1))
+            optimizer = adamw(model)
+            compress_replicas(model, {"data_parallel": settings}, optimizer=optimizer)
+            waited.clear()
+            for step in range(5):
+                train(model, optimizer, rank, range(step, step + 1))
+                if events and step < 4:
+                    model.set_post_optim_event(f"event of step {step}")
+            of_steps = [event for event in waited if "event of step" in str(event)]
+            expected = [f"event of step {step}" for step in range(4) for _ in range(2)]  # two streams
+            assert of_steps == (expected if events and waits else [])
+            found[f"{name} {events}"] = shards(model)
+    return found
+
+
+def test_gathers_wait_for_what_is_written_behind_the_event_of_a_step() -> None:
+    for found in run(2, _trains_with_events):
+        for name in EVENTS:
+            pairs = zip(found[f"{name} False"], found[f"{name} True"], strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs), name
+
+
 def _wait_for_device(rank: int, world_size: int, backend: str) -> tuple[list[torch.Tensor], list[int]]:
     """Gradients of step 3 are three times as large on rank 1, and more than messages hold."""
     register_backend("deferred", DeferredBackend)
