@@ -51,9 +51,9 @@ def one_tensor(ranks: int, warps: dict[str, int]) -> dict[str, Any]:
         name = kernel.fn.__name__
         begin, end = _events()
         begin.record()
-        launch(
-            kernel, programs, *arguments, **constants, **({"num_warps": warps[name]} if name in warps else {})
-        )
+        if name in warps:
+            constants["num_warps"] = warps[name]
+        launch(kernel, programs, *arguments, **constants)
         end.record()
         marks.append((name, begin, end))
 
