@@ -45,6 +45,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Results:
         start("invalid", good, section(sparsety=0.5)),
         start("both-invalid", section(sparsity=2), section(sparsity=2)),
         {"id": "offload", "config": client, "client_optimizer": "SGD", **everywhere},
+        {"id": "unmanaged", "config": config(0, dct=good, managed_gradient_accumulation=False), **everywhere},
         {"id": "good", "config": config(1, dct=good), "steps": 2},
     ]
     return launch(2, plan, tmp_path_factory.mktemp("started"))
@@ -101,6 +102,7 @@ def test_a_fault_on_all_ranks_is_each_ones_own(started: Results) -> None:
     ("name", "words"),
     [
         ("offload", "dct does not support offloading (zero_optimization.offload_optimizer.device = cpu)"),
+        ("unmanaged", "dct does not support managed_gradient_accumulation = false: a step ends where step()"),
     ],
 )
 def test_unsupported_combinations(started: Results, name: str, words: str) -> None:
