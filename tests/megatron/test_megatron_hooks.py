@@ -7,12 +7,14 @@ parameters must be bitwise the same), and the hooks at work (losses must fall).
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import itertools
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -412,6 +414,38 @@ def test_tensor_with_pipeline_parallel() -> None:
     assert_learns(sparse, by=0.2)
 
 
+def _newer(config: Any, ddp: Any) -> dict[str, Callable[[], Any]]:
+    """What megatron-core has from 0.19 on. Before, a name stands for its configuration, and version 2 of
+    Megatron-FSDP is not there.
+    """
+    from types import SimpleNamespace
+
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer import TransformerConfig
+
+    from dct_plugin.integrations.host.refusals import refuse_features
+
+    number, found = "tensor_parallel_num_weight_shards", dict[str, Callable[[], Any]]()
+    for prefix, key in (("gtp", number), ("expert gtp", f"expert_{number}")):
+        if number in {field.name for field in fields(TransformerConfig)}:
+            sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 2}
+            sharded: Any = TransformerConfig(**sizes, **{key: 2})
+            whole: Any = TransformerConfig(**sizes)
+        else:
+            remat = key.replace("tensor_parallel_num_weight_shards", "gtp_weight_remat_size")
+            sharded = SimpleNamespace(**vars(config), **{remat: 2})
+            whole = SimpleNamespace(**vars(config), **{remat: 1})
+        refuse_features("dct.data_parallel", whole)
+        linear = torch.nn.Linear(2, 2)
+        found[prefix] = functools.partial(DistributedDataParallel, sharded, ddp, linear)
+        found[f"{prefix} layer"] = functools.partial(refuse_features, "dct.model_parallel.tensor", sharded)
+    place = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental"
+    if importlib.util.find_spec(place) is not None:
+        second = importlib.import_module(place)
+        found["megatron fsdp 2"] = lambda: second.fully_shard(torch.nn.Linear(2, 2), None, None)
+    return found
+
+
 def _refusals(rank: int, world_size: int) -> dict[str, str]:
     from support import megatron_cpu
 
@@ -452,6 +486,10 @@ def _refusals(rank: int, world_size: int) -> dict[str, str]:
         with pytest.raises(DCTError) as refusal:
             case()
         found_early[name] = str(refusal.value)
+    for name, case in _newer(config, ddp).items():
+        with pytest.raises(DCTError) as refusal:
+            case()
+        found_early[name] = str(refusal.value)
     hooks.uninstall()
     cases["graphs"] = lambda: refused_by_tensor(cuda_graph_impl="local")
     found = found_early
@@ -489,6 +527,11 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     assert "num_distributed_optimizer_instances = 2 the instances are the nodes" in found["instances"]
     assert "TorchFullyShardedDataParallel" in found["torch fsdp"]
     assert "FullyShardedDataParallel (megatron.core.distributed.fsdp" in found["megatron fsdp"]
+    if "megatron fsdp 2" in found:
+        assert "FsdpModule (megatron.core.distributed.fsdp" in found["megatron fsdp 2"]
+    for name in ("gtp", "gtp layer", "expert gtp", "expert gtp layer"):
+        assert "gtp_weight_remat_size = 2: generalised tensor parallelism" in found[name]
+        assert ("(expert_tensor_parallel_num" in found[name]) == ("expert" in name)
 
 
 def _identities(rank: int, world_size: int) -> tuple[int, int]:

@@ -124,6 +124,15 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
     ),
 }  # fmt: skip
 
+#: From megatron-core 0.19 on; 1 is none. Megatron derives both numbers from those that it names here.
+_GTP = {
+    f"{prefix}gtp_weight_remat_size": "generalised tensor parallelism: ranks hold shards of weights, and sum "
+    f"their gradients by themselves ({number})"
+    for prefix, number in (
+        ("", "tensor_parallel_num_weight_shards"),
+        ("expert_", "expert_tensor_parallel_num_weight_shards"),
+    )
+}
 #: Features of a job that are refused, worst first, by the attribute of the job that says so. A reason says
 #: its value at ``{}``.
 FEATURES: dict[str, dict[str, str]] = {
@@ -146,6 +155,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "own_backend": "the optimizer {job.optimizer} with optimizer.params.comm_backend_name = '{}': it "
         "exchanges its momentum by itself ('dct' has it exchanged through the plugin)",
     },
+    "dct.data_parallel": _GTP,
     "dct.data_parallel.parameters": dict.fromkeys(
         ("use_precision_aware_optimizer", "overlap_param_gather_with_optimizer_step",
          "optimizer_cpu_offload", "reuse_grad_buf_for_mxfp8_param_ag", "use_megatron_fsdp"),
@@ -157,6 +167,7 @@ FEATURES: dict[str, dict[str, str]] = {
         "quant_recipe": "precisions by module (--te-precision-config-file)",
         "tp_comm_overlap": "overlapped tensor-parallel communication (--tp-comm-overlap)",
         "cuda_graph_impl": "CUDA graphs (the number of entries that cross depends on the data)",
+        **_GTP,
     },
     "dct.model_parallel.pipeline": {
         "variable_seq_lengths": "receivers must know sizes in advance",
@@ -203,7 +214,7 @@ def refuse(framework: str, settings: DataParallelConfig, rank: int | None = None
 def features(place: str, job: Any) -> Iterator[tuple[str, str]]:
     """Yield the attributes of the features that a job has and must not have, with the reasons."""
     for name, why in FEATURES[place].items():
-        if (value := getattr(job, name, None)) and value != "none":
+        if (value := getattr(job, name, None)) and value != "none" and (value is True or value != 1):
             yield name, why.format(value, job=job)
 
 

@@ -29,6 +29,7 @@ from dct_plugin.policy import Training
 from dct_plugin.transport.nodes import Nodes
 
 from ..host.patching import Function, given, when_imported
+from ..host.refusals import refuse_features
 from ..host.replica_checksums import ReplicaChecksums
 from ..host.steps import FrozenParameters, PoisonedSteps
 from .buckets import (
@@ -49,6 +50,7 @@ from .session import Hook, Session, is_first_of_stage
 _SHARDING = (
     ("megatron.core.distributed.torch_fully_sharded_data_parallel", "TorchFullyShardedDataParallel"),
     ("megatron.core.distributed.fsdp.mcore_fsdp_adapter", "FullyShardedDataParallel"),
+    ("megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.module", "FsdpModule"),  # its version 2
 )
 
 
@@ -176,6 +178,7 @@ class DataParallelHook(Hook):
     # -- wrappers -------------------------------------------------------------------------------------------
 
     def _wrap_model(self, original: Function, ddp: Any, *arguments: Any, **keywords: Any) -> None:
+        refuse_features("dct.data_parallel", given(original, "config", (ddp, *arguments), keywords))
         original(ddp, *arguments, **keywords)
         is_first = not any(True for _ in self.models)
         if self.models.replace(ddp):
