@@ -80,7 +80,7 @@ class Step(NamedTuple):
 DRY = {"DCT_DRY_RUN": "1", "TRITON_INTERPRET": "1"}
 #: What nccl writes about a collective that hangs.
 _TRACED = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-_COLLECT = "{python} -m pytest tests/gpu -q -p no:cacheprovider -p no:xdist -m 'slow or not slow'"
+_DRY_TESTS = "{python} -m pytest tests/gpu -q --tb=short -p no:cacheprovider -p no:xdist"
 _TESTS = (
     "{python} -m pytest tests/gpu -q --tb=short -p no:cacheprovider --timeout 60 -n {cores} "
     "--junitxml {out}/tests.xml"
@@ -100,7 +100,7 @@ STEPS = {
         required=True,
     ),
     "ranks": Step("{python} benchmarks/gpu_ranks.py --out {out}/ranks.jsonl", 400, _TRACED),
-    "tests": Step(_TESTS, 480, _TRACED, dry=_COLLECT),
+    "tests": Step(_TESTS, 480, _TRACED, dry=_DRY_TESTS + " --junitxml {out}/tests.xml"),
     "steps": Step("{python} benchmarks/gpu.py --json {out}/gpu.json --trace {out}/trace.json.gz", 200),
     "one-tensor": Step("{python} benchmarks/gpu_kernels.py --json {out}/kernels.json", 90),
     **{
@@ -108,7 +108,7 @@ STEPS = {
             _SANITIZED.format(tool=tool),
             120,
             {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            dry=_COLLECT + " -k slots",
+            dry=_DRY_TESTS + " -k slots",
         )
         for tool in ("memcheck", "initcheck")
     },
@@ -122,7 +122,7 @@ STEPS = {
     "transformer-engine": Step(  # what is skipped needs Transformer Engine
         "{python} -m pytest tests/gpu/test_gpu_megatron.py -q -rs -p no:cacheprovider -k transformer_engine",
         180,
-        dry=_COLLECT + " -k transformer_engine",
+        dry=_DRY_TESTS + " -k transformer_engine",
     ),
     **{
         f"selection-{numel}": Step(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.gpu import NEEDS_GPU
 from support.production_form import alike, compressed, gradients
 
 pytest.importorskip("triton", reason="needs triton")
@@ -19,6 +20,7 @@ from dct_plugin.integrations.host.overlap import Overlap
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 
+pytestmark = NEEDS_GPU
 REFERENCE = ReferenceBackend(WRITTEN)
 SEEDS = range(100)
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.gpu import NCCL, run_on_gpu
+from support.gpu import DEVICE, NCCL, NEEDS_GPU, run_on_gpu
 from torch import nn
 
 pytest.importorskip("triton", reason="needs triton")
 
 import dct_plugin
+from benchmarks.no_gpu import device_ids
 from dct_plugin.data_parallel import pending_exchanges
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, NEEDS_GPU]
 
 #: A start of four dense steps, then four in which the density falls.
 START = {"min_numel": 1000, "warmup_steps": 4, "sparsity_warmup_steps": 4}
@@ -41,7 +42,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 def _ddp(rank: int, world_size: int, section: Any) -> tuple[list[torch.Tensor], list[float], float]:
     """Return parameters, losses, and the largest displacement of a weight."""
     model = network()
-    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=[0])
+    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=device_ids())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if section is not None:
         dct_plugin.attach(wrapped, optimizer, {"data_parallel": section})
@@ -87,7 +88,7 @@ def test_two_nodes_of_two_ranks(backend: str) -> None:
 
 def _ddp_that_waits_nowhere_else(rank: int, world_size: int) -> list[int]:
     """Return the reads of figures in each step; whatever else makes the host wait raises."""
-    wrapped = nn.parallel.DistributedDataParallel(network(), device_ids=[0])
+    wrapped = nn.parallel.DistributedDataParallel(network(), device_ids=device_ids())
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=3e-3, foreach=True)
     section = {"min_numel": 1000, "sparsity": 0.95, "warmup_steps": 0, "sparsity_warmup_steps": 0}
     dct_plugin.attach(wrapped, optimizer, {"data_parallel": section})
@@ -123,7 +124,7 @@ def _fsdp(rank: int, world_size: int) -> tuple[list[torch.Tensor], list[float]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
     model = network()
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
@@ -208,7 +209,7 @@ def _megatron(rank: int, world_size: int, distributed_optimizer: bool) -> Any:
 
     job = Job(
         bf16=True, overlap_grad_reduce=True, distributed_optimizer=distributed_optimizer, steps=STEPS,
-        device="cuda",
+        device=DEVICE,
     )  # fmt: skip
     (outcome,) = train_all(
         rank, world_size, [replace(job, dct={"data_parallel": {**START, "sparsity": 0.9}})]

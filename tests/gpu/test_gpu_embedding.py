@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.gpu import DEVICE
 from support.processes import run
 
 pytest.importorskip("triton", reason="needs triton")
@@ -23,12 +24,12 @@ def test_the_messages_of_an_exchange() -> None:
     codec = VectorCodec(config, name="t", backend=get_backend)
     messages = VectorMessages(codec, 16)
     rows = [[300, 200], [400, 100]]
-    x = [torch.randn(500, 16, device="cuda") for _ in rows]
+    x = [torch.randn(500, 16, device=DEVICE) for _ in rows]
     bounds = np.array([0.05, 0.1])
     blocks = [VectorBlock(each, count, None, bounds) for each, count in zip(x, rows, strict=True)]
     sent = messages.encode(blocks, 0)
     got, _ = messages.decode(sent.data, 0, sent.own, rows)
-    assert got.is_cuda
+    assert got.device.type == torch.device(DEVICE).type
     assert float((got[500:] - x[1]).abs().max()) <= 0.1
     answers = messages.encode_gradients(x, 0, rows, [None, None], quantised=True)
     back, _ = messages.decode(answers.data, 0, answers.own, rows, [None, None])
@@ -57,7 +58,7 @@ def _train(rank: int, world_size: int, device: str, config: dict[str, Any]) -> l
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, {"error_bound": 0.01, "gradient_bound": 0.05}, {"sparsity": 0.5}])
 def test_tables_of_two_processes_on_one_device(config: dict[str, Any]) -> None:
-    expected, found = run(2, _train, "cpu", config), run(2, _train, "cuda", config)
+    expected, found = run(2, _train, "cpu", config), run(2, _train, DEVICE, config)
     for mine, other in zip(found, expected, strict=True):
         for one, two in zip(mine, other, strict=True):
             # Sums are taken in another order there: of equal rows' gradients, and of squares, for bounds.

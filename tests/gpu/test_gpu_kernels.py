@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.gpu import DEVICE, DRY, NEEDS_GPU
 from support.kernel_cases import GRAD_DTYPES, Case, agree, same_bits
 from torch import Tensor
 
@@ -32,7 +33,8 @@ from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 
 REFERENCE = ReferenceBackend(WRITTEN)
 TRITON = TritonBackend()
-NUMEL = 200_003  # four blocks of positions, 49 tiles, the last ones not full
+#: Four blocks of positions, 49 tiles, the last ones not full; the interpreter takes a second for so many.
+NUMEL = 20_003 if DRY else 200_003
 
 
 @contextmanager
@@ -58,7 +60,7 @@ def gradient_of(numel: int, seed: int) -> Tensor:
 
 def alike(case: Case) -> tuple[Tensor, int]:
     """Compressed and read the same way on both sides."""
-    payload, (_, nnz, _, _) = agree(case, REFERENCE, TRITON, "cuda")
+    payload, (_, nnz, _, _) = agree(case, REFERENCE, TRITON, DEVICE)
     numel = case.grad.numel()
     outs = [torch.linspace(-1, 1, numel), torch.linspace(-1, 1, numel).cuda()]
     for backend, out in zip((REFERENCE, TRITON), outs, strict=True):
@@ -69,6 +71,7 @@ def alike(case: Case) -> tuple[Tensor, int]:
     return payload, nnz
 
 
+@NEEDS_GPU
 def test_cuda_tensors_take_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DCT_KERNELS", raising=False)
     assert get_backend("cuda").name == "triton"
@@ -121,7 +124,7 @@ def test_values_at_positions(value_dtype: ValueDtype) -> None:
     grad, _ = tensors()
     payload, _ = alike(Case(grad, None, True, 2.0, None, 0, ValueDtype.BF16, None, False))
     written, sums = [], []
-    for backend, device in ((REFERENCE, "cpu"), (TRITON, "cuda")):
+    for backend, device in ((REFERENCE, "cpu"), (TRITON, DEVICE)):
         mask, total = payload.to(device), torch.zeros(NUMEL, device=device)
         message, _ = encode_at(backend, grad.flip(0).to(device), mask, value_dtype)
         add_at(backend, message, total, mask)
@@ -157,7 +160,7 @@ def test_sums_of_messages(dtype: torch.dtype, scale: float) -> None:
         messages.append(writer.message)
     expected = [torch.zeros(size, dtype=dtype) for size in sizes]
     REFERENCE.sum_messages(messages, expected, scale)
-    found = [torch.zeros(size, dtype=dtype, device="cuda") for size in sizes]
+    found = [torch.zeros(size, dtype=dtype, device=DEVICE) for size in sizes]
     TRITON.sum_messages([message.cuda() for message in messages], found, scale)
     for one, other in zip(expected, found, strict=True):
         assert same_bits(one, other.cpu())
@@ -166,7 +169,7 @@ def test_sums_of_messages(dtype: torch.dtype, scale: float) -> None:
 def test_nothing_waits_for_the_device() -> None:
     """Threshold, selection, message and back again; two reads, of figures and of headers."""
     grad, residual = (t.cuda() for t in tensors())
-    writer, out = MessageWriter(torch.device("cuda")), torch.zeros(NUMEL, device="cuda")
+    writer, out = MessageWriter(torch.device(DEVICE)), torch.zeros(NUMEL, device=DEVICE)
 
     def compressed() -> None:
         writer.clear()
@@ -191,7 +194,7 @@ def test_nothing_waits_for_the_device() -> None:
     with no_waiting():
         for payload in payloads:
             TRITON.decode_add(payload, out)
-    TRITON.sum_messages([message], [torch.zeros(NUMEL, device="cuda") for _ in range(3)])
+    TRITON.sum_messages([message], [torch.zeros(NUMEL, device=DEVICE) for _ in range(3)])
 
 
 def test_a_bucket_in_one_batch_has_the_bits_of_one_tensor_at_a_time() -> None:
@@ -218,12 +221,12 @@ def test_a_bucket_in_one_batch_has_the_bits_of_one_tensor_at_a_time() -> None:
                 kept += [grad, left]
         return [writer, *kept], figures
 
-    compressed(TRITON, "cuda", at_once=True)  # compiles
+    compressed(TRITON, DEVICE, at_once=True)  # compiles
     torch.cuda.synchronize()
     (first, *rest), expected_figures = compressed(REFERENCE, "cpu", at_once=False)
     expected = [first.message, *rest]
     for at_once in (True, False):
-        (writer, *kept), figures = compressed(TRITON, "cuda", at_once=at_once)
+        (writer, *kept), figures = compressed(TRITON, DEVICE, at_once=at_once)
         assert [each.counts for each in figures] == [each.counts for each in expected_figures]
         found = [writer.message, *kept]
         assert all(same_bits(one.cpu(), other) for one, other in zip(found, expected, strict=True))
@@ -233,13 +236,13 @@ def test_a_bucket_in_one_batch_has_the_bits_of_one_tensor_at_a_time() -> None:
 def test_slots_are_written_and_added_up_without_waiting(dtype: torch.dtype) -> None:
     sizes, room = [5, 70_001, 0, 3000], 65_536
     bounds = [(sender * room, (sender + 1) * room) for sender in range(3)]
-    buffer = torch.empty(3 * room, dtype=torch.uint8, device="cuda")
+    buffer = torch.empty(3 * room, dtype=torch.uint8, device=DEVICE)
     grads = [
         [gradient_of(size, 10 * sender + position).cuda() for position, size in enumerate(sizes)]
         for sender in range(3)
     ]
-    writers = [MessageWriter(torch.device("cuda")) for _ in grads]
-    tau = torch.tensor(2.0, device="cuda")
+    writers = [MessageWriter(torch.device(DEVICE)) for _ in grads]
+    tau = torch.tensor(2.0, device=DEVICE)
 
     def exchanged() -> tuple[list[Tensor], Tensor]:
         for place, writer, tensors in zip(bounds, writers, grads, strict=True):
@@ -249,7 +252,7 @@ def test_slots_are_written_and_added_up_without_waiting(dtype: torch.dtype) -> N
                 threshold = tau if grad.numel() > 5 else 0.0
                 writer.advance(TRITON.compress(Job(grad, None, threshold, out, value_dtype=ValueDtype.BF16)))
             TRITON.write_slots(writer, buffer, [place], 7)
-        outs = [torch.zeros(size, dtype=dtype, device="cuda") for size in sizes]
+        outs = [torch.zeros(size, dtype=dtype, device=DEVICE) for size in sizes]
         return outs, TRITON.prepare_sum(buffer, bounds, outs, 1 / 3)()
 
     exchanged()  # compiles
@@ -261,15 +264,16 @@ def test_slots_are_written_and_added_up_without_waiting(dtype: torch.dtype) -> N
     assert all(same_bits(one, other.cpu()) for one, other in zip(expected, found, strict=True))
 
 
+@NEEDS_GPU
 def test_the_same_bits_every_time() -> None:
     grad, residual = (t.cuda() for t in tensors(numel=3_000_001))
     found = []
     for _ in range(5):
         left = residual.clone()
-        out = torch.zeros(payload_bound(3_000_001, 40_000, ValueDtype.INT8), dtype=torch.uint8, device="cuda")
+        out = torch.zeros(payload_bound(3_000_001, 40_000, ValueDtype.INT8), dtype=torch.uint8, device=DEVICE)
         options = {"capacity": 40_000, "start": 2_500_000, "value_dtype": ValueDtype.INT8}
         stats = TRITON.compress(Job(grad, left, 2.2, out, **options))
-        total = torch.zeros(3_000_001, device="cuda")
+        total = torch.zeros(3_000_001, device=DEVICE)
         TRITON.decode_add(out[: stats.nbytes], total)
         found.append((stats.counts, out, left, total))
     for other in found[1:]:
@@ -277,6 +281,7 @@ def test_the_same_bits_every_time() -> None:
         assert all(torch.equal(a, b) for a, b in zip(other[1:], found[0][1:], strict=True))
 
 
+@NEEDS_GPU
 def test_a_cuda_graph_is_refused() -> None:
     grad, _ = (t.cuda() for t in tensors())
     compressor = Compressor(sparsity=0.9)
@@ -291,37 +296,38 @@ def test_damage_is_told_with_the_next_figures() -> None:
     payload, _ = alike(Case(grad, None, True, 2.0, None, 0, ValueDtype.BF16, None, False))
     damaged = payload.clone()
     damaged[-1] ^= 1
-    out = torch.ones(NUMEL, device="cuda")
+    out = torch.ones(NUMEL, device=DEVICE)
     TRITON.decode_add(damaged.cuda(), out)
     assert bool((out == 1.0).all())
-    room = torch.empty(payload_bound(NUMEL, None, 0), dtype=torch.uint8, device="cuda")
+    room = torch.empty(payload_bound(NUMEL, None, 0), dtype=torch.uint8, device=DEVICE)
     with pytest.raises(PayloadError, match="decoded before"):
         TRITON.compress(Job(grad.cuda(), None, 2.0, room)).nbytes  # noqa: B018 (a figure that is read)
 
 
 def test_slices_at_any_offset() -> None:
     bucket, residuals = (t.cuda() for t in tensors())
-    message = torch.zeros(200_000, dtype=torch.uint8, device="cuda")
+    message = torch.zeros(200_000, dtype=torch.uint8, device=DEVICE)
     for offset in (1, 2, 3):
         grad, residual = bucket[offset : offset + 9000], residuals[offset : offset + 9000]
         whole = grad + residual
         stats = TRITON.compress(Job(grad, residual, 1.0, message[offset:], value_dtype=ValueDtype.BF16))
-        out = torch.zeros(9003, device="cuda")
+        out = torch.zeros(9003, device=DEVICE)
         TRITON.decode_add(message[offset : offset + stats.nbytes], out[3:])
         assert torch.equal(out[3:] + residual, whole)
 
 
+@NEEDS_GPU
 def test_a_large_tensor() -> None:
     """256 MiB: many programs at once; counted and summed up by torch."""
     numel = 1 << 26
-    grad, residual = torch.randn(numel, device="cuda"), 0.3 * torch.randn(numel, device="cuda")
+    grad, residual = torch.randn(numel, device=DEVICE), 0.3 * torch.randn(numel, device=DEVICE)
     whole = grad + residual
     tau = TRITON.sample_threshold(grad, residual, 0.01, 65_536, seed=1)
-    out = torch.empty(payload_bound(numel, numel // 50, ValueDtype.FP32), dtype=torch.uint8, device="cuda")
+    out = torch.empty(payload_bound(numel, numel // 50, ValueDtype.FP32), dtype=torch.uint8, device=DEVICE)
     stats = TRITON.compress(Job(grad, residual, tau, out, capacity=numel // 50))
     assert stats.above == stats.nnz == int((whole.abs() >= tau).sum())
     assert 0.008 < stats.nnz / numel < 0.012
-    sent = torch.zeros(numel, device="cuda")
+    sent = torch.zeros(numel, device=DEVICE)
     TRITON.decode_add(out[: stats.nbytes], sent)
     assert torch.equal(sent + residual, whole)
 
@@ -330,7 +336,7 @@ def test_a_large_tensor() -> None:
 def test_residuals_in_fewer_bytes(dtype: torch.dtype) -> None:
     _, values = tensors()
     results = []
-    for backend, where in ((REFERENCE, "cpu"), (TRITON, "cuda")):
+    for backend, where in ((REFERENCE, "cpu"), (TRITON, DEVICE)):
         out = torch.empty(NUMEL, dtype=dtype, device=where)
         blocks = -(-NUMEL // PACK_BLOCK)
         exponents = torch.empty(blocks, dtype=dtype, device=where) if dtype == torch.int8 else None
@@ -341,24 +347,26 @@ def test_residuals_in_fewer_bytes(dtype: torch.dtype) -> None:
     assert all(same_bits(one, other) for one, other in zip(*results, strict=True))
 
 
+@NEEDS_GPU
 def test_the_self_check_passes() -> None:
-    assert self_check.first_difference(TRITON, torch.device("cuda")) is None
+    assert self_check.first_difference(TRITON, torch.device(DEVICE)) is None
     assert get_backend("cuda").name == "triton"
     assert problem_with("triton", "cuda") is None
 
 
+@NEEDS_GPU
 def test_entries_beyond_2_to_the_31() -> None:
     """A gradient of more entries than an int32 counts: what is planted comes back, at its place."""
     numel = 2**31 + 5 * 4096 + 77
     if torch.cuda.mem_get_info()[0] < 30 * 2**30:
         pytest.skip("needs 30 GiB of device memory")
-    places = torch.tensor([0, 3, 70_000, 2**31 - 1, 2**31, 2**31 + 4096, numel - 1], device="cuda")
-    grad = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
-    grad[places] = torch.arange(1.0, 8.0, device="cuda").bfloat16()
-    residual = torch.zeros(numel, device="cuda")
+    places = torch.tensor([0, 3, 70_000, 2**31 - 1, 2**31, 2**31 + 4096, numel - 1], device=DEVICE)
+    grad = torch.zeros(numel, dtype=torch.bfloat16, device=DEVICE)
+    grad[places] = torch.arange(1.0, 8.0, device=DEVICE).bfloat16()
+    residual = torch.zeros(numel, device=DEVICE)
     residual[2**31 + 9] = 0.25
     bound = payload_bound(numel, 1000, ValueDtype.BF16)
-    out = torch.empty(bound, dtype=torch.uint8, device="cuda")
+    out = torch.empty(bound, dtype=torch.uint8, device=DEVICE)
     job = Job(grad, residual, 0.5, out, capacity=1000, value_dtype=ValueDtype.BF16)
     stats = TRITON.compress(job)
     assert stats.nnz == 7
@@ -394,7 +402,7 @@ def test_step_ahead_does_not_wait_for_the_device() -> None:
                 ahead.observe(gradients)
                 ahead.end_step(skipped=False)
                 ahead.displace()
-                ahead.coefficients.samples(list(named), 0, torch.device("cuda"))
+                ahead.coefficients.samples(list(named), 0, torch.device(DEVICE))
             shown.append([parameter.detach().clone() for parameter in named.values()])
             ahead.restore()
     assert all(torch.equal(*pair) for pair in zip(shown[1], shown[3], strict=True))

@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from support.gpu import NCCL, run_on_gpu
+from support.gpu import DEVICE, NCCL, run_on_gpu
 
 pytest.importorskip("triton", reason="needs triton")
 pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -19,10 +19,10 @@ from support.megatron_gpt import Job, train_all
 pytestmark = pytest.mark.slow
 DCT = {"data_parallel": {"sparsity": 0.9, "min_numel": 0}}
 LAYOUTS = {
-    "fp16": Job(fp16=True, loss_scale=2.0**24, steps=12, device="cuda"),
-    "bf16, overlapped": Job(bf16=True, overlap_grad_reduce=True, steps=12, device="cuda"),
+    "fp16": Job(fp16=True, loss_scale=2.0**24, steps=12, device=DEVICE),
+    "bf16, overlapped": Job(bf16=True, overlap_grad_reduce=True, steps=12, device=DEVICE),
     "bf16, distributed optimizer": Job(
-        bf16=True, overlap_grad_reduce=True, distributed_optimizer=True, steps=12, device="cuda"
+        bf16=True, overlap_grad_reduce=True, distributed_optimizer=True, steps=12, device=DEVICE
     ),
 }
 
@@ -45,7 +45,7 @@ def test_a_gpt_learns_with_the_same_weights_on_both_ranks(name: str, backend: st
 @pytest.mark.parametrize("backend", [NCCL])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_everything_sent_trains_as_megatron_does(overlap: bool, backend: str) -> None:
-    job = Job(bf16=True, overlap_grad_reduce=overlap, device="cuda")
+    job = Job(bf16=True, overlap_grad_reduce=overlap, device=DEVICE)
     everything = {"data_parallel": {"sparsity": 0.0, "value_dtype": "fp32"}}
     (plain, through), _ = run_on_gpu(
         backend, 2, train_all, [job, job.with_dct(everything, through_codec=True)]
@@ -57,7 +57,7 @@ def test_everything_sent_trains_as_megatron_does(overlap: bool, backend: str) ->
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_linears_of_transformer_engine(sequence_parallel: bool, backend: str) -> None:
     pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
-    job = Job(tp=2, sequence_parallel=sequence_parallel, engine=True, bf16=True, steps=6, device="cuda")
+    job = Job(tp=2, sequence_parallel=sequence_parallel, engine=True, bf16=True, steps=6, device=DEVICE)
 
     def section(sparsity: float, value_dtype: str) -> dict[str, object]:
         forward = {"method": "threshold", "sparsity": sparsity, "value_dtype": value_dtype}

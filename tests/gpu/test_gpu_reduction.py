@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.gpu import DEVICE, DRY, NEEDS_GPU
 from support.processes import run
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("triton", reason="needs triton")
 
+from benchmarks.no_gpu import device_ids
 from dct_plugin import Compressor, kernels
 from dct_plugin.compression.feedback import unpacked
 from dct_plugin.config import DataParallelConfig, KernelConfig
@@ -20,7 +22,7 @@ from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.kernels.triton.backend import WRITTEN
+from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
 from dct_plugin.transport import Exchange
 
 #: What streams remember besides a residual in fp32.
@@ -32,9 +34,15 @@ def gradient(size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+class _Plain(ReferenceBackend):
+    """The reference, with as much room in payloads as on a device."""
+
+    most_kept = staticmethod(TritonBackend.most_kept)
+
+
 def plain() -> KernelConfig:
     """The reference on the CPU, with the encodings that Triton writes."""
-    kernels.register_backend("plain", lambda: ReferenceBackend(WRITTEN))
+    kernels.register_backend("plain", lambda: _Plain(WRITTEN))
     return KernelConfig(backend="plain")
 
 
@@ -51,7 +59,7 @@ def test_a_stream_has_the_bits_of_the_cpu(
         if step == 3:
             grad[5] = float("nan")
         expected, found = one.compress(grad), other.compress(grad.cuda())
-        assert found.data.is_cuda
+        assert found.data.device.type == torch.device(DEVICE).type
         assert expected.to_bytes() == found.to_bytes()
         for stream in (one, other):
             stream.end_step(skipped=transactional and step == 3)
@@ -86,7 +94,7 @@ def _reduce(rank: int, world_size: int, device: str, exchange: str, dtype: torch
 def test_two_processes_on_one_device_have_the_bits_of_two_on_the_cpu(
     exchange: str, dtype: torch.dtype
 ) -> None:
-    expected, found = run(2, _reduce, "cpu", exchange, dtype), run(2, _reduce, "cuda", exchange, dtype)
+    expected, found = run(2, _reduce, "cpu", exchange, dtype), run(2, _reduce, DEVICE, exchange, dtype)
     for mine, other in zip(found, expected, strict=True):
         assert mine.keys() == other.keys()
         assert all(torch.equal(mine[key], other[key]) for key in mine)
@@ -122,12 +130,15 @@ def _update(rank: int, world_size: int, device: str, dtype: torch.dtype) -> Tens
 def _update_exactly(rank: int, world_size: int, device: str, dtype: torch.dtype) -> Tensor:
     """Working weights after masters have drifted, a little and far."""
     updates = ParameterUpdates(DataParallelConfig.of(parameters="exact"), device=device)
-    half = 1_100_000
+    half = 50_000 if DRY else 1_100_000
     working = gradient(2 * half, 0, dtype).to(device)
-    master = working[rank * half : (rank + 1) * half].float().clone()
+    own = working[rank * half : (rank + 1) * half]
+    master = own.float().clone()
     for step in range(4):
+        before = own.clone()
         master += (9.0 if step == 3 else 1e-3) * gradient(half, 1 + step + 10 * rank).to(device)
-        updates.update([("all", working, shards_in(0, 2 * half, half))], {"all": master}.__getitem__)
+        own.copy_(master)
+        updates.update([("all", working, shards_in(0, 2 * half, half))], {"all": before}.__getitem__)
         updates.end_step()
     return working.cpu()
 
@@ -135,7 +146,7 @@ def _update_exactly(rank: int, world_size: int, device: str, dtype: torch.dtype)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_exact_updates_have_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
-    expected, found = (run(2, _update_exactly, device, dtype) for device in ("cpu", "cuda"))
+    expected, found = (run(2, _update_exactly, device, dtype) for device in ("cpu", DEVICE))
     for each in (*expected, *found):
         assert torch.equal(each.view(torch.int16), expected[0].view(torch.int16))
 
@@ -143,7 +154,7 @@ def test_exact_updates_have_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_updates_of_weights_have_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
-    expected, found = (run(2, _update, device, dtype) for device in ("cpu", "cuda"))
+    expected, found = (run(2, _update, device, dtype) for device in ("cpu", DEVICE))
     assert all(torch.equal(each, expected[0]) for each in (*expected, *found))
 
 
@@ -157,13 +168,14 @@ class _OneRank:
         dist.destroy_process_group()
 
 
+@NEEDS_GPU
 def test_nccl_with_one_rank() -> None:
     with _OneRank():
-        exchange = Exchange(None, torch.device("cuda"))
-        message = torch.arange(100, dtype=torch.uint8, device="cuda")
+        exchange = Exchange(None, torch.device(DEVICE))
+        message = torch.arange(100, dtype=torch.uint8, device=DEVICE)
         (back,) = exchange.all_to_all([message], 7)
         assert torch.equal(back, message)
-        reducer = GradientReducer(DataParallelConfig(sparsity=0.95), device="cuda")
+        reducer = GradientReducer(DataParallelConfig(sparsity=0.95), device=DEVICE)
         grad = gradient(5000, 1).cuda()
         expected = grad.clone() * 0.5
         reducer.all_reduce([("weight", grad)], scale=0.5)
@@ -176,7 +188,7 @@ def _train(rank: int, world_size: int, with_hook: bool, sparsity: float) -> tupl
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)]
     model = torch.nn.Sequential(*layers).cuda()
-    wrapped = DistributedDataParallel(model, device_ids=[0])
+    wrapped = DistributedDataParallel(model, device_ids=device_ids())
     if with_hook:
         section = {"data_parallel": {"sparsity": sparsity, "value_dtype": "fp32", "min_numel": 0}}
         wrapped.register_comm_hook(DCTState(section), dct_hook)

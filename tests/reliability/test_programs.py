@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import tarfile
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from support.processes import fork
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
 PAGES += (ROOT / "docs" / "results").glob("*.csv")
+#: Tests for a GPU that have a stand-in.
+FEWEST_TESTS = 100
 #: Their paths, or names of modules.
 PROGRAMS = sorted(
     {
@@ -67,6 +70,10 @@ def test_the_calls_for_a_gpu_run_without_one(call: str, tmp_path: Path) -> None:
     assert len(rows) == (6 * 4 + 4 * 2 if call == "ranks" else 0)
     said = {row["case"]: row["said"] for row in rows if row["rank"] == 0 and "said" in row}
     assert all("rank(s) [1]" in text for text in said.values())
+    if call == "tests":
+        (suite,) = ElementTree.fromstring(content["tests.xml"])
+        ran = int(suite.attrib["tests"]) - int(suite.attrib["skipped"])
+        assert ran > FEWEST_TESTS, "tests of a GPU that ran by Triton's interpreter, over gloo"
 
 
 @pytest.mark.slow

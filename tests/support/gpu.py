@@ -1,4 +1,6 @@
-"""Several ranks on one GPU, over gloo or nccl."""
+"""Several ranks on one GPU, over gloo or nccl. In a dry run (``benchmarks/no_gpu.py``) CPU and interpreter
+stand for it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.no_gpu import DRY, stand_in
+
 from .processes import run
+
+stand_in()
+#: The device of the tests; in a dry run by a name that is not that of the CPU, whose bits are expected.
+DEVICE = "cpu:0" if DRY else "cuda"
+NEEDS_GPU = pytest.mark.skipif(DRY, reason="nothing stands for the GPU here, or it takes too long")
 
 
 def nccl_version() -> int:
