@@ -1,5 +1,5 @@
 """Value section of a payload: fp32, bf16, fp16, int8 with one scale per 256 values, 4 and 2 bits with two, or
-4 bits on a logarithmic scale with one per 32, or signs with the mean magnitude of 256 values.
+4 bits on a logarithmic scale with one byte per 32, or signs with the mean magnitude of 256 values.
 
 Rounding is to nearest, ties to even; what a type cannot hold is clamped to its largest finite value. Plain
 torch, any device; the compiled kernels write the same bytes.
@@ -56,34 +56,21 @@ class _ValueCodec(ABC):
         bits: per value.
         limit: magnitudes are clamped to it before rounding.
         scales: bytes of scales per group of values.
-        group: values that share scales.
     """
 
-    def __init__(self, bits: int, limit: float, scales: int = 0, group: int = VALUE_GROUP) -> None:
-        self.bits, self.limit, self.scales, self.group = bits, limit, scales, group
+    def __init__(self, bits: int, limit: float, scales: int = 0) -> None:
+        self.bits, self.limit, self.scales = bits, limit, scales
 
     def nbytes(self, nnz: int) -> int:
-        return self.scales * -(-nnz // self.group) + -(-nnz * self.bits // 8)
-
-    def stored_scales(self, data: Tensor, nnz: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the scales of a section that begins with one per group, fp32 [groups], and its other bytes.
-
-        Raises:
-            PayloadError: A scale is negative or not finite.
-        """
-        nbytes = self.scales * -(-nnz // self.group)
-        scale = data[:nbytes].view(dtype).to(torch.float32)
-        if not bool((torch.isfinite(scale) & (scale >= 0)).all()):
-            raise PayloadError("value section holds scales that no encoder writes")
-        return scale, data[nbytes:]
+        return self.scales * -(-nnz // VALUE_GROUP) + -(-nnz * self.bits // 8)
 
     @abstractmethod
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return section, uint8, and decoded values, fp32 [nnz], of ``x``, fp32 [nnz] within the limit."""
 
     @abstractmethod
-    def decode(self, data: Tensor, nnz: int) -> Tensor:
-        """Return the values, fp32 [nnz], of a section of the right size that starts aligned."""
+    def decode(self, scales: Tensor, codes: Tensor, nnz: int) -> Tensor:
+        """Return the values, fp32 [nnz], of both parts of a section, uint8, which start aligned."""
 
 
 class _Float(_ValueCodec):
@@ -95,10 +82,9 @@ class _Float(_ValueCodec):
         stored = x.to(self.dtype)
         return stored.contiguous().view(torch.uint8), stored.to(torch.float32)
 
-    def decode(self, data: Tensor, nnz: int) -> Tensor:
-        values = data.view(self.dtype).to(torch.float32)
-        if not bool(torch.isfinite(values).all()):
-            raise PayloadError("value section holds a non-finite value")
+    def decode(self, scales: Tensor, codes: Tensor, nnz: int) -> Tensor:
+        values = codes.view(self.dtype).to(torch.float32)
+        _refuse(~torch.isfinite(values), "a non-finite value")
         return values
 
 
@@ -123,14 +109,10 @@ class _ScaledInt8(_ValueCodec):
         data = torch.cat([scale.view(torch.uint8), q.reshape(-1)[:n].to(torch.int8).view(torch.uint8)])
         return data, decoded
 
-    def decode(self, data: Tensor, nnz: int) -> Tensor:
-        groups = -(-nnz // VALUE_GROUP)
-        scale = data[: 4 * groups].view(torch.float32)
-        q = data[4 * groups :].view(torch.int8)
-        if not bool((torch.isfinite(scale * 127.0) & (scale >= 0)).all()):
-            raise PayloadError("value section holds scales that no encoder writes")
-        if bool((q == -128).any()):
-            raise PayloadError("int8 value section holds -128, which no encoder writes")
+    def decode(self, scales: Tensor, codes: Tensor, nnz: int) -> Tensor:
+        scale, q = scales.view(torch.float32), codes.view(torch.int8)
+        _refuse(~torch.isfinite(scale * 127.0) | (scale < 0), "scales that no encoder writes")
+        _refuse(q == -128, "-128, which no encoder of int8 writes")
         return q.to(torch.float32) * scale.repeat_interleave(VALUE_GROUP)[:nnz]
 
 
@@ -164,14 +146,12 @@ class _Levels(_ValueCodec):
         decoded = torch.where(negative, -(start + level * step), start + level * step).reshape(-1)[:n]
         return torch.cat([ends.view(torch.uint8).reshape(-1), _packed(code, n, self.bits)]), decoded
 
-    def decode(self, data: Tensor, nnz: int) -> Tensor:
-        groups = -(-nnz // VALUE_GROUP)
-        ends = data[: 4 * groups].view(torch.bfloat16).view(groups, 2)
+    def decode(self, scales: Tensor, codes: Tensor, nnz: int) -> Tensor:
+        ends = scales.view(torch.bfloat16).view(-1, 2)
         low, high = ends.float().unbind(dim=1)
-        if not bool((torch.isfinite(ends).all(dim=1) & (low >= 0) & (high >= low)).all()):
-            raise PayloadError("value section holds scales that no encoder writes")
-        code = _unpacked(data[4 * groups :], nnz, self.bits)
-        start, step = (t.expand(-1, VALUE_GROUP).reshape(-1)[:nnz] for t in self._scale(ends, data))
+        _refuse(~torch.isfinite(ends).all(dim=1) | (low < 0) | (high < low), "scales that no encoder writes")
+        code = _unpacked(codes, nnz, self.bits)
+        start, step = (t.expand(-1, VALUE_GROUP).reshape(-1)[:nnz] for t in self._scale(ends, codes))
         value = start + (code % self._levels).to(torch.float32) * step
         return torch.where(code >= self._levels, -value, value)
 
@@ -182,36 +162,50 @@ class _Levels(_ValueCodec):
 
 
 class _LogLevels(_ValueCodec):
-    """Zero, or a sign and one of the powers 0 to 6 of ``2 ** -0.75``; a bf16 number for 32 values, their
-    largest magnitude, is the factor.
+    """Zero, or a sign and one of the powers 0 to 6 of ``2 ** -0.75``; the largest magnitude of 32 values, in
+    a byte, is the factor.
 
     It is for all entries of a gradient, which span orders of magnitude that equal steps do not resolve.
     Rounding is to the nearest level.
+
+    A factor is rounded to the nearest number of three mantissa bits; rounding up has 6 % more squared error.
+    For 1,024 values there are first the exponent of the largest factor, then the factors: the number of steps
+    above the one that is 254 steps, a factor of some ``2 ** 31``, below the largest possible one.
     """
 
     def __init__(self) -> None:
-        super().__init__(4, 2.0**127, scales=2, group=32)
+        super().__init__(4, 2.0**127)
         levels = torch.tensor([0.0, *(2.0 ** (-0.75 * k) for k in range(6, -1, -1))])
         self._levels, self._middles = levels, ((levels[1:].double() + levels[:-1]) / 2).float()
 
+    def nbytes(self, nnz: int) -> int:
+        return -(-nnz // 1024) + -(-nnz // 32) + -(-nnz // 2)
+
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        table = _in_groups(x, 0.0, self.group)
+        table = _in_groups(x, 0.0, 32)
         magnitude = table.abs()
-        scale = magnitude.amax(dim=1, keepdim=True).to(torch.bfloat16)
-        factor, level = scale.to(torch.float32), torch.zeros_like(table, dtype=torch.int64)
+        rounded = _in_groups((magnitude.amax(dim=1).view(torch.int32) + 0x80000) >> 20, 0, 32)
+        exponent = rounded.amax(dim=1, keepdim=True) >> 3
+        steps = torch.cat([exponent, (rounded - 8 * exponent + 247).clamp(min=0)], dim=1).to(torch.uint8)
+        factor, level = self._factors(steps)[: len(table), None], torch.zeros_like(table, dtype=torch.int64)
         for middle in self._middles.tolist():
             level += magnitude > factor * middle
         code = torch.where((table < 0) & (level > 0), level + 8, level)
         decoded = self._decoded(code, factor).view(-1)[: x.numel()]
-        return torch.cat([scale.view(torch.uint8).view(-1), _packed(code, x.numel(), 4)]), decoded
+        return torch.cat([steps.view(-1)[: len(table) + len(steps)], _packed(code, x.numel(), 4)]), decoded
 
-    def decode(self, data: Tensor, nnz: int) -> Tensor:
-        scale, data = self.stored_scales(data, nnz, torch.bfloat16)
-        code = _unpacked(data, nnz, 4)
-        if bool((code == 8).any()):
-            raise PayloadError("value section holds a negative zero, which no encoder writes")
-        factor = scale.repeat_interleave(self.group)[:nnz]
-        return self._decoded(code.to(torch.int64), factor)
+    def decode(self, scales: Tensor, codes: Tensor, nnz: int) -> Tensor:
+        steps = _in_groups(scales, 0, 33)
+        _refuse(steps == 255, "scales that no encoder writes")
+        code = _unpacked(codes, nnz, 4)
+        _refuse(code == 8, "a negative zero, which no encoder writes")
+        return self._decoded(code.to(torch.int64), self._factors(steps).repeat_interleave(32)[:nnz])
+
+    @staticmethod
+    def _factors(steps: Tensor) -> Tensor:
+        """Return the factors, fp32 [32 * groups], of the bytes of all groups, uint8 [groups, 33]."""
+        exponent, step = steps.to(torch.int32).split((1, 32), dim=1)
+        return ((step + 8 * exponent - 247).clamp(min=0) << 20).view(torch.float32).view(-1)
 
     def _decoded(self, code: Tensor, factor: Tensor) -> Tensor:
         value = self._levels.to(code.device)[code % 8] * factor
@@ -237,9 +231,10 @@ class _Sign(_ValueCodec):
         negative = (table < 0).view(-1)[:n]
         return torch.cat([scale.view(torch.uint8), _packed(negative, n, 1)]), self._decoded(negative, scale)
 
-    def decode(self, data: Tensor, nnz: int) -> Tensor:
-        scale, data = self.stored_scales(data, nnz, torch.float32)
-        return self._decoded(_unpacked(data, nnz, 1) > 0, scale)
+    def decode(self, scales: Tensor, codes: Tensor, nnz: int) -> Tensor:
+        scale = scales.view(torch.float32)
+        _refuse(~torch.isfinite(scale) | (scale < 0), "scales that no encoder writes")
+        return self._decoded(_unpacked(codes, nnz, 1) > 0, scale)
 
     @staticmethod
     def _decoded(negative: Tensor, scale: Tensor) -> Tensor:
@@ -247,8 +242,14 @@ class _Sign(_ValueCodec):
         return torch.where(negative, -magnitude, magnitude)
 
 
+def _refuse(wrong: Tensor, what: str) -> None:
+    """Raise :class:`~dct_plugin.errors.PayloadError` if an entry is wrong."""
+    if bool(wrong.any()):
+        raise PayloadError(f"value section holds {what}")
+
+
 def _in_groups(x: Tensor, padding: float, group: int = VALUE_GROUP) -> Tensor:
-    """Return ``x``, fp32 [n], as [groups, group]."""
+    """Return ``x`` [n] as [groups, group]."""
     padded = x.new_full((-(-x.numel() // group) * group,), padding)
     padded[: x.numel()] = x
     return padded.view(-1, group)
@@ -268,8 +269,7 @@ def _unpacked(data: Tensor, nnz: int, bits: int) -> Tensor:
         PayloadError: Bits follow them.
     """
     code = unpack(data, bits)
-    if bool(code[nnz:].any()):
-        raise PayloadError("value section has trailing bits")
+    _refuse(code[nnz:] != 0, "trailing bits")
     return code[:nnz]
 
 
@@ -313,4 +313,6 @@ def decode_values(data: Tensor, nnz: int, dtype: int) -> Tensor:
         raise PayloadError(
             f"value section has {data.numel()} bytes, {nnz} {vt.label} values need {codec.nbytes(nnz)}"
         )
-    return codec.decode(data.clone(), nnz)  # views of a wider dtype need an aligned start
+    codes = data.numel() - -(-nnz * codec.bits // 8)
+    # Copies, since views of a wider dtype need an aligned start.
+    return codec.decode(data[:codes].clone(), data[codes:].clone(), nnz)

@@ -30,7 +30,8 @@
 #define BLOCK 4096      /* entries handled at once: gradient, residual and scratch stay in the first-level cache */
 #define SLACK 16        /* compressed vectors are stored in full; this many entries past the end may be written */
 #define GROUP 256       /* values of int8, int4 and int2 that share scales */
-#define LOG_GROUP 32    /* the same of log4 */
+#define LOG_GROUP 1024  /* values of log4 that share an exponent */
+#define LOG_BLOCK 32    /* and a scale above it */
 #define HEADER 40
 #define MAX_THREADS 64
 #define PREFETCH_AHEAD 512 /* entries */
@@ -159,14 +160,15 @@ static const struct {
     uint8_t scales;
 } VALUE_TYPES[VALUE_COUNT] = {[VALUE_FP32] = {32, 0, 0},        [VALUE_BF16] = {16, 0, 0},    [VALUE_FP16] = {16, 0, 0},
                               [VALUE_INT8] = {8, GROUP, 4},     [VALUE_INT4] = {4, GROUP, 4}, [VALUE_INT2] = {2, GROUP, 4},
-                              [VALUE_LOG4] = {4, LOG_GROUP, 2}, [VALUE_SIGN] = {1, GROUP, 4}};
+                              [VALUE_LOG4] = {4, LOG_GROUP, 1}, [VALUE_SIGN] = {1, GROUP, 4}};
 
 static uint64_t value_bits(int dtype) { return VALUE_TYPES[dtype].bits; }
 
 static int is_grouped(int dtype) { return VALUE_TYPES[dtype].group != 0; }
 
 static uint64_t scales_nbytes(uint64_t nnz, int dtype) {
-    return is_grouped(dtype) ? VALUE_TYPES[dtype].scales * ceil_div(nnz, VALUE_TYPES[dtype].group) : 0;
+    const uint64_t blocks = dtype == VALUE_LOG4 ? ceil_div(nnz, LOG_BLOCK) : 0;
+    return is_grouped(dtype) ? VALUE_TYPES[dtype].scales * ceil_div(nnz, VALUE_TYPES[dtype].group) + blocks : 0;
 }
 
 static uint64_t values_nbytes(uint64_t nnz, int dtype) {
@@ -636,15 +638,15 @@ static const float LOG_LEVELS[8] = {0.0f,           0x1.6a09e6p-5f, 0x1.306fep-4
 static const float LOG_MIDDLES[7] = {0x1.6a09e6p-6f, 0x1.e574d4p-5f, 0x1.9837fp-4f, 0x1.5744fcp-3f,
                                      0x1.20a772p-2f, 0x1.e574d4p-2f, 0x1.9837fp-1f};
 
-INLINE void encode_log4(const float *restrict x, size_t m, uint8_t *restrict out, uint8_t *restrict scales,
-                        float *restrict left) {
-    uint32_t least, most;
-    uint8_t code[LOG_GROUP];
-    extent_of(x, m, &least, &most);
-    const uint16_t half = to_bf16(float_of(most));
-    const float scale = from_bf16(half);
+/* The scale of a block, of the bytes of its group: an exponent, then steps of three mantissa bits. */
+static inline float log_scale(const uint8_t *scales, uint64_t block) {
+    const int steps = scales[1 + block] + 8 * scales[0] - 247;
+    return float_of((uint32_t)(steps > 0 ? steps : 0) << 20);
+}
+
+INLINE void encode_log_block(const float *restrict x, size_t m, float scale, uint8_t *restrict out, float *restrict left) {
+    uint8_t code[LOG_BLOCK];
     float middle[7];
-    store16(scales, half);
     for (int k = 0; k < 7; k++) middle[k] = LOG_MIDDLES[k] * scale;
     for (size_t j = 0; j < m; j++) {
         const float v = magnitude(clampf(x[j], 0x1p127f));
@@ -656,6 +658,26 @@ INLINE void encode_log4(const float *restrict x, size_t m, uint8_t *restrict out
     for (size_t j = 0; left && j < m; j++) {
         const float decoded = LOG_LEVELS[code[j] & 7] * scale;
         left[j] = clampf(x[j], FLT_MAX) - (code[j] >= 8 ? -decoded : decoded);
+    }
+}
+
+INLINE void encode_log4(const float *restrict x, size_t m, uint8_t *restrict out, uint8_t *restrict scales,
+                        float *restrict left) {
+    uint32_t rounded[LOG_GROUP / LOG_BLOCK], least, largest = 0;
+    for (size_t b = 0, lo = 0; lo < m; b++, lo += LOG_BLOCK) {
+        extent_of(x + lo, m - lo < LOG_BLOCK ? m - lo : LOG_BLOCK, &least, &rounded[b]);
+        rounded[b] = (rounded[b] + 0x80000u) >> 20;
+        largest = rounded[b] > largest ? rounded[b] : largest;
+    }
+    scales[0] = (uint8_t)(largest >> 3);
+    for (size_t b = 0, lo = 0; lo < m; b++, lo += LOG_BLOCK) {
+        const uint32_t steps = rounded[b] + 247, first = 8u * scales[0];
+        scales[1 + b] = (uint8_t)(steps > first ? steps - first : 0);
+        float *rest = left ? left + lo : NULL;
+        if (m - lo >= LOG_BLOCK) /* a constant number of entries makes vectors of the loops */
+            encode_log_block(x + lo, LOG_BLOCK, log_scale(scales, b), out + lo / 2, rest);
+        else
+            encode_log_block(x + lo, m - lo, log_scale(scales, b), out + lo / 2, rest);
     }
 }
 
@@ -712,7 +734,7 @@ INLINE void encode_body(const float *restrict x, size_t n, int dtype, uint8_t *r
             if (left) left[j] = v - from_fp16(h);
         }
     } else {
-        const size_t size = dtype == VALUE_LOG4 ? LOG_GROUP : GROUP, whole = n / size * size;
+        const size_t size = VALUE_TYPES[dtype].group, whole = n / size * size;
         for (size_t lo = 0; lo < whole; lo += size) /* a constant number of entries makes vectors of the loops */
             encode_group(x + lo, size, dtype, out + lo * value_bits(dtype) / 8, scales + scales_nbytes(lo, dtype),
                          left ? left + lo : NULL);
@@ -755,10 +777,7 @@ static int check_values(const uint8_t *p, uint64_t nnz, int dtype) {
         for (uint64_t j = 0; j < nnz; j++) bad |= (load16(p + 2 * j) & exponent) == exponent;
     } else if (dtype == VALUE_LOG4) {
         const uint8_t *codes = p + scales_nbytes(nnz, dtype);
-        for (const uint8_t *at = p; at < codes; at += 2) {
-            const float scale = from_bf16(load16(at));
-            if (!(scale >= 0.0f && scale <= FLT_MAX)) return ERR_SCALE;
-        }
+        if (memchr(p, 255, (size_t)(codes - p))) return ERR_SCALE;
         for (uint64_t j = 0; j < nnz / 2; j++) bad |= (codes[j] & 15) == 8 || codes[j] >> 4 == 8;
         if (nnz % 2) bad |= codes[nnz / 2] == 8 || codes[nnz / 2] >> 4;
     } else if (dtype != VALUE_INT8) {
@@ -788,7 +807,8 @@ static inline unsigned code_at(const uint8_t *codes, uint64_t j, uint64_t bits) 
 /* The value of a code in the group of entry j. */
 static inline float value_of(const uint8_t *p, uint64_t j, int dtype, unsigned code) {
     if (dtype == VALUE_LOG4) {
-        const float v = LOG_LEVELS[code & 7] * from_bf16(load16(p + j / LOG_GROUP * 2));
+        const uint8_t *scales = p + scales_nbytes(j / LOG_GROUP * LOG_GROUP, dtype);
+        const float v = LOG_LEVELS[code & 7] * log_scale(scales, j % LOG_GROUP / LOG_BLOCK);
         return code >= 8 ? -v : v;
     }
     if (dtype == VALUE_SIGN) return code ? -loadf(p + j / GROUP * 4) : loadf(p + j / GROUP * 4);
@@ -819,7 +839,7 @@ INLINE void add_typed(float *restrict out, const uint32_t *restrict idx, const u
         return;
     }
     if (!idx && (dtype == VALUE_LOG4 || dtype == VALUE_INT4 || dtype == VALUE_INT2 || dtype == VALUE_SIGN)) {
-        const uint64_t bits = value_bits(dtype), size = dtype == VALUE_LOG4 ? LOG_GROUP : GROUP;
+        const uint64_t bits = value_bits(dtype), size = dtype == VALUE_LOG4 ? LOG_BLOCK : GROUP;
         for (uint64_t lo = 0; lo < nnz; lo += size) {
             const uint64_t end = nnz - lo < size ? nnz : lo + size;
             float terms[16]; /* what each code of the group adds */

@@ -35,10 +35,10 @@ from .selection_kernels import (
     GAPS8,
     GROUP,
     HEADER,
-    INT4,
+    INT2,
     INT8,
     LOG4,
-    LOG_GROUP,
+    LOG_BLOCK,
     MAGIC_AND_VERSION,
     ROW,
     SIGN,
@@ -50,11 +50,13 @@ from .selection_kernels import (
     _load_bytes,
     _load_grad,
     _log_level,
+    _log_scale,
     _lowest,
     _places,
     _pointer,
     _rounded,
     _row_of,
+    _scales_nbytes,
     _sums_of,
     _value_nbytes,
 )
@@ -397,29 +399,23 @@ def _values(body, values_at, rank, nnz, kept, VALUE: tl.constexpr):
     if VALUE == FP16:
         bits = _load_bytes(body, values_at + rank * 2, kept, 2).to(tl.int16)
         return bits.to(tl.float16, bitcast=True).to(tl.float32)
+    WIDTH: tl.constexpr = 8 if VALUE == INT8 else (2 if VALUE == INT2 else (1 if VALUE == SIGN else 4))
+    HALF: tl.constexpr = 1 << (WIDTH - 1)
+    byte = _load_bytes(body, values_at + _scales_nbytes(nnz, VALUE) + rank * WIDTH // 8, kept, 1)
+    code = (byte >> (rank * WIDTH % 8).to(tl.int32)) & (2 * HALF - 1)
     if VALUE == LOG4:
-        scales = _load_bytes(body, values_at + rank // LOG_GROUP * 2, kept, 2)
-        byte = _load_bytes(body, values_at + (nnz + LOG_GROUP - 1) // LOG_GROUP * 2 + rank // 2, kept, 1)
-        code = (byte >> (rank % 2 * 4).to(tl.int32)) & 15
-        value = _log_level(code % 8) * (scales << 16).to(tl.float32, bitcast=True)
-        return tl.where(code >= 8, -value, value)
-    scales = _load_bytes(body, values_at + rank // GROUP * 4, kept, 4)
-    codes_at = values_at + (nnz + GROUP - 1) // GROUP * 4
-    if VALUE == INT8:
-        code = _load_bytes(body, codes_at + rank, kept, 1)
-        code = tl.where(code >= 128, code - 256, code)
-        return code.to(tl.float32) * scales.to(tl.float32, bitcast=True)
-    if VALUE == SIGN:
-        byte = _load_bytes(body, codes_at + rank // 8, kept, 1)
+        group_at = values_at + rank // CHUNK * (CHUNK // LOG_BLOCK + 1)
+        step = _load_bytes(body, group_at + 1 + rank % CHUNK // LOG_BLOCK, kept, 1)
+        value = _log_level(code % HALF) * _log_scale(_load_bytes(body, group_at, kept, 1), step)
+    else:
+        scales = _load_bytes(body, values_at + rank // GROUP * 4, kept, 4)
         value = scales.to(tl.float32, bitcast=True)
-        return tl.where(((byte >> (rank % 8).to(tl.int32)) & 1) != 0, -value, value)
-    WIDTH: tl.constexpr = 4 if VALUE == INT4 else 2
-    LEVELS: tl.constexpr = 8 if VALUE == INT4 else 2
-    byte = _load_bytes(body, codes_at + (rank * WIDTH) // 8, kept, 1)
-    code = (byte >> ((rank * WIDTH) % 8).to(tl.int32)) & (2 * LEVELS - 1)
-    start, step = _levels_of(scales, VALUE)
-    value = start + (code % LEVELS).to(tl.float32) * step
-    return tl.where(code >= LEVELS, -value, value)
+        if VALUE == INT8:
+            value *= tl.where(code >= HALF, 2 * HALF - code, code).to(tl.float32)
+        elif VALUE != SIGN:
+            start, step = _levels_of(scales, VALUE)
+            value = start + (code % HALF).to(tl.float32) * step
+    return tl.where(code >= HALF, -value, value)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ BLOCK = tl.constexpr(65536)
 #: Kept entries, words or bytes of a program of everything else; whole groups of values that share scales.
 CHUNK = tl.constexpr(1024)
 GROUP = tl.constexpr(256)
-LOG_GROUP = tl.constexpr(32)
+LOG_BLOCK = tl.constexpr(32)
 HEADER = tl.constexpr(40)
 
 #: Places in ``state``: whether the input overflows, selected entries below ``start`` in its block, checksums
@@ -280,12 +280,18 @@ def _levels_of(bits, VALUE: tl.constexpr):
 
 
 @triton.jit
+def _scales_nbytes(nnz, value):
+    """Return the bytes of the scales of a type of values that has scales."""
+    log4 = (nnz + CHUNK - 1) // CHUNK + (nnz + LOG_BLOCK - 1) // LOG_BLOCK
+    return tl.where(value == LOG4, log4, (nnz + GROUP - 1) // GROUP * 4)
+
+
+@triton.jit
 def _value_nbytes(nnz, value):
     """Return the bytes of a value section."""
     width = tl.where(value == INT8, 8, tl.where(value == INT2, 2, tl.where(value == SIGN, 1, 4)))
     width = tl.where(value == FP32, 32, tl.where(value < INT8, 16, width))
-    scales = tl.where(value == LOG4, (nnz + LOG_GROUP - 1) // LOG_GROUP * 2, (nnz + GROUP - 1) // GROUP * 4)
-    return (nnz * width + 7) // 8 + tl.where(value >= INT8, scales, 0)
+    return (nnz * width + 7) // 8 + tl.where(value >= INT8, _scales_nbytes(nnz, value), 0)
 
 
 @triton.jit
@@ -671,29 +677,31 @@ def _to_levels(x, kept, VALUE: tl.constexpr):
 @triton.jit
 def _log_level(level):
     """Return the share of the largest magnitude that a level of log4 is; see codecs/values.py."""
-    low = tl.where(level == 1, 0.04419417306780815, tl.where(level == 2, 0.07432544231414795, 0.125))
-    low = tl.where(level == 0, 0.0, low)
-    high = tl.where(level == 4, 0.21022410690784454, tl.where(level == 5, 0.3535533845424652, 1.0))
-    high = tl.where(level == 6, 0.5946035385131836, high)
-    return tl.where(level < 4, low, high)
+    share = tl.where(level % 4 == 3, 1.0, tl.where(level % 4 == 2, 0.5946035385131836, 0.3535533845424652))
+    share = tl.where(level == 4, 0.21022410690784454, tl.where(level < 4, share * 0.125, share))
+    return tl.where(level == 0, 0.0, share)
+
+
+@triton.jit
+def _log_scale(exponent, step):
+    """Return the scale of both bytes of log4, int32, that it has."""
+    return (tl.maximum(step + 8 * exponent - 247, 0) << 20).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _to_log4(x):
-    """Do what :func:`_to_int8` does, for [groups, LOG_GROUP]; a scale is a bf16 number."""
+    """Do what :func:`_to_int8` does, for [blocks, LOG_BLOCK]; return the exponent of all scales first."""
     magnitude = tl.abs(_clamp(x, GROUPED_MAX))
-    bits, scale = _to_float_bits(tl.max(magnitude, axis=1), BF16)
-    scale = tl.broadcast_to(scale[:, None], x.shape)
-    level = (magnitude > scale * 0.022097086533904076).to(tl.int32)
-    level += (magnitude > scale * 0.0592598095536232).to(tl.int32)
-    level += (magnitude > scale * 0.09966272115707397).to(tl.int32)
-    level += (magnitude > scale * 0.16761204600334167).to(tl.int32)
-    level += (magnitude > scale * 0.28188875317573547).to(tl.int32)
-    level += (magnitude > scale * 0.4740784764289856).to(tl.int32)
-    level += (magnitude > scale * 0.7973017692565918).to(tl.int32)
+    rounded = (tl.max(magnitude, axis=1).to(tl.int32, bitcast=True) + 0x80000) >> 20
+    exponent = tl.max(rounded, axis=0) >> 3
+    step = tl.maximum(rounded - 8 * exponent + 247, 0)
+    scale = tl.broadcast_to(_log_scale(exponent, step)[:, None], x.shape)
+    level = tl.zeros(x.shape, tl.int32)
+    for k in tl.static_range(7):
+        level += (magnitude > scale * ((_log_level(k) + _log_level(k + 1)) * 0.5)).to(tl.int32)
     negative = (x < 0) & (level > 0)
     decoded = _log_level(level) * scale
-    return bits, level + tl.where(negative, 8, 0), tl.where(negative, -decoded, decoded)
+    return exponent, step, level + tl.where(negative, 8, 0), tl.where(negative, -decoded, decoded)
 
 
 @triton.jit
@@ -765,7 +773,7 @@ def write(
             counts, sums = _skips_of(states, table, count, number)
             _write_index(job, words, positions, counts_at, state, counts, sums, chunk, nnz, encoding)
         rank = chunk * CHUNK + tl.arange(0, CHUNK)
-        SHARING_SCALES: tl.constexpr = LOG_GROUP if VALUE == LOG4 else GROUP
+        SHARING_SCALES: tl.constexpr = LOG_BLOCK if VALUE == LOG4 else GROUP
         if VALUE >= INT8:
             rank = tl.reshape(rank, (CHUNK // SHARING_SCALES, SHARING_SCALES))
         kept = rank < nnz
@@ -787,17 +795,23 @@ def write(
             if VALUE == INT8:
                 scales, code, decoded = _to_int8(acc)
             elif VALUE == LOG4:
-                scales, code, decoded = _to_log4(acc)
+                exponent, scales, code, decoded = _to_log4(acc)
             elif VALUE == SIGN:
                 scales, code, decoded = _to_sign(acc, kept)
             else:
                 scales, code, decoded = _to_levels(acc, kept, VALUE)
-            SIZE: tl.constexpr = 2 if VALUE == LOG4 else 4
+            SIZE: tl.constexpr = 1 if VALUE == LOG4 else 4
             groups = (nnz + SHARING_SCALES - 1) // SHARING_SCALES
             group = chunk * (CHUNK // SHARING_SCALES) + tl.arange(0, CHUNK // SHARING_SCALES)
+            codes_at = values_at + _scales_nbytes(nnz, VALUE)
+            if VALUE == LOG4:  # an exponent before the scales of each chunk
+                first = (group % (CHUNK // LOG_BLOCK) == 0) & (group < groups)
+                check1, check2 = _put(body, values_at + chunk + group, exponent + scales * 0, first, 1)
+                _add_checks(state, check1, check2)
+                values_at += chunk + 1
             check1, check2 = _put(body, values_at + group * SIZE, scales, group < groups, SIZE)
             _add_checks(state, check1, check2)
-            check1, check2 = _put_codes(body, values_at + groups * SIZE, chunk, code, rank, nnz, VALUE)
+            check1, check2 = _put_codes(body, codes_at, chunk, code, rank, nnz, VALUE)
         _add_checks(state, check1, check2)
         if HAS_LEFT:
             tl.store(left + at, acc - decoded, mask=kept)
