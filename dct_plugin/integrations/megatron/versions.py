@@ -15,56 +15,42 @@ _TENSORS = "tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape"
 _OPS = "tensor_send_prev tensor_recv_prev tensor_send_next tensor_recv_next group"
 _LINEAR = "input weight bias gradient_accumulation_fusion allreduce_dgrad sequence_parallel"
 
-# By part of the integration and module: functions with their first parameters. These are the same in 0.16.1,
-# 0.17.1, 0.18.2 and 0.19.0.
-_FUNCTIONS: dict[tuple[str, str], dict[str, str]] = {
-    ("schedules", "pipeline_parallel.schedules"): {
-        "get_forward_backward_func": "",
-        "forward_backward_no_pipelining": "forward_step_func",
-        "forward_backward_pipelining_with_interleaving": "forward_step_func",
-        "forward_backward_pipelining_without_interleaving": "forward_step_func",
-    },
-    ("hook pipeline", "pipeline_parallel.p2p_communication"): {
-        "P2PCommunicator._communicate": f"self {_TENSORS} wait_on_reqs",
-        "_batched_p2p_ops": _OPS,
-        "_p2p_ops": _OPS,
-    },
-    ("hook pipeline", "pipeline_parallel.schedules"): {
-        "forward_step": "forward_step_func data_iterator model"
-    },
-    ("hook tensor", "tensor_parallel.mappings"): {
-        "_ReduceFromModelParallelRegion.forward": "ctx input_ group",
-        "_ReduceScatterToSequenceParallelRegion.forward": "ctx input_ group",
-    },
-    ("hook tensor", "tensor_parallel.layers"): {
-        "RowParallelLinear.forward": "self input_",
-        "ColumnParallelLinear.forward": "self input_",
-        "linear_with_grad_accumulation_and_async_allreduce": _LINEAR,
-    },
-    ("hook tensor", "transformer.transformer_layer"): {"TransformerLayer.forward": "self"},
-    ("hook data_parallel", "distributed.param_and_grad_buffer"): {
-        "_ParamAndGradBucket.__init__": "self",
-        "_ParamAndGradBucketGroup.start_grad_sync": "self force_all_reduce",
-        "_ParamAndGradBucketGroup.start_param_sync": "self force_sync",
-    },
-    ("hook data_parallel", "distributed.distributed_data_parallel"): {
-        "DistributedDataParallel.__init__": "self config ddp_config module"
-    },
-    ("hook data_parallel", "optimizer.distrib_optimizer"): {
-        "DistributedOptimizer.__init__": "self optimizer config",
-        "DistributedOptimizer._copy_main_params_to_model_params": "self",
-        "DistributedOptimizer._get_model_param_range_map": "self param",
-    },
-    ("hook data_parallel", "optimizer.optimizer"): {
-        "MixedPrecisionOptimizer.prepare_grads": "self",
-        "MegatronOptimizer.__init__": "self optimizer",
-    },
-}
+_PIPELINE, _TENSOR, _DATA = "hook pipeline", "hook tensor", "hook data_parallel"
+_SCHEDULES = "pipeline_parallel.schedules"
+_P2P = "pipeline_parallel.p2p_communication"
+_MAPPINGS, _LAYERS = "tensor_parallel.mappings", "tensor_parallel.layers"
+_DDP, _BUCKETS = "distributed.distributed_data_parallel", "distributed.param_and_grad_buffer"
+_DISTRIBUTED = "optimizer.distrib_optimizer"
 
+# Part of the integration, module, function, and its first parameters. These are the same in 0.16.1, 0.17.1,
+# 0.18.2 and 0.19.0.
 TARGETS = tuple(
     Target(f"megatron.core.{module}", name, parameters, part)
-    for (part, module), functions in _FUNCTIONS.items()
-    for name, parameters in functions.items()
+    for part, module, name, parameters in (
+        ("schedules", _SCHEDULES, "get_forward_backward_func", ""),
+        ("schedules", _SCHEDULES, "forward_backward_no_pipelining", "forward_step_func"),
+        ("schedules", _SCHEDULES, "forward_backward_pipelining_with_interleaving", "forward_step_func"),
+        ("schedules", _SCHEDULES, "forward_backward_pipelining_without_interleaving", "forward_step_func"),
+        (_PIPELINE, _P2P, "P2PCommunicator._communicate", f"self {_TENSORS} wait_on_reqs"),
+        (_PIPELINE, _P2P, "_batched_p2p_ops", _OPS),
+        (_PIPELINE, _P2P, "_p2p_ops", _OPS),
+        (_PIPELINE, _SCHEDULES, "forward_step", "forward_step_func data_iterator model"),
+        (_TENSOR, _MAPPINGS, "_ReduceFromModelParallelRegion.forward", "ctx input_ group"),
+        (_TENSOR, _MAPPINGS, "_ReduceScatterToSequenceParallelRegion.forward", "ctx input_ group"),
+        (_TENSOR, _LAYERS, "RowParallelLinear.forward", "self input_"),
+        (_TENSOR, _LAYERS, "ColumnParallelLinear.forward", "self input_"),
+        (_TENSOR, _LAYERS, "linear_with_grad_accumulation_and_async_allreduce", _LINEAR),
+        (_TENSOR, "transformer.transformer_layer", "TransformerLayer.forward", "self"),
+        (_DATA, _BUCKETS, "_ParamAndGradBucket.__init__", "self"),
+        (_DATA, _BUCKETS, "_ParamAndGradBucketGroup.start_grad_sync", "self force_all_reduce"),
+        (_DATA, _BUCKETS, "_ParamAndGradBucketGroup.start_param_sync", "self force_sync"),
+        (_DATA, _DDP, "DistributedDataParallel.__init__", "self config ddp_config module"),
+        (_DATA, _DISTRIBUTED, "DistributedOptimizer.__init__", "self optimizer config"),
+        (_DATA, _DISTRIBUTED, "DistributedOptimizer._copy_main_params_to_model_params", "self"),
+        (_DATA, _DISTRIBUTED, "DistributedOptimizer._get_model_param_range_map", "self param"),
+        (_DATA, "optimizer.optimizer", "MixedPrecisionOptimizer.prepare_grads", "self"),
+        (_DATA, "optimizer.optimizer", "MegatronOptimizer.__init__", "self optimizer"),
+    )
 )
 
 
