@@ -340,10 +340,10 @@ def test_spares_keep_their_residuals() -> None:
 def test_order_of_all_reduces_is_checked() -> None:
     pg = group_of(SPARSE)
     residuals = pg._residuals
-    residuals.name_of(residuals.begin(0, 1), torch.zeros(1000))
+    residuals.name_of(torch.zeros(1000), step=0, fragments=1)
     residuals.settle(1)
     with pytest.raises(ConfigError, match=r"all-reduce 1 of step 1 has 2000 entries of .* and had 1000"):
-        residuals.name_of(residuals.begin(1, 1), torch.zeros(2000))
+        residuals.name_of(torch.zeros(2000), step=1, fragments=1)
 
 
 @pytest.mark.parametrize(

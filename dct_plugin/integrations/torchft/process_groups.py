@@ -88,7 +88,7 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         attachment = ReplicaAttachment(section)
         attachment.resolve(optimizer, training)
         attachment.optimizers = optimizers_of(optimizer, type(self).__name__)
-        self.config = attachment.config
+        self._attachment, self.config = attachment, attachment.config
         self._off = switched_off(self.config)
         for line in (f"nothing to do: {self._off}",) if self._off else attachment.lines:
             logger.warning("dct: %s", line)
@@ -97,7 +97,7 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         self._process = uuid.uuid4().hex
         self._manager: Any = None
         self._peers: QuorumPeers | None = None
-        self._residuals = ReplicaResiduals(self.config, metrics)
+        self._residuals = ReplicaResiduals(self.config, metrics, attachment.report)
         self._weights = AveragedWeights(self._residuals) if averages == "weights" else None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="dct_torchft")
         self._failure: Exception | None = None
@@ -184,7 +184,7 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         self._leave_quorum()
         if self._manager is not None:
             self._settle()
-        self._residuals.close()
+        self._attachment.close()
         self._worker.shutdown()
         super().shutdown()
 
@@ -247,8 +247,7 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         assert self._peers is not None
         fragments = sum(key.startswith(_FRAGMENT) for key in manager._load_state_dict_fns)
         step, participates = manager.current_step(), manager.is_participating()
-        current = residuals.begin(step, fragments)
-        name = residuals.name_of(current, tensor)
+        name = residuals.name_of(tensor, step=step, fragments=fragments)
         common = {"step": step, "participates": participates}
         if self._weights is None:
             scale = 1.0 / len(self._peers.ranks) if averages else 1.0

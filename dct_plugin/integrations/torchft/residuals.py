@@ -17,7 +17,6 @@ from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 
-from ..host.reporting import start_reporting
 from .quorum import QuorumPeers, Statement
 
 
@@ -64,14 +63,16 @@ class ReplicaResiduals:
     Args:
         config: The configuration.
         metrics: The metrics to record in; None makes them with the first quorum.
+        report: Makes them, of this replica's position and the number of replicas.
 
     Attributes:
         counts: The events of this replica so far.
     """
 
-    def __init__(self, config: DCTConfig, metrics: Metrics | None) -> None:
-        self.config, self.metrics, self.counts = config, metrics, Counts()
-        self._finish_reports: Callable[[], None] = lambda: None
+    def __init__(
+        self, config: DCTConfig, metrics: Metrics | None, report: Callable[[int, int], Metrics]
+    ) -> None:
+        self.config, self.metrics, self.counts, self._report = config, metrics, Counts(), report
         self._peers: QuorumPeers | None = None
         self._reducer: GradientReducer | None = None
         self._state = checkpoint.FRESH
@@ -83,8 +84,7 @@ class ReplicaResiduals:
     def enter(self, peers: QuorumPeers) -> None:
         """Go on with the replicas of a new quorum; the last round must be settled."""
         if self.metrics is None:
-            self.metrics = Metrics(self.config.metrics, rank=peers.rank, world_size=len(peers.ranks))
-            self._finish_reports = start_reporting(self.metrics)
+            self.metrics = self._report(peers.rank, len(peers.ranks))
         self.metrics.rank, self.metrics.world_size = peers.rank, len(peers.ranks)
         self.counts.quorums += 1
         if self._peers is not None:
@@ -99,10 +99,6 @@ class ReplicaResiduals:
         if self._reducer is not None:
             self._state = carried(self._reducer.state_dict())
             self._reducer = None
-
-    def close(self) -> None:
-        """End the metrics that were made here, with their summary."""
-        self._finish_reports()
 
     def _count_lost(self, gone: list[str], peers: QuorumPeers) -> None:
         self.counts.replicas_left += len(gone)
@@ -136,13 +132,6 @@ class ReplicaResiduals:
 
     # -- rounds ---
 
-    def begin(self, step: int, fragments: int) -> Round:
-        """Return the round of the coming all-reduce, after so many committed steps."""
-        if self._round is None:
-            fragment = f"fragment {step % fragments} " if fragments > 1 else ""
-            self._round = Round(step, fragment)
-        return self._round
-
     def settle(self, step: int) -> bool:
         """Keep what the last round changed if it was committed, else take it back; return which.
 
@@ -160,12 +149,20 @@ class ReplicaResiduals:
             self.metrics.step(step)
         return committed
 
-    def name_of(self, of: Round, tensor: Tensor) -> str:
+    def name_of(self, tensor: Tensor, *, step: int, fragments: int) -> str:
         """Return the name of the stream of the next tensor of a round.
+
+        Args:
+            tensor: The tensor.
+            step: Steps committed by now.
+            fragments: Number of DiLoCo's fragments, which take turns.
 
         Raises:
             ConfigError: Another tensor was in its place before.
         """
+        if self._round is None:
+            self._round = Round(step, f"fragment {step % fragments} " if fragments > 1 else "")
+        of = self._round
         if tensor.numel() < self.config.data_parallel.min_numel:
             of.small += 1
             return f"{of.fragment}small {of.small}"
