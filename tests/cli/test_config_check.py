@@ -270,7 +270,6 @@ import dataclasses, json, sys
 import deepspeed, torch
 from dct_plugin.integrations.deepspeed.section import Job
 from dct_plugin.integrations.deepspeed import attachment, engine as of_engine
-from dct_plugin.config import DCTConfig
 # DeepSpeed refuses fp16 on processors without instructions for it; no step is made here.
 deepspeed.get_accelerator().is_fp16_supported = lambda: True
 deepspeed.init_distributed("gloo", auto_mpi_discovery=False, rank=0, world_size=1,
@@ -282,8 +281,7 @@ for content in json.load(sys.stdin):
                "zero_force_ds_cpu_optimizer": False, **content}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer,
                                       model_parameters=model.parameters(), config=dict(content))
-    config = DCTConfig()
-    job = dataclasses.asdict(of_engine.job_of(engine, attachment.gradient_path_of(engine, config)))
+    job = dataclasses.asdict(of_engine.job_of(engine, attachment.gradient_path_of(engine)))
     ours = dataclasses.asdict(Job.of_json(content))
     ours["optimizer"] = ours["optimizer"] or "SGD"
     print("found", json.dumps({key: [job[key], ours[key]] for key in job if job[key] != ours[key]}))

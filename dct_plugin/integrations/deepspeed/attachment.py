@@ -145,11 +145,11 @@ GRADIENT_PATHS: tuple[type[GradientPath], ...] = (Zero3Path, ZeroPath, Bf16Path,
 ACTIVATION_PATHS: tuple[type[ActivationPath], ...] = (PipelinePath, ExpertPath)
 
 
-def gradient_path_of(engine: Any, config: DCTConfig) -> type[GradientPath] | None:
+def gradient_path_of(engine: Any) -> type[GradientPath] | None:
     """Return the class of path for the engine's gradients; None if there is none, or nothing to train."""
     if not has_optimizer(engine):
         return None
-    applying = (path for path in GRADIENT_PATHS if path.applies(engine, config))
+    applying = (path for path in GRADIENT_PATHS if path.applies(engine))
     return gradient_path_of_optimizer(engine) or next(applying, None)
 
 
@@ -194,7 +194,7 @@ class EngineAttachment(HostAttachment):
         """
         engine = self._engine
         with supported(engine):
-            path = gradient_path_of(engine, self.config)
+            path = gradient_path_of(engine)
             self._decide(path)
             if path is None or not (
                 self.config.data_parallel.enabled or activation_paths_of(engine, self.config)
@@ -445,8 +445,11 @@ def attach(engine: Any, section: Any) -> EngineAttachment | None:
     attachment.start(agreement, what, facts)
     attachment.install()
     engine.__dict__[ATTRIBUTE] = attachment
-    if dist.get_rank() == 0:
-        _warn(engine, attachment)
+    if attachment.weights_lag and dist.get_rank() == 0:
+        logger.warning(
+            "dct: the weights lack updates that dct.data_parallel.parameters has not sent yet: before an "
+            "evaluation or export call engine.dct.gather_parameters() on all ranks; save_checkpoint does it"
+        )
     return attachment
 
 
@@ -454,12 +457,3 @@ def _nothing(engine: Any, config: DCTConfig, reason: str) -> None:
     """Leave an engine as it is, and say why."""
     PlainTraining(config, reason)
     warn_of_dropped_residuals(engine)
-
-
-def _warn(engine: Any, attachment: EngineAttachment) -> None:
-    """Log what is strange about the configuration."""
-    if attachment.weights_lag:
-        logger.warning(
-            "dct: the weights lack updates that dct.data_parallel.parameters has not sent yet: before an "
-            "evaluation or export call engine.dct.gather_parameters() on all ranks; save_checkpoint does it"
-        )

@@ -31,6 +31,8 @@ class GradientPath(EnginePart, ABC):
 
     Attributes:
         targets: Functions of DeepSpeed that the path replaces or calls.
+        wrapper: Name of DeepSpeed's class around the optimizers whose engines take the path; empty: the path
+            is for all engines with ZeRO stage 0.
         weight_layout: Where DeepSpeed's optimizer keeps the weights that it gathers after a step; None where
             it gathers none.
         reducer_class: The class of reducer that the path needs.
@@ -48,6 +50,7 @@ class GradientPath(EnginePart, ABC):
     """
 
     targets: ClassVar[tuple[Target, ...]] = ()
+    wrapper: ClassVar[str] = ""
     weight_layout: ClassVar[WeightLayout | None] = None
     reducer_class: ClassVar[type[GradientReducer]] = GradientReducer
     without_nodes: ClassVar[str] = ""
@@ -107,9 +110,11 @@ class GradientPath(EnginePart, ABC):
         return startup.coverage(self.engine.module, parameters, lambda p: self.reducer_of(p) is not None)
 
     @classmethod
-    @abstractmethod
-    def applies(cls, engine: Any, config: DCTConfig) -> bool:
+    def applies(cls, engine: Any) -> bool:
         """Return whether this is the path for the engine's gradients."""
+        if cls.wrapper:
+            return type(engine.optimizer).__name__ == cls.wrapper
+        return int(engine.zero_optimization_stage()) == 0
 
     @abstractmethod
     def describe(self) -> str:

@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from deepspeed.runtime import bf16_optimizer
 from torch import Tensor
 
-from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer
 
 from ..host.patching import Function, Patches
@@ -23,7 +21,7 @@ from .engine import EngineContext, precision_of, targets_of
 from .path import GradientPath
 from .weight_updates import WeightLayout, gather_target
 
-_BF16 = "deepspeed.runtime.bf16_optimizer"
+_BF16, _BF16_CLASS = "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"
 #: Name, offset in the buffer of a gradient, and number of entries of a parameter.
 _Slice = tuple[str, int, int]
 
@@ -50,10 +48,6 @@ class Stage0Path(GradientPath):
         """By the address of a gradient, what reduces it and the parameters in it; for the current step."""
         self._reduced: list[CommunicationBuffer] = []
         """Buffers of this step, to be written back when the reductions are finished."""
-
-    @classmethod
-    def applies(cls, engine: Any, config: DCTConfig) -> bool:
-        return int(engine.zero_optimization_stage()) == 0
 
     def describe(self) -> str:
         return f"stage 0, {precision_of(self.engine)}, all-reduce"
@@ -118,14 +112,11 @@ class Bf16Path(Stage0Path):
 
     targets = (
         *TARGETS,
-        *targets_of(_BF16, "BF16_Optimizer", get_grads_for_reduction="", step="closure", update_lp_params=""),
+        *targets_of(_BF16, _BF16_CLASS, get_grads_for_reduction="", step="closure", update_lp_params=""),
         gather_target(_BF16),
     )
+    wrapper = _BF16_CLASS
     weight_layout = WeightLayout("bf16_groups", "bf16_partitioned_groups")
-
-    @classmethod
-    def applies(cls, engine: Any, config: DCTConfig) -> bool:
-        return type(engine.optimizer) is bf16_optimizer.BF16_Optimizer
 
     def describe(self) -> str:
         return f"{self.setting} with fp32 accumulation, all-reduce"

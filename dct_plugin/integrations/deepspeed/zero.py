@@ -22,10 +22,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 
-from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.reducer import Reduction
 
@@ -35,7 +33,7 @@ from .engine import EngineContext, targets_of, tied_weights
 from .path import GradientPath
 from .weight_updates import WeightLayout, gather_target
 
-_MODULE = "deepspeed.runtime.zero.stage_1_and_2"
+_MODULE, _CLASS = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
 
 
 class _Parameter(NamedTuple):
@@ -54,7 +52,7 @@ class ZeroPath(GradientPath):
     targets = (
         *targets_of(
             _MODULE,
-            "DeepSpeedZeroOptimizer",
+            _CLASS,
             average_tensor="tensor communication_data_type",
             allreduce_and_scatter=(
                 "bucket communication_data_type numel_per_bucket log divide process_group"
@@ -67,6 +65,7 @@ class ZeroPath(GradientPath):
         ),
         gather_target(_MODULE),
     )
+    wrapper = _CLASS
     weight_layout = WeightLayout("bit16_groups", "parallel_partitioned_bit16_groups")
 
     def __init__(self, context: EngineContext) -> None:
@@ -92,10 +91,6 @@ class ZeroPath(GradientPath):
         kind = BucketReductions if self.reducer.group.backend.lengths_on_host else DeferredReductions
         self._reductions = kind(optimizer, self.reducer)
         self._shards: dict[tuple[int, int], list[Shard]] = {}
-
-    @classmethod
-    def applies(cls, engine: Any, config: DCTConfig) -> bool:
-        return type(engine.optimizer) is stage_1_and_2.DeepSpeedZeroOptimizer
 
     def describe(self) -> str:
         form = "reduce-scatter" if self._to_owners else "all-reduce"

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import Shard
 from dct_plugin.data_parallel.plan import shards_in
 
@@ -35,6 +34,7 @@ _SCATTER_CONTIGUOUS = f"_{_CLASS}__avg_scatter_contiguous_grads"
 class Zero3Path(GradientPath):
     """The gradient collectives of a ``DeepSpeedZeroOptimizer_Stage3``."""
 
+    wrapper = _CLASS
     targets = targets_of(
         "deepspeed.runtime.zero.stage3",
         _CLASS,
@@ -51,10 +51,6 @@ class Zero3Path(GradientPath):
         if not self.optimizer.reduce_scatter:
             self.reducer.group.host_collective = "all_reduce"
         self._residual_dtype = context.config.data_parallel.residual_dtype
-
-    @classmethod
-    def applies(cls, engine: Any, config: DCTConfig) -> bool:
-        return type(engine.optimizer).__name__ == _CLASS
 
     def describe(self) -> str:
         return f"{self.setting}, reduce-scatter, residuals in {self._residual_dtype}"
