@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -144,12 +145,13 @@ class EngineLinears:
         quantizer = given(original, "quantizer", (inp, *arguments), keywords)
         if quantizer is not None:
             raise _quantized(type(quantizer).__name__)
-        return self._gather.forward(inp), None
+        self._gather.trip = self._gather.collectives.gather_trip(inp, self._gather.stream)
+        return self._gather.trip.forward(inp), None
 
     def _scattered(self, original: Function, inp: Tensor, *arguments: Any, **keywords: Any) -> Any:
         if self._gather is None:
             return original(inp, *arguments, **keywords)
-        return self._gather.backward(inp), None
+        return self._gather.trip.backward(inp), None
 
     def _subclass(self, original: Any) -> Any:
         engine = self
@@ -168,18 +170,13 @@ class EngineLinears:
         return Gathered
 
 
+@dataclass
 class _Gather:
-    """One gather, which backward repeats for the weight's gradient, and the way back of its gradient."""
+    """One gather, which backward repeats for the weight's gradient; ``trip`` is its last one, both ways."""
 
-    def __init__(self, collectives: CompressedCollectives, stream: ActivationStream) -> None:
-        self._collectives, self._stream = collectives, stream
-
-    def forward(self, shard: Tensor) -> Tensor:
-        self._trip = self._collectives.gather_trip(shard, self._stream)
-        return self._trip.forward(shard)
-
-    def backward(self, gradient: Tensor) -> Tensor:
-        return self._trip.backward(gradient)
+    collectives: CompressedCollectives
+    stream: ActivationStream
+    trip: Any = None
 
 
 def _quantized(what: str) -> DCTError:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dct_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dct_plugin.config import ActivationConfig, DCTConfig
+    from dct_plugin.config import DCTConfig
 
 #: Path of a configuration file, used where no ``--dct-config`` is given.
 CONFIG_VARIABLE = "DCT_CONFIG"
@@ -140,24 +140,13 @@ def hook_states(config: DCTConfig, *, pass_through: bool = True) -> dict[str, st
     """
     if not config.enabled:
         return dict.fromkeys(("pipeline", "tensor", "data_parallel"), "dct.enabled = false")
-    model, data = config.model_parallel, config.data_parallel
+    states, model, data = {}, config.model_parallel, config.data_parallel
+    for name, section in ("pipeline", model.pipeline), ("tensor", model.tensor):
+        reason = 'forward = "none"' if section.forward.label() == "none" else "forward.sparsity = 0"
+        is_left = pass_through and not section.compresses
+        states[name] = f"dct.model_parallel.{name}.{reason}" if is_left else ""
     thresholds = data.sparsity or data.quality or data.parameters is not None
-    nothing_left_out = {
-        "model_parallel.pipeline": _nothing_compressed(model.pipeline),
-        "model_parallel.tensor": _nothing_compressed(model.tensor),
-        "data_parallel": "" if thresholds else "sparsity = 0",
-    }
-    states = {}
-    for path, reason in nothing_left_out.items():
-        reason = reason if pass_through else ""
-        if path == "data_parallel" and not data.enabled:
-            reason = "enabled = false"
-        states[path.rpartition(".")[2]] = f"dct.{path}.{reason}" if reason else ""
-    return states
-
-
-def _nothing_compressed(section: ActivationConfig) -> str:
-    """Return the setting because of which a section leaves everything to Megatron; empty if it does not."""
-    if section.compresses:
-        return ""
-    return 'forward = "none"' if section.forward.label() == "none" else "forward.sparsity = 0"
+    reason = "sparsity = 0" if pass_through and not thresholds else ""
+    if not data.enabled:
+        reason = "enabled = false"
+    return {**states, "data_parallel": f"dct.data_parallel.{reason}" if reason else ""}
