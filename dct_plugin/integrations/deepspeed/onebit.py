@@ -75,9 +75,16 @@ def _init(original: Function, *args: Any, **keywords: Any) -> None:
     if given.arguments.get("comm_backend_name") != BACKEND_NAME:
         original(*args, **keywords)
         return
-    given.arguments["comm_backend_name"] = _STAND_IN[2]
-    with _standing_in():
+    module, attribute, given.arguments["comm_backend_name"] = _STAND_IN
+    own, there = ModuleType(module), sys.modules.get(module)
+    setattr(own, attribute, Backend)
+    sys.modules[module] = own  # DeepSpeed's own cannot be imported without the device that it is written for
+    try:
         original(*given.args, **given.kwargs)
+    finally:
+        del sys.modules[module]
+        if there is not None:
+            sys.modules[module] = there
     made = given.arguments["self"]
     made.comm_backend_name = BACKEND_NAME
     setattr(made, PATH_ATTRIBUTE, MomentumPath)
@@ -92,22 +99,6 @@ def _has_slot() -> bool:
         return any(importlib.util.find_spec(name) is not None for name in OPTIMIZERS)
     except ImportError:
         return False
-
-
-@contextmanager
-def _standing_in() -> Iterator[None]:
-    name, attribute, _ = _STAND_IN
-    own = ModuleType(name)
-    setattr(own, attribute, Backend)
-    there = sys.modules.get(name)
-    sys.modules[name] = own  # DeepSpeed's own cannot be imported without the device that it is written for
-    try:
-        yield
-    finally:
-        if there is None:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = there
 
 
 class Backend:

@@ -137,34 +137,20 @@ class ZeroPath(GradientPath):
         process_group: Any = None,
         **keywords: Any,
     ) -> None:
+        """Reduce a contiguous bucket to its owners: the gradients of all ranks, or of a group of experts.
+
+        Args:
+            bucket: ``(owners, slice of the bucket[, fp32 accumulator of the slice if it is owned here])``.
+                Its gradients are divided by the number of ranks already.
+        """
         ours = process_group is self.optimizer.dp_process_group
         reducer = self.reducer if ours else self._expert_reducers.get(process_group)
         if self._bucket is None or reducer is None:
             with self.uncompressed(self._reason(process_group)):
                 original(bucket, communication_data_type, *args, process_group=process_group, **keywords)
-        else:
-            self._scatter(self._bucket, bucket, communication_data_type, reducer)
-
-    def _reason(self, process_group: Any) -> str:
-        """Return why a bucket is left to DeepSpeed, which reduces it over ``process_group``."""
-        if process_group in (self.optimizer.expert_dp_process_group or {}).values():
-            return "experts"
-        is_known = process_group in (None, self.optimizer.dp_process_group)
-        return "unknown_bucket" if is_known else "unknown_group"
-
-    def _scatter(
-        self, tensor: Tensor, bucket: Sequence[Any], dtype: torch.dtype, reducer: GradientReducer
-    ) -> None:
-        """Reduce a contiguous bucket, of it what ``reducer`` reduces, to its owners.
-
-        Args:
-            tensor: The bucket; gradients are divided by the number of ranks already.
-            bucket: ``(owners, slice of the bucket[, fp32 accumulator of the slice if it is owned here])``.
-            dtype: The communication type.
-            reducer: The reducer of all ranks, or that of a group of experts.
-        """
-        parameters = self._parameters(dtype)
-        first, buffer = tensor.storage_offset(), CommunicationBuffer(tensor, dtype)
+            return
+        parameters, first = self._parameters(communication_data_type), self._bucket.storage_offset()
+        buffer = CommunicationBuffer(self._bucket, communication_data_type)
 
         def use() -> None:
             for owners, part, *accumulators in bucket:
@@ -180,6 +166,13 @@ class ZeroPath(GradientPath):
         else:
             self._reduce(buffer.flat, parameters, reducer)
             use()
+
+    def _reason(self, process_group: Any) -> str:
+        """Return why a bucket is left to DeepSpeed, which reduces it over ``process_group``."""
+        if process_group in (self.optimizer.expert_dp_process_group or {}).values():
+            return "experts"
+        is_known = process_group in (None, self.optimizer.dp_process_group)
+        return "unknown_bucket" if is_known else "unknown_group"
 
     def _reduce_whole_bucket(
         self, original: Function, tensor: Tensor, communication_data_type: torch.dtype
