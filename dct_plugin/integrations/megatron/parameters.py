@@ -42,8 +42,8 @@ class _Owner:
     updates: ParameterUpdates
     masters: dict[torch.nn.Parameter, Tensor]
     """This rank's shards."""
-    fp32: list[tuple[torch.nn.Parameter, Tensor]]
-    """Those of them that Megatron kept in the parameter buffer."""
+    fp32: list[tuple[torch.nn.Parameter, Tensor, Any]]
+    """Those of them that Megatron kept in the parameter buffer, with their range in the parameter."""
     starts: dict[torch.nn.Parameter, int]
     """Offsets of parameters in their buckets."""
     names: dict[int, str] = field(default_factory=dict)
@@ -57,10 +57,7 @@ class _Owner:
 
     def read_fp32(self) -> None:
         """Copy weights that were set from outside into the fp32 masters."""
-        optimizer = self.optimizer()
-        for parameter, master in self.fp32:
-            assert optimizer is not None
-            owned = optimizer._get_model_param_range_map(parameter)["param"]
+        for parameter, master, owned in self.fp32:
             master.data.copy_(parameter.data.view(-1)[owned.start : owned.end])
 
 
@@ -193,9 +190,13 @@ class ParameterHook(Hook):
             masters=dict(pairs),
             starts={p: start_in(bucket.param_data, p) for bucket in buckets for p in bucket.params_list},
             names={id(bucket): f"bucket {number}" for number, bucket in enumerate(buckets)},
-            fp32=[(model, shard) for model, shard in pairs if model.dtype == torch.float32],
+            fp32=[
+                (model, shard, optimizer._get_model_param_range_map(model)["param"])
+                for model, shard in pairs
+                if model.dtype == torch.float32
+            ],
         )
-        for _, shard in owner.fp32:
+        for _, shard, _ in owner.fp32:
             shard.data = shard.data.clone()
         updates.load_state_dict(self._loaded.get(str(len(self._alive()))), step=self.session.step)
         self._owners.append(owner)
@@ -235,25 +236,22 @@ class ParameterHook(Hook):
 
     @torch.no_grad()
     def _update(self, owner: _Owner, buckets: list[Any]) -> None:
-        entries, parameters, before = [], {}, {}
+        entries, masters = [], {}
         for bucket in buckets:
             each = bucket.param_data.numel() // owner.updates.group.group_size
             if owner.updates.exact:
                 name, flat = owner.names[id(bucket)], bucket.param_data.view(-1)
                 entries.append((name, flat, shards_in(0, flat.numel(), each)))
-                before[name] = owner.before.pop(name)
+                masters[name] = owner.before.pop(name)
                 continue
             for parameter in bucket.params_list:
                 name, start, numel = getattr(parameter, NAME), owner.starts[parameter], parameter.numel()
                 working = bucket.param_data.view(-1)[start : start + numel]
                 entries.append((name, working, shards_in(start, numel, each)))
-                parameters[name] = parameter
-
-        def master_of(name: str) -> Tensor:
-            return before[name] if before else owner.masters[parameters[name]].data.view(-1)
-
+                if parameter in owner.masters:
+                    masters[name] = owner.masters[parameter].data.view(-1)
         if entries:
-            owner.updates.update(entries, master_of)
+            owner.updates.update(entries, masters.__getitem__)
         owner.waiting -= {id(bucket) for bucket in buckets}
 
 

@@ -7,7 +7,6 @@ the same order.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ class Optimizers:
         from megatron.core.optimizer.optimizer import MegatronOptimizer
 
         self._optimizers = weakref.WeakValueDictionary[int, Any]()
-        self._count = itertools.count()
+        """By identity, in the order in which they were made."""
         patches.intercept(MegatronOptimizer, "__init__", self._init)
 
     def unit_of(self, parameter: torch.nn.Parameter) -> StepUnit | None:
@@ -83,7 +82,7 @@ class Optimizers:
     ) -> None:
         if optimizer is not None:  # None: this rank has nothing to train
             setattr(wrapper, _GROUPS, [list(group["params"]) for group in optimizer.param_groups])
-            self._optimizers[next(self._count)] = wrapper
+            self._optimizers[id(wrapper)] = wrapper
         original(wrapper, optimizer, *arguments, **keywords)
 
 
