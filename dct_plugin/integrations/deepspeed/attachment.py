@@ -153,11 +153,6 @@ def gradient_path_of(engine: Any) -> type[GradientPath] | None:
     return gradient_path_of_optimizer(engine) or next(applying, None)
 
 
-def activation_paths_of(engine: Any, config: DCTConfig) -> list[type[ActivationPath]]:
-    """Return the classes of paths for the activations that are to be compressed."""
-    return [path for path in ACTIVATION_PATHS if path.applies(engine, config)]
-
-
 class EngineAttachment(HostAttachment):
     """The plugin's additions to an engine; ``engine.dct`` for scripts.
 
@@ -196,15 +191,15 @@ class EngineAttachment(HostAttachment):
         with supported(engine):
             path = gradient_path_of(engine)
             self._decide(path)
-            if path is None or not (
-                self.config.data_parallel.enabled or activation_paths_of(engine, self.config)
-            ):
+            crossing = [each for each in ACTIVATION_PATHS if each.applies(engine, self.config)]
+            if path is None or not (self.config.data_parallel.enabled or crossing):
                 return False
             self.metrics = Metrics(
                 self.config.metrics, rank=engine.global_rank, world_size=dist.get_world_size()
             )
             self.steps = StepHooks([], self.metrics, rank=engine.global_rank)
-            self._choose_paths(EngineContext(engine, self.config, self.metrics, self.steps), path)
+            context = EngineContext(engine, self.config, self.metrics, self.steps)
+            self._make_paths(context, path(context), crossing)
         return True
 
     def weights(self) -> Iterable[Tensor]:
@@ -230,11 +225,12 @@ class EngineAttachment(HostAttachment):
             self.resolve(engine.optimizer, training, nodes)
         require(job, self.config, rank=engine.global_rank)
 
-    def _choose_paths(self, context: EngineContext, path: type[GradientPath]) -> None:
-        engine, settings = self._engine, self.config.data_parallel
-        self._path = path(context)
-        self.reducer, self.experts = self._path.reducer, self._path.experts
-        self.activations = {each.name: each(context) for each in activation_paths_of(engine, self.config)}
+    def _make_paths(
+        self, context: EngineContext, path: GradientPath, crossing: Iterable[type[ActivationPath]]
+    ) -> None:
+        settings, self._path = self.config.data_parallel, path
+        self.reducer, self.experts = path.reducer, path.experts
+        self.activations = {each.name: each(context) for each in crossing}
         self.description, self.coverage = self._describe(), self._path.coverage()
         streams = [activation.streams for activation in self.activations.values()]
         self.steps.members = [*self._path.reducers, *streams]

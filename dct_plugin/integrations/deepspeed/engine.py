@@ -161,7 +161,6 @@ def job_of(engine: Any, path: Any = None) -> Job:
         wrapper=type(engine.optimizer).__name__ if path is None and has_optimizer(engine) else "",
         engine=_unsupported_class(engine),
         model_parallel=_model_parallel(engine),
-        ranks_per_copy=engine.zero_hpz_partition_size(),
         sequence_ranks=size if (size := int(getattr(engine, "sequence_parallel_size", 1))) > 1 else 0,
     )
 

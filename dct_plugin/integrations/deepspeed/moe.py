@@ -116,7 +116,11 @@ class _SlotExchange:
         sent_counts, received_counts = (
             slots.view(comm.world_size, -1).sum(dim=1).tolist() for slots in (sent, received)
         )
-        self._record_empty(comm, rows, sent, sent_counts)
+        # The bytes of slots without a token, in both passes: DeepSpeed would send them, too.
+        block = sent.numel() // comm.world_size
+        empty = sum(block - count for rank, count in enumerate(sent_counts) if rank != comm.rank)
+        for cls in (comm.cls, f"{comm.cls}_gradient")[: 1 + self._path.streams.training]:
+            self._path.metrics.record(Record(cls, dense_bytes=empty * width * rows.element_size()))
         tokens = comm.all_to_all(rows[sent], stream, sent_counts, received_counts)
         out = rows.new_zeros(rows.shape)
         return out.index_copy(0, received.nonzero().view(-1), tokens).view(tensor.shape)
@@ -132,16 +136,6 @@ class _SlotExchange:
         answers = comm.exchange.all_to_all([pack(part, 1) for part in bits], fingerprint)
         self._path.metrics.record(Record(comm.cls, sent_bytes=comm.exchange.counters()[0] - before))
         return torch.cat([unpack(answer, 1)[:count] for answer in answers]).bool()
-
-    def _record_empty(
-        self, comm: CompressedCollectives, rows: Tensor, sent: Tensor, sent_counts: Sequence[int]
-    ) -> None:
-        """Count the bytes of slots without a token, in both passes: DeepSpeed would send them, too."""
-        block = sent.numel() // comm.world_size
-        empty = sum(block - count for rank, count in enumerate(sent_counts) if rank != comm.rank)
-        dense = empty * rows.shape[1] * rows.element_size()
-        for cls in (comm.cls, f"{comm.cls}_gradient")[: 1 + self._path.streams.training]:
-            self._path.metrics.record(Record(cls, dense_bytes=dense))
 
 
 def _is_distributed(layer: Any) -> bool:
