@@ -384,11 +384,13 @@ class _Finder:
         call = rf"^[^#\n]*(?<![\w-]){re.escape(function)}[ \t]+[^\s(]"
         return re.search(call, self.script.text, re.MULTILINE) is not None
 
-    def _is_megatrons(self, script: str, texts: set[str]) -> bool:
-        """Return whether a launch, of these words, says that it is Megatron's."""
+    def _why_not(self, place: int, script: str, texts: set[str]) -> str:
+        """Return why a training launch of these words is left alone; empty: it says that it is Megatron's."""
+        if any(start <= place < end for start, end in self._ray):
+            return _RAY
         names = self._variables.names(script)
         paths = {script, *self._variables.all_texts([Word(0, 0, script)])}
-        return (
+        is_megatrons = (
             any(fnmatch(name, pattern) for pattern in self.patterns for name in (script, *names))
             or any(map(_MEGATRON_SCRIPT.fullmatch, names))
             or any(map(_MEGATRON.search, paths))
@@ -397,12 +399,7 @@ class _Finder:
             or self._in_megatron
             or any(map(self._imports, paths))
         )
-
-    def _why_not(self, place: int, script: str, texts: set[str]) -> str:
-        """Return why a training launch is left alone; empty if it is Megatron's."""
-        if any(start <= place < end for start, end in self._ray):
-            return _RAY
-        return "" if self._is_megatrons(script, texts) else _NO_REASON
+        return "" if is_megatrons else _NO_REASON
 
     def _add(self, state: _State, other_host: bool, texts: Sequence[str], said: set[str]) -> None:
         script, place, is_torchrun = state.script, state.place, state.launcher == "torchrun"
@@ -474,9 +471,8 @@ def _torchrun_options() -> dict[str, bool]:
 def _takes_value(option: str) -> bool | None:
     """Return whether an option of torchrun, or the beginning of one, takes a value; None for no option."""
     options = _torchrun_options()
-    found = {options[option]} if option in options else set()
-    if not found and option.startswith("--"):
-        found = {takes for name, takes in options.items() if name.startswith(option)}
+    names = [option] if option in options else [name for name in options if name.startswith(option)]
+    found = {options[name] for name in names}
     return found.pop() if len(found) == 1 else True if option.startswith("--dct") else None
 
 
