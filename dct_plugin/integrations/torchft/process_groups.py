@@ -344,11 +344,10 @@ class _Pending(dist._Work):
         self._future.wait()
         return True
 
-    def block_current_stream(self) -> None:
-        self._future.wait()
-
     def synchronize(self) -> None:
         self._future.wait()
+
+    block_current_stream = synchronize
 
     def get_future(self) -> Any:
         return self._future
