@@ -8,6 +8,7 @@ would train on without the plugin, or wrongly.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -190,12 +191,9 @@ def precision_of(engine: Any) -> str:
 
 def _unsupported_class(engine: Any) -> str:
     """Return the name of an engine class of DeepSpeed that is not supported; empty for the others."""
-    for cls in type(engine).__mro__:
-        if cls is DeepSpeedEngine:
-            break
-        if cls.__module__.startswith("deepspeed.") and cls is not PipelineEngine:
-            return cls.__name__
-    return ""
+    derived = itertools.takewhile(lambda cls: cls is not DeepSpeedEngine, type(engine).__mro__)
+    others = (cls for cls in derived if cls.__module__.startswith("deepspeed.") and cls is not PipelineEngine)
+    return next((cls.__name__ for cls in others), "")
 
 
 def _model_parallel(engine: Any) -> str:

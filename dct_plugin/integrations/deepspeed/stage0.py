@@ -19,9 +19,9 @@ from ..host.patching import Function, Patches
 from .buckets import CommunicationBuffer
 from .engine import EngineContext, precision_of, targets_of
 from .path import GradientPath
-from .weight_updates import WeightLayout, gather_target
+from .weight_updates import WeightLayout
 
-_BF16, _BF16_CLASS = "deepspeed.runtime.bf16_optimizer", "BF16_Optimizer"
+_BF16, _BF16_MODULE = "BF16_Optimizer", "deepspeed.runtime.bf16_optimizer"
 #: Name, offset in the buffer of a gradient, and number of entries of a parameter.
 _Slice = tuple[str, int, int]
 
@@ -112,10 +112,9 @@ class Bf16Path(Stage0Path):
 
     targets = (
         *TARGETS,
-        *targets_of(_BF16, _BF16_CLASS, get_grads_for_reduction="", step="closure", update_lp_params=""),
-        gather_target(_BF16),
+        *targets_of(_BF16_MODULE, _BF16, get_grads_for_reduction="", step="closure", update_lp_params=""),
     )
-    wrapper = _BF16_CLASS
+    wrapper = _BF16
     weight_layout = WeightLayout("bf16_groups", "bf16_partitioned_groups")
 
     def describe(self) -> str:

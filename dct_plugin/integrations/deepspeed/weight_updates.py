@@ -26,9 +26,12 @@ from ..host.patching import Function, Patches
 from ..host.startup import nodes_of
 from ..host.versions import Target
 from .buckets import is_expert
-from .engine import EngineContext, EnginePart
+from .engine import EngineContext, EnginePart, require_targets
 
 _GATHER = "all_gather_dp_groups"
+_GATHERED = (
+    "groups_flat partitioned_param_groups dp_process_group start_alignment_factor allgather_bucket_size"
+)
 
 
 class WeightLayout(NamedTuple):
@@ -43,12 +46,6 @@ class WeightLayout(NamedTuple):
 
     parameters: str
     partitions: str
-
-
-def gather_target(module: str) -> Target:
-    """Return the gather of a module of DeepSpeed that :class:`UpdatedWeights` replaces."""
-    leading = "groups_flat partitioned_param_groups dp_process_group start_alignment_factor"
-    return Target(module, _GATHER, f"{leading} allgather_bucket_size")
 
 
 class _FlatParameter(NamedTuple):
@@ -100,13 +97,17 @@ class UpdatedWeights(WeightUpdates):
 
     Attributes:
         updates: Exchanges updates over the optimizer's data-parallel group.
+
+    Raises:
+        VersionError: This DeepSpeed gathers weights in another way.
     """
 
     def __init__(
         self, context: EngineContext, layout: WeightLayout, name_of: Callable[[int, Any], str]
     ) -> None:
         engine, config = context.engine, context.config
-        ranks = engine.seq_data_parallel_group
+        ranks, module = engine.seq_data_parallel_group, type(engine.optimizer).__module__
+        require_targets([Target(module, _GATHER, _GATHERED)])
         self.updates = ParameterUpdates(
             config.data_parallel,
             nodes_of(config.data_parallel, ranks) or ranks,
@@ -114,7 +115,7 @@ class UpdatedWeights(WeightUpdates):
             device=engine.device,
             kernels=config.kernels,
         )
-        self._optimizer, self._layout = engine.optimizer, layout
+        self._optimizer, self._layout, self._module = engine.optimizer, layout, sys.modules[module]
         self._groups: dict[int, list[_FlatParameter]] = {}
         """The groups whose updates are exchanged, by index."""
         groups = zip(getattr(engine.optimizer, layout.parameters), self._flat, strict=True)
@@ -144,7 +145,7 @@ class UpdatedWeights(WeightUpdates):
         updated = [index for index in self._groups if not self.updates.full(dtypes[index])]
         self._known = {i: self._part(i).clone() for i in updated}
         with Patches() as patches:  # for this step alone: the function is shared by all engines
-            patches.intercept(sys.modules[type(self._optimizer).__module__], _GATHER, self._gather)
+            patches.intercept(self._module, _GATHER, self._gather)
             return original(*args, **keywords)
 
     def _gather(

@@ -31,9 +31,9 @@ from ..host.patching import Function, Patches, given
 from .buckets import BucketReductions, CommunicationBuffer, DeferredReductions, is_expert
 from .engine import EngineContext, targets_of, tied_weights
 from .path import GradientPath
-from .weight_updates import WeightLayout, gather_target
+from .weight_updates import WeightLayout
 
-_MODULE, _CLASS = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
+_CLASS = "DeepSpeedZeroOptimizer"
 
 
 class _Parameter(NamedTuple):
@@ -49,21 +49,16 @@ class _Parameter(NamedTuple):
 class ZeroPath(GradientPath):
     """The gradient collectives of a ``DeepSpeedZeroOptimizer`` (stage 1 or 2)."""
 
-    targets = (
-        *targets_of(
-            _MODULE,
-            _CLASS,
-            average_tensor="tensor communication_data_type",
-            allreduce_and_scatter=(
-                "bucket communication_data_type numel_per_bucket log divide process_group"
-            ),
-            gradient_reduction_w_predivide="tensor communication_data_type",
-            allreduce_bucket="bucket communication_data_type rank log divide process_group",
-            get_param_id="param",
-            step="closure",
-            update_lp_params="",
-        ),
-        gather_target(_MODULE),
+    targets = targets_of(
+        "deepspeed.runtime.zero.stage_1_and_2",
+        _CLASS,
+        average_tensor="tensor communication_data_type",
+        allreduce_and_scatter="bucket communication_data_type numel_per_bucket log divide process_group",
+        gradient_reduction_w_predivide="tensor communication_data_type",
+        allreduce_bucket="bucket communication_data_type rank log divide process_group",
+        get_param_id="param",
+        step="closure",
+        update_lp_params="",
     )
     wrapper = _CLASS
     weight_layout = WeightLayout("bit16_groups", "parallel_partitioned_bit16_groups")
