@@ -13,7 +13,6 @@ import deepspeed
 import torch.distributed as dist
 from torch import Tensor
 
-from dct_plugin.config import DCTConfig
 from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.parameters import ParameterUpdates
@@ -424,18 +423,19 @@ def attach(engine: Any, section: Any) -> EngineAttachment | None:
     with agreement:
         attachment = EngineAttachment(engine, section)
         config = attachment.written
-        if not config.enabled and gradient_path_of_optimizer(engine) is None:
+        abstains = not config.enabled and gradient_path_of_optimizer(engine) is None
+        if abstains:
             agreement.abstain()
-            _nothing(engine, config, switched_off(config))
-            return None
-        prepared = attachment.prepare()
+        prepared = not abstains and attachment.prepare()
     facts = {
         "version of deepspeed": deepspeed.__version__,
         "gradient path": attachment.description or "none",
     }
     if not prepared:
-        agreement.confirm(startup.facts_of(attachment.config, facts))
-        _nothing(engine, config, switched_off(config) or "the engine has no optimizer")
+        if not abstains:
+            agreement.confirm(startup.facts_of(attachment.config, facts))
+        PlainTraining(config, switched_off(config) or "the engine has no optimizer")
+        warn_of_dropped_residuals(engine)
         return None
     what = f"{attachment.description}, {attachment.coverage}, {dist.get_world_size()} ranks"
     attachment.start(agreement, what, facts)
@@ -447,9 +447,3 @@ def attach(engine: Any, section: Any) -> EngineAttachment | None:
             "evaluation or export call engine.dct.gather_parameters() on all ranks; save_checkpoint does it"
         )
     return attachment
-
-
-def _nothing(engine: Any, config: DCTConfig, reason: str) -> None:
-    """Leave an engine as it is, and say why."""
-    PlainTraining(config, reason)
-    warn_of_dropped_residuals(engine)
