@@ -186,9 +186,8 @@ class Job:
         old_form = content.get("zero_optimization") is True
         zero = {"stage": 1} if old_form else _object(content, "zero_optimization")
         stage = STAGES.get(str(zero.get("stage", 0)), 0)
-        precision = "fp16" if _on(content, "fp16") else "bf16"
-        if precision == "bf16" and not (_on(content, "bf16") or _on(content, "bfloat16")):
-            precision = "fp32"
+        kinds = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+        precision = next((kind for key, kind in kinds.items() if _on(content, key)), "fp32")
         optimizer, backend = _object(content, "optimizer"), backend_name(content)
         given = _object(optimizer, "params")
         places = _object(_object(content, SECTION), "model_parallel")

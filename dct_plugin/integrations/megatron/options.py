@@ -5,6 +5,7 @@ Imports nothing but the standard library until an option or a configuration is r
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -80,25 +81,21 @@ def _separate(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 def _find_target(arguments: list[str]) -> tuple[str, bool, list[str]]:
     """Return the target, whether it is a module, and its arguments with a launcher's local rank."""
-    moved: list[str] = []
-    rest = list(arguments)
-    while rest:
-        item = rest.pop(0)
-        if item in _LOCAL_RANK:
-            moved += [item, *rest[:1]]
-            del rest[:1]
-        elif item.startswith(tuple(f"{name}=" for name in _LOCAL_RANK)):
-            moved.append(item)
+    moved, items = [], iter(arguments)
+    for item in items:
+        if item.partition("=")[0] in _LOCAL_RANK:
+            moved += [item, *itertools.islice(items, int("=" not in item))]
         elif item in ("-m", "--module"):
-            if not rest or rest[0].startswith("-"):
+            target = next(items, "-")
+            if target.startswith("-"):
                 raise ConfigError(f"{item} needs the name of a module\n{USAGE}")
-            return rest[0], True, moved + rest[1:]
+            return target, True, [*moved, *items]
         elif item.startswith("-"):
             raise ConfigError(
                 f"argument {item!r} before the script is neither the plugin's nor a launcher's\n{USAGE}"
             )
         else:
-            return item, False, moved + rest
+            return item, False, [*moved, *items]
     raise ConfigError(f"no script to run\n{USAGE}")
 
 

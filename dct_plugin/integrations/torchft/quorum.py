@@ -98,8 +98,7 @@ class QuorumPeers(Peers):
         return TcpTransport(self.rank, self.ranks, self._connections)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        work = self._dense.allreduce([tensor], dist.AllreduceOptions())
-        work.wait()
+        self._dense.allreduce([tensor], dist.AllreduceOptions()).wait()
 
     def close(self) -> None:
         """Close the connections, so that the other replicas fail at once, too."""
