@@ -127,7 +127,6 @@ class _State(NamedTuple):
     problem: str = ""
     orphan: str = ""
     is_over: bool = False
-    other_host: bool = False
 
 
 class _Variables:
@@ -137,7 +136,7 @@ class _Variables:
         bodies: Those functions by the place of their command.
     """
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, commands: Iterable[Command]) -> None:
         self._script = script
         self._values: dict[str, list[list[Word]]] = {}
         self.bodies: dict[int, str] = {}
@@ -145,8 +144,11 @@ class _Variables:
             for value in re.finditer(r"\S+", loop[2]):
                 start, end = (loop.start(2) + offset for offset in value.span())
                 self._add_value(loop[1], [Word(start, end, value[0].strip("\"'"))], [])
+        for command in commands:
+            self._assign(command)
+        self._read_functions()
 
-    def assign(self, command: Command) -> None:
+    def _assign(self, command: Command) -> None:
         """Add the values of variables; one that contains the variable itself contains its last value."""
         for word in command.words:
             raw = self._script.text[word.start : word.end]
@@ -178,7 +180,7 @@ class _Variables:
         if len(values) < _MOST_VALUES and [word.text for word in new] not in texts:
             values.append(new)
 
-    def read_functions(self) -> None:
+    def _read_functions(self) -> None:
         """Take the words before ``"$@"`` in a function's command as a value of the function's name."""
         for function in _FUNCTION.finditer(self._script.text):
             for command in self._script.simple_commands(*function.span(2)):
@@ -223,11 +225,12 @@ class _Finder:
     ) -> None:
         self.script, self.patterns = Script(text), patterns
         self._force, self._imports = force, imports
-        self._in_megatron = False
+        self._commands = list(self.script.commands(0, len(text)))
+        self._in_megatron = any(map(_is_in_megatron, self._commands))
         """True if the script changes to a folder of Megatron's, or imports from there."""
-        self._ray: list[tuple[int, int]] = []
-        """Commands of ray, from their first word to their last."""
-        self._variables = _Variables(self.script)
+        self._ray = [command.words for command in self._commands if _starts_ray(command)]
+        """The words of ray's commands."""
+        self._variables = _Variables(self.script, self._commands)
         self.inserted = {match.end(): match.span() for match in INSERTION.finditer(text)}
         self.launches: dict[int, Launch] = {}
         # Notes and errors by offset; notes about a place with a launch give way to it, or it to them.
@@ -238,14 +241,7 @@ class _Finder:
         self._behind = functools.cache(self._read_word)
 
     def run(self) -> Launches:
-        commands = list(self.script.commands(0, len(self.script.text)))
-        for command in commands:
-            self._variables.assign(command)
-            self._in_megatron |= _is_in_megatron(command)
-            if _starts_ray(command):
-                self._ray.append((command.words[0].start, command.words[-1].end))
-        self._variables.read_functions()
-        for command in commands:
+        for command in self._commands:
             if command.program and not command.is_harmless:
                 self._find(command, command.program)
         for place in self.inserted.keys() - self.launches.keys():
@@ -295,8 +291,6 @@ class _Finder:
     def _step(self, state: _State, word: Word) -> _State:
         """Return the state behind one more word."""
         text, variable = word.text, _VARIABLE.fullmatch(word.text)
-        if _OPTION_OF_OTHER_HOST.match(text):
-            state = state._replace(other_host=True)
         if state.script or state.problem or state.orphan or state.is_over:
             return state
         if state.expects == "module":
@@ -365,7 +359,8 @@ class _Finder:
         is_whole = not command.nesting or (command.nesting == "string" and has_variable)
         if not found and not problems and is_whole:
             problems += [f"{state.token}: no script found" for state in states if _lacks_script(state, texts)]
-        other_host = any(state.other_host for state in states)
+        said = self._variables.all_texts(words)
+        other_host = any(map(_OPTION_OF_OTHER_HOST.match, said))
         if len(words) == 1 and self._variables.is_function(texts[0]):
             return  # its definition
         if (function := self._variables.bodies.get(start)) and not found and self._is_called(function):
@@ -377,7 +372,7 @@ class _Finder:
         elif not found and has_variable and _launcher_of(texts[0]) == "other":
             self.notes[start] = _OTHER_HOST
         for state in found if not problems else ():
-            self._add(state, other_host, texts, set() if self._force else self._variables.all_texts(words))
+            self._add(state, other_host, texts, said)
 
     def _is_called(self, function: str) -> bool:
         """Return whether a function is called with arguments."""
@@ -386,7 +381,7 @@ class _Finder:
 
     def _why_not(self, place: int, script: str, texts: set[str]) -> str:
         """Return why a training launch of these words is left alone; empty: it says that it is Megatron's."""
-        if any(start <= place < end for start, end in self._ray):
+        if any(words[0].start <= place < words[-1].end for words in self._ray):
             return _RAY
         names = self._variables.names(script)
         paths = {script, *self._variables.all_texts([Word(0, 0, script)])}
