@@ -35,7 +35,11 @@ _PREFIX = "pipeline boundary "
 
 #: How one tensor was compressed, and what its gradient needs; None where it was sent as it is.
 _Compressed = tuple[FixedMessages, Kept] | None
+_ByBuffer = dict[int, list[_Compressed]]
 _Transfer = Callable[[Tensor], Any]
+#: Called with a tensor, a function that transfers a message in its place, the messages, and, of a gradient,
+#: what its activation left; returns what the gradient needs.
+_Exchange = Callable[[Tensor, _Transfer, FixedMessages, Kept | None], Kept]
 #: Called with a tensor, a function that transfers a tensor in its place, and its position.
 _Handle = Callable[[Tensor, _Transfer, int], None]
 
@@ -68,8 +72,8 @@ class PipelinePath(ActivationPath):
         self._pass_metrics = PipelineMetrics(lambda: context.metrics, self.streams)
         self._number = 0
         # By pipeline buffer, one for each floating-point tensor.
-        self._sent: dict[int, list[_Compressed]] = {}
-        self._received: dict[int, list[_Compressed]] = {}
+        self._sent: _ByBuffer = {}
+        self._received: _ByBuffer = {}
 
     @classmethod
     def applies(cls, engine: Any, config: DCTConfig) -> bool:
@@ -85,8 +89,8 @@ class PipelinePath(ActivationPath):
         transfers: dict[Any, Callable[[int], _Transfers]] = {
             schedule.SendActivation: self._send_activations,
             schedule.RecvActivation: self._receive_activations,
-            schedule.SendGrad: self._send_gradients,
-            schedule.RecvGrad: self._receive_gradients,
+            schedule.SendGrad: partial(self._backward, self._received, self._send),
+            schedule.RecvGrad: partial(self._backward, self._sent, self._receive),
         }
         for instruction, make in transfers.items():
             instructions[instruction] = partial(self._execute, instructions[instruction], make)
@@ -105,73 +109,69 @@ class PipelinePath(ActivationPath):
     def _send_activations(self, buffer_id: int) -> _Transfers:
         """Send outputs to the next stage, and keep what their gradients need."""
         outputs = _tensors(self.engine.pipe_buffers["outputs"][buffer_id])
-
-        def send(tensor: Tensor, transfer: _Transfer, messages: FixedMessages) -> Kept:
-            message, kept, encoded = messages.encode(tensor, self._number)
-            self._number += 1
-            self._pass_metrics.sent("pipeline", tensor, message, encoded)
-            self._timed(transfer, message)
-            return kept
-
-        handle = self._forward(self.engine.stage_id, self._sent, buffer_id, send)
+        handle = self._forward(self.engine.stage_id, self._sent, self._send, buffer_id)
         return _Transfers(lambda: self._floating(outputs), handle)
 
     def _receive_activations(self, buffer_id: int) -> _Transfers:
         """Receive inputs from the previous stage into DeepSpeed's buffers, which it copies."""
-
-        def receive(buffer: Tensor, transfer: _Transfer, messages: FixedMessages) -> Kept:
-            message = _message_buffer(buffer, messages.nbytes(buffer.shape, buffer.dtype))
-            self._timed(transfer, message)
-            with self._pass_metrics.timed("decode"):
-                return messages.decode(message, buffer)
-
-        handle = self._forward(self.engine.stage_id - 1, self._received, buffer_id, receive)
+        handle = self._forward(self.engine.stage_id - 1, self._received, self._receive, buffer_id)
         # The buffers are made after the first shapes arrived, inside the instruction.
         return _Transfers(lambda: self._floating(_tensors(self.engine.pipe_recv_buf)), handle)
 
-    def _send_gradients(self, buffer_id: int) -> _Transfers:
-        """Send the gradients of the inputs, in their order, to the previous stage."""
-
-        def send(gradient: Tensor, transfer: _Transfer, messages: FixedMessages, kept: Kept) -> None:
-            message, encoded = messages.encode_gradient(gradient, kept, exact=True)
-            self._pass_metrics.sent("pipeline_gradient", gradient, message, encoded)
-            self._timed(transfer, message)
-
-        return _Transfers(lambda: None, _backward(self._received.pop(buffer_id, []), send))
-
-    def _receive_gradients(self, buffer_id: int) -> _Transfers:
-        """Receive the gradients of the outputs, in their order, from the next stage."""
-
-        def receive(buffer: Tensor, transfer: _Transfer, messages: FixedMessages, kept: Kept) -> None:
-            size = messages.nbytes(buffer.shape, buffer.dtype, gradient=True, kept=kept)
-            message = _message_buffer(buffer, size)
-            self._timed(transfer, message)
-            with self._pass_metrics.timed("decode"):
-                messages.decode_gradient(message, {kept.number: kept}, buffer)
-
-        return _Transfers(lambda: None, _backward(self._sent.pop(buffer_id, []), receive))
-
-    def _forward(
-        self,
-        boundary: int,
-        by_buffer: dict[int, list[_Compressed]],
-        buffer_id: int,
-        handle: Callable[[Tensor, _Transfer, FixedMessages], Kept],
-    ) -> _Handle:
+    def _forward(self, boundary: int, kept: _ByBuffer, exchange: _Exchange, buffer_id: int) -> _Handle:
         """Return what transfers the activations of a boundary; it keeps what their gradients need."""
         training = torch.is_grad_enabled()  # not so in eval_batch
         self.streams.begin(training)
         compresses = self.config.at(boundary).compresses and self.streams.step >= self.config.warmup_steps
         compresses = compresses and (training or self.config.evaluation)
-        compressed = by_buffer.setdefault(buffer_id, []) if training else []
+        compressed = kept.setdefault(buffer_id, []) if training else []
 
         def transfer_one(tensor: Tensor, transfer: _Transfer, position: int) -> None:
             messages = self._messages(boundary, position, tensor) if compresses else None
             if messages is None:
                 transfer(tensor)
-            compressed.append(None if messages is None else (messages, handle(tensor, transfer, messages)))
+                compressed.append(None)
+            else:
+                compressed.append((messages, exchange(tensor, transfer, messages, None)))
 
         return transfer_one
+
+    def _backward(self, kept: _ByBuffer, exchange: _Exchange, buffer_id: int) -> _Transfers:
+        """Transfer the gradients of the activations in a buffer, in their order."""
+        compressed = kept.pop(buffer_id, [])
+
+        def transfer_one(tensor: Tensor, transfer: _Transfer, position: int) -> None:
+            if (activation := compressed[position]) is None:
+                transfer(tensor)
+            else:
+                exchange(tensor, transfer, *activation)
+
+        return _Transfers(lambda: None, transfer_one)
+
+    # -- one tensor ---
+
+    def _send(self, tensor: Tensor, transfer: _Transfer, messages: FixedMessages, kept: Kept | None) -> Kept:
+        if kept is not None:
+            message, encoded = messages.encode_gradient(tensor, kept, exact=True)
+            self._pass_metrics.sent("pipeline_gradient", tensor, message, encoded)
+        else:
+            message, kept, encoded = messages.encode(tensor, self._number)
+            self._number += 1
+            self._pass_metrics.sent("pipeline", tensor, message, encoded)
+        self._timed(transfer, message)
+        return kept
+
+    def _receive(
+        self, buffer: Tensor, transfer: _Transfer, messages: FixedMessages, kept: Kept | None
+    ) -> Kept:
+        size = messages.nbytes(buffer.shape, buffer.dtype, gradient=kept is not None, kept=kept)
+        message = torch.empty(size, dtype=torch.uint8, device=buffer.device)
+        self._timed(transfer, message)
+        with self._pass_metrics.timed("decode"):
+            if kept is None:
+                return messages.decode(message, buffer)
+            messages.decode_gradient(message, {kept.number: kept}, buffer)
+            return kept
 
     # -- what is compressed ---
 
@@ -248,20 +248,6 @@ class _Transfers:
             self._handle(tensor, transfer, position)
 
 
-def _backward(
-    compressed: Sequence[_Compressed], handle: Callable[[Tensor, _Transfer, FixedMessages, Kept], None]
-) -> _Handle:
-    """Return what transfers the gradients of activations that were ``compressed``."""
-
-    def transfer_one(tensor: Tensor, transfer: _Transfer, position: int) -> None:
-        if (activation := compressed[position]) is None:
-            transfer(tensor)
-        else:
-            handle(tensor, transfer, *activation)
-
-    return transfer_one
-
-
 _p2p = pipe_engine.p2p
 
 
@@ -270,7 +256,3 @@ def _tensors(transferred: Any) -> Sequence[Tensor]:
     if transferred is None:
         return ()
     return (transferred,) if isinstance(transferred, Tensor) else transferred
-
-
-def _message_buffer(tensor: Tensor, size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=tensor.device)
