@@ -340,12 +340,8 @@ class EngineAttachment(HostAttachment):
             return []
         names = [name for name, _ in path.replicated()]
         others = functools.partial(not_trained, engine.module, names)
-        reducer = self.reducer
-        return [
-            ReplicaChecksums(
-                settings, path.replicated, reducer.group.process_group, others, reducer.group.agree
-            )
-        ]
+        group = self.reducer.group
+        return [ReplicaChecksums(settings, path.replicated, group.process_group, others, group.agree)]
 
     def _step(self, original: Function, *args: Any, **keywords: Any) -> Any:
         path = self._path

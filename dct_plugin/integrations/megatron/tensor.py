@@ -171,6 +171,7 @@ class TensorHook(Hook):
     def _subclass(self, original: Any, kind: str) -> Any:
         hook = self
 
+        @functools.wraps(original, updated=())
         class Compressed(original):
             @classmethod
             def apply(cls, input_: Tensor, group: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -180,8 +181,6 @@ class TensorHook(Hook):
                     return original.apply(input_, group, *arguments, **keywords)
                 return getattr(route[0], kind)(input_, route[1])
 
-        Compressed.__name__, Compressed.__qualname__ = original.__name__, original.__qualname__
-        Compressed.__module__, Compressed.__doc__ = original.__module__, original.__doc__
         return Compressed
 
     def _linear(
