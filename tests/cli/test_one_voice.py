@@ -64,8 +64,8 @@ def test_all_commands_advise_the_same(lr: float, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(job))
     (tmp_path / "train.py").write_text(_SCRIPT)
     metrics = str(tmp_path / "m.jsonl")
-    line = torchrun(2, str(tmp_path / "train.py"), str(lr), metrics)
     with forked_interpreters():
+        line = torchrun(2, str(tmp_path / "train.py"), str(lr), metrics)
         checked = said("config", "check", "--ranks", "2", str(tmp_path / "ds.json"))
         advised = said("advise", "--", *line)
         ran = said_by(line)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support import ROOT
-from support.deepspeed_launch import environment, torchrun
-from support.forked import forked_interpreters
+from support.deepspeed_launch import execute, torchrun
+from support.forked import forked_commands, forked_interpreters
+
+for package in ("deepspeed", "accelerate", "lightning"):  # once, for the forks that train
+    with contextlib.suppress(ImportError):
+        __import__(package)
 
 _LOOP = """
 for step in range(20):
@@ -86,14 +88,10 @@ def test_the_commands_of_a_page_end_with_a_decision(page: str, tmp_path: Path) -
         job["zero_optimization"] = {"stage": 1}
         section = json.loads("{" + blocks(page, "json")[0] + "}")
         (tmp_path / "ds.json").write_text(json.dumps(job | section))
-    paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
-    environment = {**os.environ, "PATH": os.pathsep.join(paths), "ACCELERATE_USE_CPU": "true"}
     said = ""
-    with forked_interpreters():
+    with forked_commands("dct", "torchrun"):
         for command in commands:
-            done = subprocess.run(
-                command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-            )
+            done = execute(command.split(), tmp_path, ACCELERATE_USE_CPU="true")
             assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-3000:])
             said += done.stderr + done.stdout
     assert "dct: active on " in said
@@ -153,9 +151,7 @@ def test_the_other_blocks_of_hugging_face_run(package: str, around: str, word: s
     block = block.replace("\nTrainer(", "\ntrainer = Trainer(").replace(", ...)", ", **more)")
     (tmp_path / "train.py").write_text(_START + around.replace("BLOCK", block))
     with forked_interpreters():
-        done = subprocess.run(
-            torchrun(2, "train.py"), cwd=tmp_path, env=environment(), capture_output=True, text=True
-        )
+        done = execute(torchrun(2, "train.py"), tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "dct: active on torch DDP" in done.stdout + done.stderr
 

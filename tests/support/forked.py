@@ -80,6 +80,20 @@ def forked_interpreters() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def forked_commands(*names: str) -> Iterator[None]:
+    """Meanwhile, whoever starts ``sys.executable`` or one of these commands gets forks."""
+    installed = Path(sys.prefix) / "bin"
+    with forked_interpreters(), pytest.MonkeyPatch.context() as patch:
+        folder = installed if torch.cuda.is_available() else Path(_stand_in()).parent
+        for name in () if folder == installed else names:
+            _, _, program = (installed / name).read_text().partition("\n")
+            (folder / name).write_text(f"#!{_stand_in()}\n{program}")
+            (folder / name).chmod(0o700)
+        patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        yield
+
+
+@contextlib.contextmanager
 def forked_ranks() -> Iterator[None]:
     """Meanwhile, torchrun's ranks are forks; torchrun and whoever starts it are not, so that ranks are seen
     and killed as its children.
