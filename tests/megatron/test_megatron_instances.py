@@ -54,19 +54,13 @@ def test_instances_are_summed_densely_and_thresholded_between(tmp_path: Path) ->
     exact = section(sparsity=0, value_dtype="fp32")
     ahead = section(sparsity=0.95, feedback="step_ahead")
     folder = str(tmp_path)
-    plain, same, overlapped, overlapped_same, bf16, bf16_same = run(
+    plain, same, overlapped, overlapped_same, bf16, bf16_same, *thresholded = run(
         job,
         job.with_dct(exact, through_codec=True),
         replace(job, overlap_grad_reduce=True),
         job.with_dct(exact, through_codec=True, overlap_grad_reduce=True),
         replace(job, bf16=True),
         job.with_dct(exact, through_codec=True, bf16=True),
-    )
-    for dense, ours in ((plain, same), (overlapped, overlapped_same), (bf16, bf16_same)):
-        assert [each.losses for each in ours] == [each.losses for each in dense]
-        assert [each.parameters for each in ours] == [each.parameters for each in dense]
-        assert all(each.classes["gradient"]["sent_bytes"] for each in ours)
-    sparse, displaced, updated, gathered, as_gathered, whole = run(
         job.with_dct(section(verify={"every": 1}), steps=6, watch=True),
         job.with_dct(ahead, steps=6, overlap_grad_reduce=True),
         job.with_dct(
@@ -78,6 +72,11 @@ def test_instances_are_summed_densely_and_thresholded_between(tmp_path: Path) ->
         job.with_dct(section(parameters="exact"), bf16=True),
         job.with_dct(ahead, steps=6, save=(folder, 4)),
     )
+    for dense, ours in ((plain, same), (overlapped, overlapped_same), (bf16, bf16_same)):
+        assert [each.losses for each in ours] == [each.losses for each in dense]
+        assert [each.parameters for each in ours] == [each.parameters for each in dense]
+        assert all(each.classes["gradient"]["sent_bytes"] for each in ours)
+    sparse, displaced, updated, gathered, as_gathered, whole = thresholded
     for outcomes in (sparse, displaced, updated, as_gathered, whole):
         assert len({outcome.parameters for outcome in outcomes}) == 1
         assert outcomes[0].losses[-1] < outcomes[0].losses[0]

@@ -171,10 +171,7 @@ def train(
     active = {}
     if job.dct is not None:
         active = hooks.install(DCTConfig.parse(job.dct), pass_through=not job.through_codec)
-    ps.initialize_model_parallel(
-        job.tp, job.pp, virtual_pipeline_model_parallel_size=job.vpp or None,
-        expert_model_parallel_size=job.ep, num_distributed_optimizer_instances=job.instances,
-    )  # fmt: skip
+    _enter_groups(job, ps)
     try:
         tensor_parallel.model_parallel_cuda_manual_seed(job.seed)
         torch.manual_seed(job.seed + ps.get_pipeline_model_parallel_rank())
@@ -274,7 +271,27 @@ def train(
     finally:
         hooks.uninstall()
         logging.getLogger("dct_plugin").removeHandler(handler)
-        ps.destroy_model_parallel()
+
+
+def _enter_groups(job: Job, ps: Any) -> None:
+    """Make Megatron's process groups, or take those of an earlier run of this process with the same sizes:
+    Megatron makes some fifty, and runs of small models would take longer to connect them than to train.
+    """
+    states: dict[Any, dict[str, Any]] = vars(ps).setdefault("states_by_sizes", {None: _state(ps)})
+    sizes = (job.tp, job.pp, job.vpp, job.ep, job.instances)
+    if sizes not in states:
+        vars(ps).update(states[None])
+        ps.initialize_model_parallel(
+            job.tp, job.pp, virtual_pipeline_model_parallel_size=job.vpp or None,
+            expert_model_parallel_size=job.ep, num_distributed_optimizer_instances=job.instances,
+        )  # fmt: skip
+        states[sizes] = _state(ps)
+    vars(ps).update(states[sizes])
+
+
+def _state(ps: Any) -> dict[str, Any]:
+    """Return the groups, ranks and sizes of Megatron, which are global variables of a module."""
+    return {name: value for name, value in vars(ps).items() if name[0] == "_" and name.isupper()}
 
 
 def _by_position(linear: Any, input: Any, weight: Any, **given: Any) -> torch.Tensor:
