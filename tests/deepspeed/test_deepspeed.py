@@ -107,28 +107,37 @@ def _cases() -> dict[str, Run]:
 CASES = _cases()
 
 
-def _is_compared(name: str) -> bool:
-    """Return whether an even number of the six switches is on. These 32 of the 64 combinations have every
-    five switches in every combination.
+def _is_daily(name: str) -> bool:
+    """Return whether two sets of four switches have an even number on. These 16 of the 64 combinations of six
+    switches have every three switches in every combination.
     """
     stage, precision, *words = name.split("-")
-    switches = {"scatter", "contiguous", "overlap", "accumulate"}
-    if stage == "zero0" or precision not in ("fp32", "bf16") or not switches.issuperset(words):
+    if stage == "zero0" or precision not in ("fp32", "bf16") or not set(words) <= SWITCHES:
         return True
-    return (len(words) + (stage == "zero2") + (precision == "bf16")) % 2 == 0
+    on = {*words, *(["zero2"] if stage == "zero2" else []), *(["bf16"] if precision == "bf16" else [])}
+    return all(len(on & some) % 2 == 0 for some in FOURS)
 
 
-COMPARED = list(filter(_is_compared, CASES))
+SWITCHES = {"scatter", "contiguous", "overlap", "accumulate"}
+FOURS = {"zero2", "bf16", "scatter", "contiguous"}, {"zero2", "bf16", "overlap", "accumulate"}
+#: The other combinations are compared once a week.
+WEEKLY = [name for name in CASES if not _is_daily(name)]
+COMPARED = [name for name in CASES if name not in WEEKLY]
 #: Trained for long enough to see the loss fall at 99 % sparsity.
 LEARNING = [
     "zero0-fp32", "zero0-bf16-accumulate", "zero1-fp32-scatter-contiguous", "zero1-bf16-fp32accumulation",
     "zero2-bf16-scatter-contiguous-overlap", "zero2-fp32-contiguous", "zero1-AdamW", "zero0-Adam",
     "zero2-experts",
 ]  # fmt: skip
-#: The others at 99 % sparsity: enough that the ranks stay in step.
-IN_STEP = [name for name in CASES if name not in LEARNING and not name.endswith(("accumulate", "overlap"))]
-#: Of these, with overlap_comm beside without.
+#: Without overlap_comm and with it.
 OVERLAPPED = ["zero1-bf16-scatter-contiguous", "zero2-fp32-scatter-contiguous"]
+#: The others at 99 % sparsity: enough that the ranks stay in step.
+IN_STEP = [
+    name
+    for name in [*COMPARED, *OVERLAPPED]
+    if name not in LEARNING and not name.endswith(("accumulate", "overlap"))
+]
+IN_STEP_WEEKLY = [name for name in WEEKLY if name not in LEARNING + IN_STEP]
 FOUR = [
     "zero0-fp32", "zero0-bf16", "zero1-fp32-scatter-contiguous", "zero1-bf16-fp32accumulation",
     "zero2-bf16-scatter-contiguous", "zero2-fp32-scatter-contiguous-accumulate", "zero2-fp32",
@@ -186,7 +195,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def two(folder: Path) -> Results:
+def two(folder: Path, request: pytest.FixtureRequest) -> Results:
+    if request.config.getoption("--long"):
+        plan = compared(WEEKLY, EXACT, 2) + [run(name, SPARSE, 3, "sparse/") for name in IN_STEP_WEEKLY]
+        return launch(2, plan, folder / "two")
     plan = compared(COMPARED, EXACT, 2)
     plan += [run(name, SPARSE, 16, "sparse/") for name in LEARNING]
     plan += [run(name, SPARSE, 3, "sparse/") for name in IN_STEP]
@@ -258,7 +270,11 @@ def same(plain: Run, exact: Run) -> None:
     assert exact["hash"] == plain["hash"]
 
 
-@pytest.mark.parametrize("name", COMPARED)
+def with_weekly(names: list[str], weekly: list[str]) -> list[Any]:
+    return [*names, *(pytest.param(name, marks=pytest.mark.long) for name in weekly)]
+
+
+@pytest.mark.parametrize("name", with_weekly(COMPARED, WEEKLY))
 def test_sparsity_0_is_deepspeed_on_two_ranks(two: Results, name: str) -> None:
     """Losses, gradient norms and parameters, bitwise."""
     for rank in two:
@@ -312,7 +328,7 @@ def test_ranks_in_step_and_loss_falling_at_99(two: Results, name: str) -> None:
     assert found["sent"] < found["dense"] / 8
 
 
-@pytest.mark.parametrize("name", IN_STEP)
+@pytest.mark.parametrize("name", with_weekly(IN_STEP, IN_STEP_WEEKLY))
 def test_ranks_in_step_at_99(two: Results, name: str) -> None:
     found = in_step(two, f"sparse/{name}")
     assert found["sent"] < found["dense"]

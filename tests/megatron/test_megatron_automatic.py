@@ -6,10 +6,9 @@ import importlib.util
 from typing import NamedTuple
 
 import pytest
-from support import add_on_of, processes
+from support import add_on_of, given_times, processes
 from support.megatron_gpt import Job, Outcome, train
 
-from dct_plugin.data_parallel.autotune import measurements
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
 from dct_plugin.data_parallel.autotune.decision_rules import DecisionRules
 
@@ -45,8 +44,7 @@ def _trained(rank: int, world_size: int, jobs: list[Job]) -> list[Course]:
         window_steps=2,
         step_ratio=1.0 + 1e-9,
     )
-    # What codings cost decides nothing, then.
-    measurements.REPEATS, measurements.MOST_ENTRIES = 1, 0
+    given_times.time_codings_briefly()
     return [_course(job) for job in jobs]
 
 

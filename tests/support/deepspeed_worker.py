@@ -307,6 +307,7 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
         given_times.give(lambda whole: 2.0 - whole, period=1)
     else:
         given_times.exact_updates_are_faster()
+    given_times.time_codings_briefly()
     startup.join.__kwdefaults__["limit"] = run.get("limit")
     try:
         if run.get("mean_backend"):

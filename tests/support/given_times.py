@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dct_plugin.data_parallel import gather_choice
+from dct_plugin.data_parallel.autotune import measurements
 from dct_plugin.data_parallel.gather_choice import PERIOD, GatherChoice
 
 _TIMED = GatherChoice.timed
@@ -31,3 +32,8 @@ def give(seconds: Callable[[bool], float], period: int = PERIOD) -> None:
 def exact_updates_are_faster() -> None:
     """Gathers take two seconds, exact updates one."""
     give(lambda whole: 1.0 + whole)
+
+
+def time_codings_briefly() -> None:
+    """Time codings once and on few entries, for tests that hold whatever codings cost."""
+    measurements.REPEATS, measurements.MOST_ENTRIES = 1, 0
