@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -82,7 +83,11 @@ def test_a_message_that_cannot_be_right_is_not_allocated(what: str, size: int) -
     assert f"DesyncError: rank 0: rank 1 announces a message of {size} bytes, where at most" in text
 
 
-def lose(folder: Path, how: str, world_size: int = 3, victim: int = 1) -> list[dict[str, Any]]:
+#: Ways in which rank 1 is lost, and the number of ranks.
+HOWS = {"kill warmup": 3, "raise sparse": 3, "stop sparse": 3, "kill nodes": 4, "stop connecting": 3}
+
+
+def lose(folder: Path, how: str, world_size: int, victim: int = 1) -> list[dict[str, Any]]:
     """Return the words of every rank but the victim."""
     store = str(folder / "store")
     processes = [fork(lost_peer.main, store, rank, world_size, victim, how) for rank in range(world_size)]
@@ -100,25 +105,35 @@ def lose(folder: Path, how: str, world_size: int = 3, victim: int = 1) -> list[d
             process.join()
 
 
+@pytest.fixture(scope="module")
+def lost(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The words of the remaining ranks, by the way in which one is lost. All jobs run at once: they wait."""
+    folders = {how: tmp_path_factory.mktemp("lost") for how in HOWS}
+    with ThreadPoolExecutor(len(HOWS)) as pool:
+        return dict(zip(HOWS, pool.map(lose, folders.values(), HOWS, HOWS.values()), strict=True))
+
+
 @pytest.mark.parametrize("how", ["kill warmup", "raise sparse", "stop sparse"])
-def test_a_lost_peer_is_named(tmp_path: Path, how: str) -> None:
+def test_a_lost_peer_is_named(lost: dict[str, list[dict[str, Any]]], how: str) -> None:
     """Killed, failed elsewhere, or stopped; the process group's time limit is short."""
-    for rank in lose(tmp_path, how):
+    for rank in lost[how]:
         assert rank["error"] == "DesyncError", rank["text"]
         assert "rank(s) [1] gave no sign of life since" in rank["text"]
         assert "in step 3 failed" in rank["text"]
         assert "exchange of sizes" in rank["text"]
 
 
-def test_a_rank_killed_in_a_node_is_named_on_both_nodes(tmp_path: Path) -> None:
-    for rank in lose(tmp_path, "kill nodes", world_size=4):
+def test_a_rank_killed_in_a_node_is_named_on_both_nodes(lost: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in lost["kill nodes"]:
         assert rank["error"] == "DesyncError", rank["text"]
         assert "rank(s) [1] gave no sign of life since" in rank["text"]
         assert "in step 3" in rank["text"]
 
 
-def test_a_rank_that_stops_while_ranks_connect_is_named_at_the_time_limit(tmp_path: Path) -> None:
-    for rank in lose(tmp_path, "stop connecting"):
+def test_a_rank_that_stops_while_ranks_connect_is_named_at_the_time_limit(
+    lost: dict[str, list[dict[str, Any]]],
+) -> None:
+    for rank in lost["stop connecting"]:
         assert rank["error"] == "DesyncError", rank["text"]
         assert "rank(s) [1] gave no sign of life since" in rank["text"]
 
