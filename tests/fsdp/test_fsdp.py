@@ -126,7 +126,7 @@ def is_same_on_replicas(model: nn.Module, shape: tuple[int, int]) -> bool:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
 
 CASES: dict[str, dict[str, Any]] = {

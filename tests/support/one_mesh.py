@@ -73,7 +73,7 @@ def sharded(
 
 
 def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, foreach=True)
 
 
 def train(
