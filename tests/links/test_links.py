@@ -195,7 +195,7 @@ def namespaces() -> None:
 def test_the_suite_on_one_link(namespaces: None, tmp_path: Path) -> None:
     out = tmp_path / "links"
     arguments = ["--workload", "ddp", "--ranks", "2", "--rate", "100mbit", "--parameters", "0.5"]
-    arguments += ["--minutes", "0.2", "--optimizer", "sgd", "--out", str(out)]
+    arguments += ["--minutes", "0.1", "--optimizer", "sgd", "--out", str(out)]
     with forked_interpreters():
         command = [sys.executable, "-m", "benchmarks.links", *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)

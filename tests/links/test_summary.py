@@ -32,10 +32,10 @@ def _benchmark() -> Any:
 @pytest.mark.parametrize(
     ("host", "ranks", "options"),
     [
-        ("ddp", 4, {"parameters": 4}),
+        ("ddp", 4, {"parameters": 2}),
         ("deepspeed", 2, {"parameters": 2}),
         ("dlrm", 2, {}),
-        ("megatron", 2, {"batch": 2, "layers": 2}),
+        ("megatron", 2, {"batch": 1, "layers": 2}),
     ],
 )
 def test_the_summary_is_what_crosses(host: str, ranks: int, options: dict[str, int], tmp_path: Path) -> None:
