@@ -44,11 +44,11 @@ def install() -> None:
         "empty zeros ones full tensor as_tensor arange rand randn empty_like zeros_like ones_like full_like"
     )
     for name in factories.split():
-        _on_cpu(owner, name)
+        make_on_cpu(owner, name)
     for name in ("new_empty", "new_zeros", "new_ones", "new_full"):
-        _on_cpu(owner.Tensor, name)
+        make_on_cpu(owner.Tensor, name)
     for kind in (owner.Tensor, owner.nn.Module):
-        _on_cpu(kind, "to", first=True)
+        make_on_cpu(kind, "to", first=True)
         kind.cuda = lambda self, *a, **k: self
     owner.Tensor.type = _named_for_optimizers(owner.Tensor.type)
 
@@ -77,7 +77,7 @@ def _replace_cuda(cuda: Any) -> None:
         setattr(cuda.nvtx, name, lambda *a, **k: None)
 
 
-def _on_cpu(owner: Any, name: str, *, first: bool = False) -> None:
+def make_on_cpu(owner: Any, name: str, *, first: bool = False) -> None:
     """Have a function make tensors on the CPU where it is asked for CUDA, also by its ``first`` argument."""
     original = getattr(owner, name)
 

@@ -39,8 +39,8 @@ def install() -> None:
         setattr(cuda, name, lambda *a, **k: None)
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
     for name in ("randint", "eye", "linspace", "rand_like", "randn_like", "empty_strided"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.new_tensor = _on_cpu(torch.Tensor.new_tensor)
+        megatron_cpu.make_on_cpu(torch, name)
+    megatron_cpu.make_on_cpu(torch.Tensor, "new_tensor")
     barrier = torch.distributed.barrier
     # gloo refuses device_ids
     torch.distributed.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
@@ -51,16 +51,6 @@ def install() -> None:
     when_imported("megatron.legacy.fused_kernels", lambda module: setattr(module, "load", lambda args: None))
     if os.environ.get(THROUGH_CODEC):
         when_imported("dct_plugin.integrations.megatron.hooks", _send_everything_through_the_codec)
-
-
-def _on_cpu(original: Any) -> Any:
-    @functools.wraps(original)
-    def wrapper(*arguments: Any, **keywords: Any) -> Any:
-        if str(keywords.get("device")).startswith("cuda") or type(keywords.get("device")) is int:
-            keywords["device"] = "cpu"
-        return original(*arguments, **keywords)
-
-    return wrapper
 
 
 def _send_everything_through_the_codec(module: Any) -> None:
