@@ -36,6 +36,7 @@ def manager_of(
     state: dict[str, Any],
     min_replicas: int = 2,
     store: tuple[int, int, int] | None = None,
+    quorum_timeout: timedelta = LIMIT,
     **options: Any,
 ) -> torchft.Manager:
     """A manager whose replicas copy what has ``load_state_dict`` in ``state``.
@@ -58,7 +59,7 @@ def manager_of(
         state_dict=lambda: {key: each.state_dict() for key, each in state.items()},
         min_replica_size=min_replicas,
         timeout=LIMIT,
-        quorum_timeout=LIMIT,
+        quorum_timeout=quorum_timeout,
         replica_id=name,
         store_addr="127.0.0.1",
         store_port=store[0],

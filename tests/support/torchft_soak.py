@@ -19,8 +19,8 @@ from typing import Any
 os.environ.setdefault("RUST_LOG", "error")  # which torchft reads when it is imported
 
 import torch
-from torchft.coordination import LighthouseServer
 
+from support.torchft_replicas import lighthouse
 from support.torchft_worker import Job, work
 
 SECTION = {"data_parallel": {"sparsity": 0.9, "feedback": "local", "min_numel": 512}}
@@ -142,9 +142,7 @@ class Replicas:
 
 
 def _serve(path: Path) -> None:
-    server = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=500, heartbeat_timeout_ms=2000
-    )
-    path.with_suffix(".tmp").write_text(server.address())
-    path.with_suffix(".tmp").rename(path)
-    time.sleep(1e6)
+    with lighthouse(2) as address:
+        path.with_suffix(".tmp").write_text(address)
+        path.with_suffix(".tmp").rename(path)
+        time.sleep(1e6)

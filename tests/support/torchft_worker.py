@@ -1,13 +1,8 @@
-"""A replica of torchft, for processes that are killed: trains a small model to a given step.
-
-``python torchft_worker.py '{"name": ..., ...}'``; see :class:`Job`.
-"""
+"""A replica of torchft, for processes that are killed: trains a small model to a given step."""
 
 from __future__ import annotations
 
 import copy
-import json
-import logging
 import os
 import signal
 import sys
@@ -18,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import torchft
 from torch import nn
 
 from dct_plugin.integrations.torchft import process_groups
 from dct_plugin.torchft import ProcessGroupGloo
+from support.torchft_replicas import LIMIT, manager_of
 
 
 @dataclass
@@ -96,33 +91,18 @@ def run(job: Job) -> dict[str, Any]:
     """Train to the last step and return figures, and the weights."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    limit = timedelta(seconds=20)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pg: Any = (
-        torchft.ProcessGroupGloo(timeout=limit) if job.plain else ProcessGroupGloo(job.section, timeout=limit)
+        torchft.ProcessGroupGloo(timeout=LIMIT) if job.plain else ProcessGroupGloo(job.section, timeout=LIMIT)
     )
-
-    def load(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-
-    manager = torchft.Manager(
-        pg=pg,
-        load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-        min_replica_size=job.min_replicas,
-        timeout=limit,
+    state = {"model": model, "optimizer": optimizer}
+    manager = manager_of(
+        pg,
+        job.name,
+        job.lighthouse,
+        state=state,
+        min_replicas=job.min_replicas,
         quorum_timeout=timedelta(seconds=60),
-        replica_id=job.name,
-        store_addr="127.0.0.1",
-        store_port=store.port,
-        rank=0,
-        world_size=1,
-        lighthouse_addr=job.lighthouse,
-        hostname="127.0.0.1",
     )
-    if not job.plain:
-        pg.follow(manager)
     wrapped = torchft.DistributedDataParallel(manager, model, bucket_cap_mb=0.1)
     stepper = torchft.Optimizer(manager, optimizer)
     dying = [False]
@@ -173,8 +153,3 @@ def work(job: Job) -> None:
         os.replace(job.out + ".tmp", job.out)
     sys.stdout.flush()
     os._exit(0)  # torchft's threads need not end
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING)
-    work(Job(**json.loads(sys.argv[1])))
