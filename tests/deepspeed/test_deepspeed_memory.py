@@ -5,19 +5,28 @@ Engines of torch's DDP and FSDP2 are here, too: the comparison is one.
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import deepspeed_launch
-from support.deepspeed_launch import launch
+import torch
+import torch.distributed as dist
+from support import deepspeed_launch, given_times, with_local_feedback
+from support.deepspeed_launch import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+import dct_plugin
+from dct_plugin.fsdp import compress_replicas
 from dct_plugin.policy.memory import Job, memory
 
+deepspeed = pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
 
-WORKER = Path(__file__).parents[1] / "support" / "memory_worker.py"
-WIDTH = 1024
+WIDTH, STEPS = 1024, 4
 AHEAD = {"feedback": "step_ahead", "warmup_steps": 1}
 EXACT, INT8 = AHEAD | {"parameters": "exact"}, {"residual_dtype": "int8"}
 HPZ = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 100}
@@ -43,8 +52,79 @@ def settings(host: str, stage: int, zero: dict[str, Any], dct: dict[str, Any] | 
     if host != "DeepSpeed":
         return section or {}
     return deepspeed_launch.config(
-        stage, "bf16" if stage else "fp32", dct=section, optimizer="AdamW", zero=sizes
+        stage, "bf16" if stage else "fp32", dct=with_local_feedback(section), optimizer="AdamW", zero=sizes
     )
+
+
+class Net(nn.Module):
+    """Square matrices, and nothing else."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def held() -> int:
+    """Return the bytes of all tensors and gradients."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    gradients = [each.grad for each in tensors if each.is_leaf and each.grad is not None]
+    storages = [each.untyped_storage() for each in tensors + gradients]
+    maps = [line.split(maxsplit=2) for line in Path("/proc/self/maps").read_text().splitlines()]
+    shared = [tuple(int(end, 16) for end in span.split("-")) for span, kind, _ in maps if kind.endswith("s")]
+    sizes = {each.data_ptr(): each.nbytes() for each in storages}
+    return sum(n for at, n in sizes.items() if not any(start <= at < stop for start, stop in shared))
+
+
+def under_deepspeed(layers: int, config: dict[str, Any]) -> Any:
+    model, dtype = Net(layers), torch.bfloat16 if "bf16" in config else torch.float32
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for _ in range(STEPS):
+        engine.backward(engine(torch.randn(2, WIDTH, dtype=dtype)))
+        engine.step()
+    return engine
+
+
+def under_torch(host: str, layers: int, config: dict[str, Any]) -> Any:
+    """Train under DDP, or under FSDP2 with replicas of two ranks; the configuration is a ``dct`` section."""
+    model: Any = Net(layers)
+    if host == "FSDP2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state = None
+    if config:
+        if host == "FSDP2":
+            state = compress_replicas(model, config, optimizer=optimizer)
+        else:
+            state = dct_plugin.attach(model, optimizer, config)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(2, WIDTH)).backward()
+        optimizer.step()
+    return model, optimizer, state
+
+
+def _held_after_training(host: str, layers: int, config: dict[str, Any]) -> int:
+    """Return the bytes of all tensors and gradients, without memory that several processes map. One training
+    a process: what is left of another one would count.
+    """
+    torch.set_num_threads(1)
+    given_times.exact_updates_are_faster()
+    deepspeed.init_distributed()
+    trained = under_deepspeed(layers, config) if host == "DeepSpeed" else under_torch(host, layers, config)
+    kept = held()
+    del trained
+    return kept
 
 
 @pytest.mark.long
@@ -55,8 +135,8 @@ def test_memory_is_what_a_rank_keeps(name: str, layers: int, tmp_path: Path) -> 
     host = "DeepSpeed" if name.startswith("ZeRO") else name
     kept = []
     for kind, section in (("plain", None), ("dct", job.section)):
-        run = {"id": kind, "host": host, "layers": layers, "config": settings(host, stage, zero, section)}
-        kept.append([rank[kind] for rank in launch(ranks, [run], tmp_path / kind, worker=WORKER)])
+        config = settings(host, stage, zero, section)
+        kept.append(run_ranks(ranks, _held_after_training, tmp_path / kind, host, layers, config))
     found = max(with_it - without for without, with_it in zip(*kept, strict=True))
     expected = memory(job, layers * WIDTH**2, width=WIDTH)
     del expected["updates"]  # they are there during a step

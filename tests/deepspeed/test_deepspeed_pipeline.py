@@ -13,7 +13,6 @@ from support.deepspeed_launch import Results, Run, config, launch
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-WORKER = Path(__file__).parents[1] / "support" / "deepspeed_pipeline_worker.py"
 THRESHOLD = {"method": "threshold", "sparsity": 0.8}
 EXACT = {
     "data_parallel": {"sparsity": 0, "value_dtype": "fp32", "min_numel": 100},
@@ -115,7 +114,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
     ready = json.loads(READY.read_text())
     ready["dct"]["model_parallel"]["pipeline"]["warmup_steps"] = 1
     plan.append({"id": "ready", "config": ready, "steps": 3})
-    return launch(4, plan, folder, worker=WORKER)
+    return launch(4, plan, folder, worker="deepspeed_pipeline_worker")
 
 
 @pytest.mark.parametrize("name", CASES)

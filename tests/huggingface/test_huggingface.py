@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import csv
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import CONFIGS, processes
-from support.deepspeed_launch import run_script
+from support import CONFIGS, ROOT, processes
+from support.deepspeed_launch import run_ranks
 from support.processes import logged as logged_lines
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,14 +30,23 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-WORKER = Path(__file__).parents[1] / "support" / "huggingface_worker.py"
+
+def _examples(plan: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Run examples one after the other; results by run."""
+    from support.deepspeed_worker import digest
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    results = {}
+    for run in plan:
+        with logged_lines() as lines:
+            model, losses = importlib.import_module(run["example"]).main(run["arguments"])
+        results[run["id"]] = {"hash": digest(model), "losses": [float(x) for x in losses], "log": lines}
+    return results
 
 
 def run(plan: list[dict[str, Any]], folder: Path) -> tuple[list[dict[str, Any]], str]:
     """Results by run, per rank; what was printed."""
-    (folder / "plan.json").write_text(json.dumps(plan))
-    printed = run_script(2, WORKER, folder, str(folder / "plan.json"), str(folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)], printed
+    return run_ranks(2, _examples, folder, plan), (folder / "log").read_text()
 
 
 def test_deepspeed_gets_the_section_of_the_json(tmp_path: Path) -> None:

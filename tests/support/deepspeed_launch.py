@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils import cpp_extension
 
-from support import processes, with_local_feedback
+from support import SUPPORT, processes, with_local_feedback
 
-WORKER = Path(__file__).with_name("deepspeed_worker.py")
+WORKER = SUPPORT / "deepspeed_worker.py"
 Run = dict[str, Any]
 #: Results by run, per rank.
 Results = list[dict[str, Run]]
@@ -85,17 +87,20 @@ def execute(
 
 
 def launch(
-    world_size: int, plan: list[Run], folder: Path, *, worker: Path = WORKER, **variables: str
+    world_size: int, plan: list[Run], folder: Path, *, worker: str = WORKER.stem, **variables: str
 ) -> Results:
     """Execute all runs of ``plan``, in one process per rank, and return their results.
 
     The processes are forked from one that has imported DeepSpeed, which is faster than
     :func:`launch_with_torchrun`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(json.dumps(list(map(_with_local_feedback, plan))))
-    run_script(world_size, worker, folder, str(folder / "plan.json"), str(folder), **variables)
-    return _results(world_size, folder)
+    plan = list(map(_with_local_feedback, plan))
+    return run_ranks(world_size, _execute_plan, folder, worker, plan, **variables)
+
+
+def _execute_plan(worker: str, plan: list[Run]) -> dict[str, Run]:
+    results: dict[str, Run] = importlib.import_module(f"support.{worker}").main(plan)
+    return results
 
 
 def launch_with_torchrun(world_size: int, plan: list[Run], folder: Path, **variables: str) -> Results:
@@ -105,43 +110,42 @@ def launch_with_torchrun(world_size: int, plan: list[Run], folder: Path, **varia
     command = torchrun(world_size, str(WORKER), str(folder / "plan.json"), str(folder))
     done = execute(command, folder, **variables)
     (folder / "log").write_text(done.stdout + done.stderr)
-    results = _results(world_size, folder)
+    files = [folder / f"{rank}.json" for rank in range(world_size)]
+    results = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     # With all results written ranks only take down their connections, and gloo may abort in that.
     complete = all(len(result) == len(plan) for result in results)
     assert done.returncode == 0 or complete, (done.stdout + done.stderr)[-6000:]
     return results
 
 
-def _results(world_size: int, folder: Path) -> Results:
-    files = [folder / f"{rank}.json" for rank in range(world_size)]
-    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
-
-
-def run_script(world_size: int, script: Path, folder: Path, *arguments: str, **variables: str) -> str:
-    """Call ``main(*arguments)`` of a training script in processes of one job, in ``folder``; return what they
-    printed, which is kept in ``folder/log``.
+def run_ranks(
+    world_size: int, function: Callable[..., Any], folder: Path, *arguments: Any, **variables: str
+) -> list[Any]:
+    """Call a function in the ranks of one job, in ``folder``, and return its results. What the ranks print is
+    kept in ``folder/log``.
     """
     _refuse_stale_lock(dict(os.environ))
+    folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log"
     variables = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", **variables}
     try:
-        processes.run(world_size, _call_main, str(script), str(log), arguments, **variables)
+        return processes.run(world_size, _call, function, str(log), arguments, **variables)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{log.read_text()[-6000:] if log.exists() else ''}") from None
-    return log.read_text()
 
 
-def _call_main(rank: int, world_size: int, script: str, log: str, arguments: tuple[str, ...]) -> None:
+def _call(rank: int, world_size: int, function: Callable[..., Any], log: str, arguments: Any) -> Any:
     with open(log, "a") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     # In pytest's capture these would be other files.
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-    sys.path.insert(0, str(Path(script).parent))
     os.chdir(Path(log).parent)
-    runpy.run_path(script)["main"](*arguments)
+    result = function(*arguments)
+    dist.barrier()  # a rank that takes down its connections while others still use them can abort them
     atexit._run_exitfuncs()  # as at the end of a script
     sys.stdout.flush()
+    return result
 
 
 def _with_local_feedback(run: Run) -> Run:

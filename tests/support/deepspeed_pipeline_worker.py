@@ -1,25 +1,23 @@
-"""Training script of the pipeline tests: many small runs in one process per rank, results as JSON.
+"""Runs of pipelines for the pipeline tests: many small ones in one process per rank.
 
 What a run does follows from its DeepSpeed configuration alone, as for any user; only ``capacity``, the room
-of a message, is no option of the plugin. ``plan.json`` holds a list of runs ``{"id", "config", "steps",
-...}``; every rank writes ``results/<rank>.json`` with one entry per run.
+of a message, is no option of the plugin. A plan is a list of runs ``{"id", "config", "steps", ...}``; the
+results have one entry per run.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed_worker import digest
 from torch import Tensor, nn
 
+from support.deepspeed_worker import digest
 from support.processes import logged
 
 VOCABULARY, WIDTH, LENGTH = 48, 32, 12
@@ -202,11 +200,11 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def main(plan: str, folder: str) -> None:
+def main(plan: list[dict[str, Any]]) -> dict[str, Any]:
     torch.set_num_threads(1)
     deepspeed.init_distributed()
-    rank, results = dist.get_rank(), {}
-    for run in json.loads(Path(plan).read_text()):
+    results = {}
+    for run in plan:
         with logged() as lines:
             try:
                 with room_of(run):
@@ -217,5 +215,4 @@ def main(plan: str, folder: str) -> None:
                 results[run["id"]] = {"error": f"{type(error).__name__}: {error}"}
             results[run["id"]]["log"] = lines
         dist.barrier()
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(results))
-    dist.barrier()
+    return results

@@ -1,29 +1,25 @@
-"""Training script of the DeepSpeed tests: many small runs in one process per rank, results as JSON.
+"""Training script of the DeepSpeed tests: many small runs in one process per rank.
 
 Nothing in it mentions the plugin: what a run does follows from its DeepSpeed configuration alone, as for any
 user.
 
     torchrun --nproc-per-node 2 tests/support/deepspeed_worker.py plan.json results
 
-``plan.json`` holds a list of runs ``{"id", "config", "steps", ...}``; every rank writes
-``results/<rank>.json`` with one entry per run: the losses, a hash of the parameters, and whatever the run's
-``report`` asks for.
+A plan is a list of runs ``{"id", "config", "steps", ...}``. The results have one entry per run: the losses, a
+hash of the parameters, and whatever the run's ``report`` asks for. Under torchrun, ``plan.json`` has the plan
+and every rank writes ``results/<rank>.json``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import deferred_backend
-import given_times
-import onebit_mean
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -33,6 +29,10 @@ from torch.utils.checkpoint import checkpoint
 from dct_plugin.integrations.host import startup
 from dct_plugin.kernels import register_backend
 from dct_plugin.metrics import HOST
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for torchrun
+from support import deferred_backend, given_times, onebit_mean
+from support.processes import logged
 
 register_backend("deferred", deferred_backend.DeferredBackend)
 
@@ -79,17 +79,6 @@ def batch(step: int, rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Ten
     x = torch.randint(0, 64, (size, 6), generator=generator)
     y = torch.sin(x.float()).sum(dim=1)
     return x, y
-
-
-class Recorder(logging.Handler):
-    """What the plugin logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:
@@ -299,9 +288,6 @@ def residuals(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def execute(run: dict[str, Any]) -> dict[str, Any]:
-    recorder = Recorder()
-    logger = logging.getLogger("dct_plugin")
-    logger.addHandler(recorder)
     result: dict[str, Any] = {}
     if run.get("whole_gathers"):  # are the faster way, and the next trial begins in the step after a decision
         given_times.give(lambda whole: 2.0 - whole, period=1)
@@ -309,81 +295,81 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
         given_times.exact_updates_are_faster()
     given_times.time_codings_briefly()
     startup.join.__kwdefaults__["limit"] = run.get("limit")
-    try:
-        if run.get("mean_backend"):
-            onebit_mean.install()
-        engine = make_engine(run)
-        if run.get("mean_backend"):
-            onebit_mean.started(engine.optimizer)
-        if run.get("foreign_group"):
-            reduce, group = engine.optimizer.allreduce_and_scatter, dist.new_group()
-            engine.optimizer.allreduce_and_scatter = lambda *arguments, **keywords: reduce(
-                *arguments, **{**keywords, "process_group": group}
-            )
-        if run.get("switch_off"):
-            engine.enable_backward_allreduce = False
-        first = 0
-        if "load" in run:
-            other_stage = run.get("other_stage", False)
-            loaded, _ = engine.load_checkpoint(run["load"], load_optimizer_states=not other_stage)
-            result["loaded"] = loaded is not None
-            first = engine.global_steps
-            if other_stage:
-                assert engine.dct.load_residuals(f"{run['load']}/global_step{first}")
-            result["restored"] = {name: float(r.double().sum()) for name, r in restored(engine).items()}
-        if "residuals_of" in run:
-            assert engine.dct.load_residuals(run["residuals_of"])
-            result["restored"] = {name: float(r.double().sum()) for name, r in restored(engine).items()}
-        result["before"] = evaluate(engine)
-        if "save_after" in run:  # and go on
-            train(engine, run, first, run["save_after"], result)
-            first = run["save_after"]
-            engine.save_checkpoint(run["save"])
-        train(engine, run, first, run["steps"], result)
-        if run.get("exact"):
-            result["exact"] = exactness(engine)
-        if run.get("look"):
-            result["look"] = look_ahead(engine)
-        if run.get("gather"):
-            result["lag"] = lag(engine)
-            engine.dct.gather_parameters()
-            result["lag_after_gather"] = lag(engine)
-        result["after"] = evaluate(engine)
-        if "save" in run and "save_after" not in run:
-            engine.save_checkpoint(run["save"])
-        result["hash"] = digest(engine.module)
-        result["sums"] = [float(weight.double().abs().sum()) for weight in weights(engine.module)]
-        result["skipped"] = engine.skipped_steps
-        result["attached"] = "dct" in engine.__dict__
-        if result["attached"]:
-            reducer, total = engine.dct.reducer, engine.dct.metrics.summary()
-            own = [
-                part for name, part in total.classes.items() if "/" not in name and not name.startswith(HOST)
-            ]
-            result.update(
-                streams=sorted(reducer.group.streams),
-                experts=sorted(name for each in engine.dct.experts.values() for name in each.group.streams),
-                sent=sum(part.sent_bytes for part in own),
-                dense=sum(part.dense_bytes for part in own),
-                density=total.density,
-                steps=reducer.group.step,
-                classes={
-                    name: {"sent": part.sent_bytes, "dense": part.dense_bytes, "density": part.density}
-                    for name, part in total.classes.items()
-                },
-            )
-            left = residuals(engine)
-            result["residual"] = {name: float(residual.double().sum()) for name, residual in left.items()}
-            result["finite"] = all(bool(residual.isfinite().all()) for residual in left.values())
-        engine.destroy()
-    except Exception as error:
-        result["error"] = f"{type(error).__name__}: {error}"
-        if not run.get("expect_error"):
-            raise
-    finally:
-        logger.removeHandler(recorder)
-    result["log"] = recorder.lines
+    with logged() as result["log"]:
+        try:
+            _execute(run, result)
+        except Exception as error:
+            result["error"] = f"{type(error).__name__}: {error}"
+            if not run.get("expect_error"):
+                raise
     return result
+
+
+def _execute(run: dict[str, Any], result: dict[str, Any]) -> None:
+    if run.get("mean_backend"):
+        onebit_mean.install()
+    engine = make_engine(run)
+    if run.get("mean_backend"):
+        onebit_mean.started(engine.optimizer)
+    if run.get("foreign_group"):
+        reduce, group = engine.optimizer.allreduce_and_scatter, dist.new_group()
+        engine.optimizer.allreduce_and_scatter = lambda *arguments, **keywords: reduce(
+            *arguments, **{**keywords, "process_group": group}
+        )
+    if run.get("switch_off"):
+        engine.enable_backward_allreduce = False
+    first = 0
+    if "load" in run:
+        other_stage = run.get("other_stage", False)
+        loaded, _ = engine.load_checkpoint(run["load"], load_optimizer_states=not other_stage)
+        result["loaded"] = loaded is not None
+        first = engine.global_steps
+        if other_stage:
+            assert engine.dct.load_residuals(f"{run['load']}/global_step{first}")
+        result["restored"] = {name: float(r.double().sum()) for name, r in restored(engine).items()}
+    if "residuals_of" in run:
+        assert engine.dct.load_residuals(run["residuals_of"])
+        result["restored"] = {name: float(r.double().sum()) for name, r in restored(engine).items()}
+    result["before"] = evaluate(engine)
+    if "save_after" in run:  # and go on
+        train(engine, run, first, run["save_after"], result)
+        first = run["save_after"]
+        engine.save_checkpoint(run["save"])
+    train(engine, run, first, run["steps"], result)
+    if run.get("exact"):
+        result["exact"] = exactness(engine)
+    if run.get("look"):
+        result["look"] = look_ahead(engine)
+    if run.get("gather"):
+        result["lag"] = lag(engine)
+        engine.dct.gather_parameters()
+        result["lag_after_gather"] = lag(engine)
+    result["after"] = evaluate(engine)
+    if "save" in run and "save_after" not in run:
+        engine.save_checkpoint(run["save"])
+    result["hash"] = digest(engine.module)
+    result["sums"] = [float(weight.double().abs().sum()) for weight in weights(engine.module)]
+    result["skipped"] = engine.skipped_steps
+    result["attached"] = "dct" in engine.__dict__
+    if result["attached"]:
+        reducer, total = engine.dct.reducer, engine.dct.metrics.summary()
+        own = [part for name, part in total.classes.items() if "/" not in name and not name.startswith(HOST)]
+        result.update(
+            streams=sorted(reducer.group.streams),
+            experts=sorted(name for each in engine.dct.experts.values() for name in each.group.streams),
+            sent=sum(part.sent_bytes for part in own),
+            dense=sum(part.dense_bytes for part in own),
+            density=total.density,
+            steps=reducer.group.step,
+            classes={
+                name: {"sent": part.sent_bytes, "dense": part.dense_bytes, "density": part.density}
+                for name, part in total.classes.items()
+            },
+        )
+        left = residuals(engine)
+        result["residual"] = {name: float(residual.double().sum()) for name, residual in left.items()}
+        result["finite"] = all(bool(residual.isfinite().all()) for residual in left.values())
+    engine.destroy()
 
 
 def restored(engine: Any) -> dict[str, torch.Tensor]:
@@ -397,7 +383,7 @@ def restored(engine: Any) -> dict[str, torch.Tensor]:
     return {name: unpacked(saved) for name, saved in found.items()}
 
 
-def main(plan: str, folder: str) -> None:
+def main(plan: list[dict[str, Any]]) -> dict[str, Any]:
     torch.set_num_threads(1)
     if os.environ.get("DCT_TEST_FP16_ON_CPU"):
         # DeepSpeed's CPU accelerator does not offer fp16; torch's CPU kernels are good enough for this model.
@@ -407,22 +393,21 @@ def main(plan: str, folder: str) -> None:
     deepspeed.init_distributed()
     rank = dist.get_rank()
     results = {}
-    for run in json.loads(Path(plan).read_text()):
-        overrides = run.get("ranks", {}).get(str(rank))
-        if overrides:
-            run = {**run, **overrides}
+    for run in plan:
+        run = {**run, **run.get("ranks", {}).get(str(rank), {})}
         results[run["id"]] = result = execute(run)
         if "limit" in run and "error" not in result:
             # Such a job ends; here the next run begins, and all ranks must have joined as often.
             dist.distributed_c10d._get_default_store().add(f"dct_plugin/deepspeed/joined/{rank}", 1)
         dist.barrier()
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(results))
-    dist.barrier()  # a rank that takes down its connections while others still use them can abort them
+    return results
 
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         sys.exit("start this with torchrun")
-    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
-    main(*arguments)
+    plan, folder = (Path(argument) for argument in sys.argv[1:] if not argument.startswith("--local_rank"))
+    results = main(json.loads(plan.read_text()))
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.barrier()  # a rank that takes down its connections while others still use them can abort them
     dist.destroy_process_group()
