@@ -27,8 +27,8 @@ deepspeed = pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
 
 WIDTH, STEPS = 1024, 4
-AHEAD = {"feedback": "step_ahead", "warmup_steps": 1}
-EXACT, INT8 = AHEAD | {"parameters": "exact"}, {"residual_dtype": "int8"}
+AHEAD = {"sparsity": 0.99, "feedback": "step_ahead", "warmup_steps": 1}
+EXACT, INT8 = AHEAD | {"parameters": "exact"}, {"sparsity": 0.99, "residual_dtype": "int8"}
 HPZ = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 100}
 #: Ranks, stage, keys of ``zero_optimization``, the training as the table has it, tensors of scratch.
 CASES: dict[str, tuple[int, int, dict[str, Any], Job, int]] = {
