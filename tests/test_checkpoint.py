@@ -99,13 +99,13 @@ def test_what_owners_owe_is_shared_out(tmp_path: Path) -> None:
 
 
 def test_gradients_that_were_divided_before(tmp_path: Path) -> None:
-    """Residuals in units of 1/ranks: their sum is what is owed, whatever the number of ranks."""
+    """Residuals in units of 1/ranks: their sum is the unsent gradient, whatever the number of ranks."""
     states = [state(0), state(1)]
     save_all(tmp_path, states, unit=1 / 2)
     loaded = load(tmp_path, rank=0, world_size=4, unit=1 / 4)
     assert loaded is not None
-    owed = states[0]["streams"]["a"]["residual"] + states[1]["streams"]["a"]["residual"]
-    assert torch.allclose(4 * loaded["streams"]["a"]["residual"], owed)
+    unsent = states[0]["streams"]["a"]["residual"] + states[1]["streams"]["a"]["residual"]
+    assert torch.allclose(4 * loaded["streams"]["a"]["residual"], unsent)
     same = load(tmp_path, rank=1, world_size=2, unit=1.0)  # the host now divides afterwards
     assert same is not None
     assert torch.equal(same["streams"]["a"]["residual"], 2 * states[1]["streams"]["a"]["residual"])

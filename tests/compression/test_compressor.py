@@ -210,7 +210,7 @@ def test_resume_is_bitwise() -> None:
     assert [second.compress(g).to_bytes() for g in steps[5:]] == expected[5:]
 
 
-def test_a_residual_in_the_hosts_memory() -> None:
+def test_a_residual_in_cpu_memory() -> None:
     """Byte for byte what a residual of one's own gives; what the host does to the memory counts."""
     own, lent = Compressor(sparsity=0.9), Compressor(sparsity=0.9)
     memory = torch.zeros(5000)

@@ -103,7 +103,7 @@ def test_rollback_and_loss_scale_are_bitwise(dtype: str) -> None:
 
 
 @SMALL
-def test_what_was_not_used_is_owed_again(dtype: str) -> None:
+def test_unused_gradients_return_to_the_residual(dtype: str) -> None:
     stream = compressor(dtype, transactional=True)
     stream.compress(gradients(1)[0])
     stream.end_step()

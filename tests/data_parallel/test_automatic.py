@@ -256,13 +256,13 @@ def _trained(rank: int, world_size: int) -> dict[str, Any]:
             "reasons": [each["reason"] for each in events],
             "given": given,
             "got": got,
-            "owed": 0.0 if residual is None else float(residual.current.abs().max()),
+            "unsent": 0.0 if residual is None else float(residual.current.abs().max()),
             "resumed": add_on_of(resumed, AutomaticSparsity).current,
         }
 
 
 @pytest.mark.slow
-def test_ranks_switch_alike_and_what_is_owed_is_paid() -> None:
+def test_ranks_switch_alike_and_send_their_residuals() -> None:
     ranks = run(2, _trained)
     first = ranks[0]["used"]
     assert all(each["used"] == first for each in ranks)
@@ -273,12 +273,12 @@ def test_ranks_switch_alike_and_what_is_owed_is_paid() -> None:
     assert ranks[0]["decisions"] == [str(STRONG), str(DENSE)]
     assert ranks[0]["reasons"][1].startswith(("the link takes", "steps take"))
     assert all(each["resumed"] == STRONG for each in ranks)
-    # Nothing is owed once the exchange is dense again: all that was given has arrived.
-    assert all(each["owed"] == 0.0 for each in ranks)
+    # No residual is left once the exchange is dense again: all gradients have arrived.
+    assert all(each["unsent"] == 0.0 for each in ranks)
     assert all(each["spread"] == DENSE for each in ranks)
-    owed = sum(each["loaded"] for each in ranks)
-    assert owed.abs().max() > 1.0
-    assert torch.allclose(ranks[0]["arrived"], owed, atol=0.01)
+    given = sum(each["loaded"] for each in ranks)
+    assert given.abs().max() > 1.0
+    assert torch.allclose(ranks[0]["arrived"], given, atol=0.01)
     total = sum(each["given"] for each in ranks)
     assert torch.allclose(ranks[0]["got"], total, atol=0.05)
 

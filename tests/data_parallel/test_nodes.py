@@ -121,15 +121,15 @@ def _spreads(rank: int, world_size: int, folder: str, per_node: int, save: bool)
     else:
         loaded = checkpoint.StateFiles(rank, world_size, sizes=SIZES, layout=layout).read(folder)
         group.load_state_dict(loaded.state)
-    owed = {name: torch.zeros(size) for name, size in SIZES.items()}
+    unsent = {name: torch.zeros(size) for name, size in SIZES.items()}
     saved = checkpoint.reshard([checkpoint.StateFiles(rank, 1).content(group.state_dict())])
     for name, stream in saved["streams"].items():
-        owed[name] += stream["residual"] / world_size
-    for tensor in owed.values():
+        unsent[name] += stream["residual"] / world_size
+    for tensor in unsent.values():
         dist.all_reduce(tensor)
     entries = gradients(rank, 3)
     group.all_reduce(list(entries.items()), scale=1 / world_size)
-    return {"owed": owed, "next": entries}
+    return {"unsent": unsent, "next": entries}
 
 
 @pytest.mark.slow
@@ -140,9 +140,9 @@ def test_saved_states_are_spread_between_flat_and_nodes_and_other_numbers_of_nod
         for ranks, nodes_of_ranks in ((4, 2), (4, 1), (2, 1), (2, 2), (4, 4), (1, 1)):
             after = run(ranks, _spreads, folder, nodes_of_ranks, False)
             for name in ("a", "b"):
-                assert before[0]["owed"][name].abs().sum() > 0
+                assert before[0]["unsent"][name].abs().sum() > 0
                 torch.testing.assert_close(
-                    after[0]["owed"][name], before[0]["owed"][name], atol=2e-6, rtol=1e-4
+                    after[0]["unsent"][name], before[0]["unsent"][name], atol=2e-6, rtol=1e-4
                 )
                 for each in after:
                     assert torch.equal(each["next"][name], after[0]["next"][name])
@@ -344,7 +344,7 @@ def _chosen(rank: int, world_size: int, host: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_nodes_are_found_by_host_and_those_that_cannot_be_are_refused() -> None:
+def test_nodes_are_machines_and_impossible_nodes_are_refused() -> None:
     equal = run(4, _chosen, "xxyy")
     assert equal[3]["auto"] == "[[0, 1], [2, 3]]"
     assert equal[3]["1"] == "[]"

@@ -704,13 +704,13 @@ def _owners(rank: int, world_size: int, kept_in: str) -> tuple[Tensor, Tensor]:
 
     reducer, ahead = prepared()
     generator = torch.Generator().manual_seed(rank)
-    owed = torch.zeros(weight.numel())  # by all together
+    unsent = torch.zeros(weight.numel())  # by all together
     for _ in range(20):
         gradient = torch.randn(weight.numel(), generator=generator)
         total = gradient.clone()
         dist.all_reduce(total)
         reducer.all_reduce([("a", gradient)])
-        owed += total - gradient
+        unsent += total - gradient
         reducer.end_step()
     found = displacement(ahead)
     assert torch.equal(displacement(prepared(reducer.state_dict())[1]), found)
@@ -719,13 +719,13 @@ def _owners(rank: int, world_size: int, kept_in: str) -> tuple[Tensor, Tensor]:
     assert kept is not None
     own = kept.current.clone()
     dist.all_reduce(own)
-    return found, owed - 0.5 * own
+    return found, unsent - 0.5 * own
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kept_in", "rounding"), [("fp32", 1e-4), ("int8", 1.0)])
 def test_owners_look_ahead_by_all_that_they_hold_back(kept_in: str, rounding: float) -> None:
-    """The mean over the ranks is displaced by exactly what owners owe to it, after a restart, too."""
+    """The mean over the ranks is displaced by exactly the residuals of owners, after a restart, too."""
     for found, expected in run(3, _owners, kept_in):
         torch.testing.assert_close(found, expected, rtol=0, atol=rounding)
         assert float(expected.abs().max()) > 5
@@ -750,7 +750,7 @@ def test_ranks_out_of_step_stop() -> None:
 
 
 @pytest.mark.slow
-def test_a_host_that_does_not_look_ahead_is_refused() -> None:
+def test_a_framework_without_step_ahead_is_refused() -> None:
     for name in run(2, _unprepared):
         assert name == "ConfigError"
 

@@ -462,7 +462,7 @@ def _switched_off(rank: int, world_size: int) -> tuple[list[bool], torch.Tensor,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_switching_off_pays_what_is_owed(world_size: int) -> None:
+def test_switching_off_sends_the_residuals(world_size: int) -> None:
     results = run(world_size, _switched_off)
     dense_after, dense, early, paid = results[0]
     assert (early - dense).norm() > 0.3 * dense.norm()

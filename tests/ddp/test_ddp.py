@@ -62,30 +62,30 @@ def residuals(state: DCTState) -> dict[str, torch.Tensor]:
 
 
 def _portable(rank: int, world_size: int, folder: str, save: bool) -> dict[str, Any]:
-    """What is owed before saving, or after loading and before a step; and the weights some steps later."""
+    """Return the residuals before saving, or after loading and before a step, and later weights."""
     model = network()
     ddp, state = hooked(model=model, named_parameters=list(model.named_parameters()))
-    owed = AveragedResiduals(state)
+    unsent = AveragedResiduals(state)
     if save:
         train(ddp, rank, range(5))
-        dcp.save({"dct": owed}, checkpoint_id=folder)
+        dcp.save({"dct": unsent}, checkpoint_id=folder)
     else:
-        dcp.load({"dct": owed}, checkpoint_id=folder)
+        dcp.load({"dct": unsent}, checkpoint_id=folder)
     found = residuals(state)
     step = state.state_dict()["reducer"]["step"]
-    return {"owed": found, "step": step, "weights": train(ddp, rank, range(5, 7))}
+    return {"unsent": found, "step": step, "weights": train(ddp, rank, range(5, 7))}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_torchs_distributed_checkpoints_keep_what_is_owed(tmp_path: Path, world_size: int) -> None:
+def test_torchs_distributed_checkpoints_keep_residuals(tmp_path: Path, world_size: int) -> None:
     saved = run(2, _portable, str(tmp_path), True)
     loaded = run(world_size, _portable, str(tmp_path), False)
-    assert saved[0]["owed"]
-    for name in saved[0]["owed"]:
-        mean = sum(rank["owed"][name] for rank in saved) / 2
-        assert not torch.equal(mean, saved[0]["owed"][name])
+    assert saved[0]["unsent"]
+    for name in saved[0]["unsent"]:
+        mean = sum(rank["unsent"][name] for rank in saved) / 2
+        assert not torch.equal(mean, saved[0]["unsent"][name])
         for rank in loaded:
-            torch.testing.assert_close(rank["owed"][name], mean, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(rank["unsent"][name], mean, rtol=1e-6, atol=1e-7)
     assert all(rank["step"] == 5 for rank in loaded)
     assert all(torch.equal(rank["weights"], loaded[0]["weights"]) for rank in loaded)
 

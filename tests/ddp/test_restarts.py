@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def _residuals(folder: Path, ranks: int) -> dict[str, torch.Tensor]:
-    """Return what so many ranks of a checkpoint still owe, as their average."""
+    """Return the residuals of a checkpoint by so many ranks, as their average."""
     found: dict[str, torch.Tensor] = {}
     for rank in range(ranks):
         for name, stream in checkpoint.read(checkpoint.StateFiles(rank, 0).file(folder))["state"][
@@ -45,9 +45,9 @@ def test_a_killed_rank_and_a_lost_node(tmp_path: Path) -> None:
     saved = tmp_path / f"step{first}"
     assert f"{saved}: the residuals of 3 ranks at step {first} are spread over 2 ranks\n" in log
     assert "torchrun's key-value store" not in log
-    owed = _residuals(saved, 3)
-    assert sum(residual.norm() for residual in owed.values()) > 0
+    unsent = _residuals(saved, 3)
+    assert sum(residual.norm() for residual in unsent.values()) > 0
     for rank in range(2):
         loaded = checkpoint.StateFiles(rank, 2).read(saved)
-        for name, residual in owed.items():
+        for name, residual in unsent.items():
             torch.testing.assert_close(loaded.state["streams"][name]["residual"], residual)

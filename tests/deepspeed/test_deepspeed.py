@@ -212,8 +212,8 @@ def two(folder: Path, request: pytest.FixtureRequest) -> Results:
         run("zero0-fp32", {"data_parallel": {**SPARSE["data_parallel"], "warmup_steps": 9}}, 2, "warmup/"),
         run("zero0-fp32", {"enabled": False}, 2, "disabled/"),
         run("zero0-fp32", {"data_parallel": {"enabled": False}}, 2, "no-gradients/"),
-        run("zero0-fp32", SPARSE, 3, "before-the-end/", save=str(folder / "owed")),
-        run("zero0-fp32", {"enabled": False}, 3, "off-in-mid-run/", load=str(folder / "owed")),
+        run("zero0-fp32", SPARSE, 3, "before-the-end/", save=str(folder / "unsent")),
+        run("zero0-fp32", {"enabled": False}, 3, "off-in-mid-run/", load=str(folder / "unsent")),
         run("zero2-fp32-scatter-contiguous", SPARSE, 6, "poison/", poison=[2]),
         run("zero0-bf16", SPARSE, 6, "poison/", poison=[2]),
         *(run(name, SKIPPING, 6, "skip/", poison=[2, 4]) for name in SKIPPED),
@@ -436,7 +436,7 @@ def test_a_checkpoint_without_residuals_is_loaded_with_one_warning(two: Results)
 
 
 def test_residuals_are_shared_out_to_other_ranks(two: Results, four: Results, one: Results) -> None:
-    """Two ranks, then four, then one: what is owed to the model on average stays the same."""
+    """Two ranks, then four, then one: the average of the unsent gradients stays the same."""
     saved = [rank["half/zero0-fp32"]["residual"] for rank in two]
     assert set(saved[0]) == set(four[0]["more-ranks/zero0-fp32"]["restored"])
     for name in saved[0]:
@@ -444,16 +444,16 @@ def test_residuals_are_shared_out_to_other_ranks(two: Results, four: Results, on
         for rank in four:
             assert rank["more-ranks/zero0-fp32"]["restored"][name] == pytest.approx(mean, rel=1e-4, abs=1e-6)
     in_step(four, "more-ranks/zero0-fp32")
-    # Four ranks have owners with residuals of their own (of the sum): they are owed, too.
+    # Four ranks have owners with residuals of the sum: they are unsent, too.
     left = [rank["more-ranks/zero0-fp32"]["residual"] for rank in four]
     restored = one[0]["fewer-ranks/zero0-fp32"]["restored"]
-    owed: dict[str, float] = {}
+    unsent: dict[str, float] = {}
     for residual in left:
         for name, value in residual.items():
             parameter = re.sub(r"\[\d+:\d+\]$", "", name)
-            owed[parameter] = owed.get(parameter, 0.0) + value / 4
+            unsent[parameter] = unsent.get(parameter, 0.0) + value / 4
     assert any("[" in name for residual in left for name in residual)
-    assert restored == pytest.approx(owed, rel=1e-4, abs=1e-6)
+    assert restored == pytest.approx(unsent, rel=1e-4, abs=1e-6)
 
 
 def test_metrics_reach_file_monitor_and_summary(two: Results, folder: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_resumed_run_goes_on_bitwise(two: Results, name: str) -> None:
 
 
 def test_owners_look_ahead_by_what_they_have_not_sent(two: Results) -> None:
-    """Nothing is owed of the gradients: on average over the ranks, passes run at the masters."""
+    """No gradient is unsent: on average over the ranks, passes run at the masters."""
     for rank in two:
         found = rank["look/zero1-fp32"]["look"]
         assert found["working"] > 1e-3

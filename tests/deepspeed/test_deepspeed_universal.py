@@ -51,8 +51,8 @@ def converted(folder: Path) -> str:
     return str(folder)
 
 
-def owed(results: Results, what: str, run: str, per_node: int = 1) -> dict[str, float]:
-    """Sum of what is owed to the model by parameter: the mean over the ranks, or nodes. DeepSpeed has divided
+def unsent(results: Results, what: str, run: str, per_node: int = 1) -> dict[str, float]:
+    """The sum of unsent gradients by parameter: the mean over the ranks, or nodes. DeepSpeed has divided
     the gradients of runs of ZeRO-1 and 2 by their number.
     """
     unit = 1 if run[0] in "12" else len(results) // per_node
@@ -63,7 +63,7 @@ def owed(results: Results, what: str, run: str, per_node: int = 1) -> dict[str, 
     return totals
 
 
-def test_other_ranks_and_stages_keep_what_is_owed(tmp_path: Path) -> None:
+def test_other_ranks_and_stages_keep_residuals(tmp_path: Path) -> None:
     """ZeRO-1 on 2 ranks, ZeRO-2 on 4, ZeRO-1 on 2 again; ZeRO-3 on 2, on 2 nodes of 2, on 2 again."""
     universal = {"checkpoint": {"load_universal": True}}
 
@@ -97,7 +97,7 @@ def test_other_ranks_and_stages_keep_what_is_owed(tmp_path: Path) -> None:
 
     found = ("1", wide, "2", 1), ("1", back, "1", 1), ("3", wide, "3", 2), ("3", back, "3", 1)
     for first, results, run, per_node in found:
-        before, after = owed(started, "residual", first), owed(results, "restored", run, per_node)
+        before, after = unsent(started, "residual", first), unsent(results, "restored", run, per_node)
         assert any(abs(value) > 1e-4 for value in before.values())
         assert after.keys() == before.keys()
         for parameter, value in before.items():
@@ -132,7 +132,7 @@ def test_exact_updates_on_other_ranks_begin_with_whole_gathers(tmp_path: Path) -
         assert whole["dense"] == pytest.approx(changed["dense"], rel=0.01)  # two steps of four
 
 
-def test_other_stages_without_optimizer_states_keep_what_is_owed(tmp_path: Path) -> None:
+def test_other_stages_without_optimizer_states_keep_residuals(tmp_path: Path) -> None:
     """ZeRO-0, ZeRO-1, ZeRO-2, by DeepSpeed's ordinary checkpoints; and ZeRO-2's residuals alone into ZeRO-3,
     into which DeepSpeed does not load, ZeRO-3's into ZeRO-1.
     """
@@ -152,10 +152,10 @@ def test_other_stages_without_optimizer_states_keep_what_is_owed(tmp_path: Path)
     ]
     results = launch(2, plan, tmp_path / "runs")
 
-    before = owed(results, "residual", "0")
+    before = unsent(results, "residual", "0")
     assert any(abs(value) > 1e-4 for value in before.values())
     for run in "1", "2", "3", "1 of 3":
-        after = owed(results, "restored", run)
+        after = unsent(results, "restored", run)
         assert after.keys() == before.keys()
         for parameter, value in before.items():
             assert after[parameter] == pytest.approx(value, rel=1e-6, abs=1e-6)

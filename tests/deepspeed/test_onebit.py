@@ -197,11 +197,11 @@ def test_nothing_is_lost(ranks: int, exchange: str, numel: int) -> None:
     """What was put in is what came out on all ranks and what lies in the two errors."""
     parts = run(ranks, _averaged, exchange, numel)
     given = sum(part["given"] for part in parts)
-    owed = sum(part["worker"][:numel].double() for part in parts)
+    unsent = sum(part["worker"][:numel].double() for part in parts)
     # In parts of equal size, as the optimizers lay them out; the last ones are shorter.
-    owed += torch.cat([part["server"] for part in parts])[:numel].double()
+    unsent += torch.cat([part["server"] for part in parts])[:numel].double()
     assert all(torch.equal(part["taken"], parts[0]["taken"]) for part in parts)
-    assert torch.allclose(ranks * parts[0]["taken"] + owed, given, atol=1e-4)
+    assert torch.allclose(ranks * parts[0]["taken"] + unsent, given, atol=1e-4)
     assert not any(part["worker"][numel:].any() for part in parts)
     if ranks == 3 and exchange == "auto":
         assert all(part["server"].any() for part in parts)

@@ -355,8 +355,8 @@ def _resume(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> 
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
 
 
-def _owed(compression: Any) -> dict[str, torch.Tensor]:
-    """What the weights still lack, by parameter: the mean of the replicas' residuals."""
+def _unsent(compression: Any) -> dict[str, torch.Tensor]:
+    """Return the mean of the replicas' residuals, by parameter."""
     residuals = compression.state_dict()["residuals"]
     return {name: each.full_tensor() for name, each in residuals.items()}
 
@@ -365,7 +365,7 @@ def _save(rank: int, world_size: int, folder: str, feedback: str, exchange: str)
     """Save after 6 steps; go on for 4, and do so from the checkpoint."""
     model, optimizer, compression = _compressed((2, 2), feedback, exchange)
     train(model, optimizer, rank, 6)
-    owed = _owed(compression)
+    unsent = _unsent(compression)
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states, "dct": compression}, checkpoint_id=folder)
     train(model, optimizer, rank, range(6, 8))
@@ -378,7 +378,7 @@ def _save(rank: int, world_size: int, folder: str, feedback: str, exchange: str)
         for name, shard, expected in zip(model.state_dict(), shards(again), shards(model), strict=True):
             assert torch.equal(shard, expected), name
     _save_one_row(rank, f"{folder}/row")
-    return owed
+    return unsent
 
 
 def _save_one_row(rank: int, folder: str) -> None:
@@ -407,17 +407,17 @@ def _reshard(
     model, optimizer, compression = _compressed(shape, feedback, exchange)
     _resume(model, optimizer, folder)
     assert compression.load(folder)
-    owed = _owed(compression)
+    unsent = _unsent(compression)
     losses = train(model, optimizer, rank, range(6, 8))
-    return owed, compression.steps.step, is_same_on_replicas(model, shape), losses
+    return unsent, compression.steps.step, is_same_on_replicas(model, shape), losses
 
 
 @pytest.mark.parametrize(("feedback", "exchange"), [("local", "two_phase"), ("step_ahead", "direct")])
 def test_checkpoint(feedback: str, exchange: str, tmp_path: Any) -> None:
     folder = str(tmp_path)
-    owed = run(4, _save, folder, feedback, exchange)[0]
-    assert owed
-    for each in owed.values():
+    unsent = run(4, _save, folder, feedback, exchange)[0]
+    assert unsent
+    for each in unsent.values():
         assert each.abs().sum() > 0
     for shape in ((1, 2), (4, 1), (1, 4)):
         world_size = shape[0] * shape[1]
@@ -426,8 +426,8 @@ def test_checkpoint(feedback: str, exchange: str, tmp_path: Any) -> None:
             assert steps == 8
             assert "4.weight" in found  # of which the last of four ranks has no row
             for name, residual in found.items():
-                torch.testing.assert_close(residual, owed[name], rtol=1e-6, atol=1e-9)
-            assert shape == (1, 4) or found.keys() == owed.keys()  # smaller shards are sent dense
+                torch.testing.assert_close(residual, unsent[name], rtol=1e-6, atol=1e-9)
+            assert shape == (1, 4) or found.keys() == unsent.keys()  # smaller shards are sent dense
 
 
 # -- what is refused ---

@@ -187,7 +187,7 @@ def test_a_second_attachment_under_ddp() -> None:
             assert result["same weights"], script
             assert none == after < one, script
             assert two <= one, script
-            assert result["steps"] == (6, 5)  # the last one brings what was owed
+            assert result["steps"] == (6, 5)  # the last one brings what was unsent
         assert torch.equal(first["weights"], second["weights"]), script
 
 
@@ -318,7 +318,7 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
     fully_shard(net.body, mesh=mesh)
     model: Any = fully_shard(net, mesh=mesh)
     optimizer = adamw(model)
-    none, owed, reduce = hooks_on(net, optimizer), [], _fsdp_param_group.foreach_reduce
+    none, unsent, reduce = hooks_on(net, optimizer), [], _fsdp_param_group.foreach_reduce
     first = dct_plugin.attach(model, optimizer, SPARSE)
     train(model, net, optimizer, rank, range(6))
     one = hooks_on(net, optimizer)
@@ -331,12 +331,12 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
     dct_plugin.detach(third)
     for step in (14, 15):
         train(model, net, optimizer, rank, range(step, step + 1))
-        owed.append(largest_residual(*third._reducers.values()))
+        unsent.append(largest_residual(*third._reducers.values()))
     return {
         "off": off,
         "hooks": (none, one, two, hooks_on(net, optimizer)),
         "steps": [each.metrics.summary().steps for each in (first, second, third)],
-        "owed": owed,
+        "unsent": unsent,
         "patched": _fsdp_param_group.foreach_reduce is not reduce,
         "weights": held(net),
     }
@@ -348,8 +348,8 @@ def test_a_second_attachment_under_fsdp2() -> None:
         none, one, two, after = result["hooks"]
         assert result["off"] == 0.0
         assert none == after < one == two
-        assert result["steps"] == [6, 4, 5]  # the last one brings what was owed
-        assert result["owed"] == [0.0, 0.0]
+        assert result["steps"] == [6, 4, 5]  # the last one brings what was unsent
+        assert result["unsent"] == [0.0, 0.0]
         assert not result["patched"]
     assert torch.equal(first["weights"], second["weights"])
 
@@ -406,7 +406,7 @@ def _engines(rank: int, world_size: int) -> list[dict[str, Any]]:
                 "off": off,
                 "hooks": (one, two, hooks_on(net)),
                 "steps": [each.metrics.summary().steps for each in (first, third)],
-                "owed": largest_residual(third.reducer),
+                "unsent": largest_residual(third.reducer),
                 "weights": held(net),
             }
         )
@@ -432,6 +432,6 @@ def test_a_second_engine_of_deepspeed() -> None:
             assert result["same weights"]
             assert result["off"] == 0.0
             assert after < one == two
-            assert result["owed"] == 0.0
+            assert result["unsent"] == 0.0
             assert result["steps"] == [6, 5]
         assert torch.equal(first["weights"], second["weights"])

@@ -72,7 +72,7 @@ def _train(rank: int, world_size: int, section: dict[str, Any] | None, folder: s
     return {"weights": torch.cat([p.detach().view(-1) for p in model.parameters()]), "losses": losses}
 
 
-def test_a_host_in_thirty_lines(tmp_path: Path) -> None:
+def test_a_framework_in_thirty_lines(tmp_path: Path) -> None:
     """At sparsity 0 two ranks train bitwise as with torch's all-reduce; at 0.9 they stay equal and learn."""
     plain = run(2, _train, None, str(tmp_path))
     exact = run(2, _train, EXACT, str(tmp_path))

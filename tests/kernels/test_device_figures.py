@@ -82,7 +82,7 @@ def test_statistics_read_first_are_not_read_again_by_the_messages() -> None:
     assert OnDevice.reads == before + 1
 
 
-def test_host_numbers_are_never_copied_and_leave_no_gaps() -> None:
+def test_numbers_on_the_cpu_are_never_copied_and_leave_no_gaps() -> None:
     writer = new_writer()
     before = OnDevice.reads
     stats = encode(REFERENCE, writer)

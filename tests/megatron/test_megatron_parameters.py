@@ -102,7 +102,7 @@ def look_ahead(rank: int, world_size: int, job: Job) -> tuple[float, float]:
 
 
 def test_owners_look_ahead_by_what_they_have_not_sent() -> None:
-    """Nothing is owed of the gradients: on average over the ranks, passes run at the masters."""
+    """No gradient is unsent: on average over the ranks, passes run at the masters."""
     job = replace(BASE, steps=3, evaluate=False)
     dct = section(sparsity=0.0, value_dtype="fp32", feedback="step_ahead")
     job = job.with_dct(dct, through_codec=True)

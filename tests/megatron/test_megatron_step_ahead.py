@@ -68,7 +68,7 @@ def test_two_data_parallel_ranks(sharded: bool) -> None:
     assert_same(plain, same)
     assert parameters(sparse) == parameters(chosen)
     assert parameters(sparse) != parameters(local)
-    assert losses(sparse)[0] == losses(local)[0]  # nothing is owed yet
+    assert losses(sparse)[0] == losses(local)[0]  # there is no residual yet
     assert losses(sparse)[1] != losses(local)[1]
     for outcomes in (sparse, between, overlapped):
         assert outcomes[0].parameters == outcomes[1].parameters
@@ -341,7 +341,7 @@ def _wrapped_again(rank: int, world_size: int, sharded: bool) -> dict[str, Any]:
         hooks.detach()
         found["last"] = train(models, optimizer, 1)
         found["after"] = train(models, optimizer, 2)
-        found["owed"] = [
+        found["unsent"] = [
             float(stream.residual.show(each.reducer.group.streams.scratch, "own").abs().max())
             for each in reductions
             for stream in each.reducer.group.streams.values()
@@ -364,8 +364,8 @@ def test_a_second_set_up_and_detach(sharded: bool) -> None:
             assert not any(found[name][:4]), "the start is dense"
             assert all(found[name][5:])
         assert not any(found["after"])
-        assert found["owed"]
-        assert not any(found["owed"])
+        assert found["unsent"]
+        assert not any(found["unsent"])
         assert not found["installed"]
         assert not found["patched"]
     assert torch.equal(first["weights"], second["weights"])

@@ -195,7 +195,7 @@ def test_directions_cross_in_some_steps_alone(monkeypatch: pytest.MonkeyPatch) -
         late.decode(message, torch.empty_like(x))
 
 
-def test_transform_makes_the_host_wait_for_nothing_that_was_just_queued() -> None:
+def test_transform_makes_the_cpu_wait_for_nothing_that_was_just_queued() -> None:
     """Directions that arrive are checked by a copy that is started then and read at the end of the step."""
     sender, receiver = ends(method="transform")
     copied, read = "codecs/copies.py:to", "model_parallel/compressors/transform.py:__bool__"

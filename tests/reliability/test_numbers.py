@@ -51,7 +51,7 @@ def _sums(rank: int, world_size: int, kind: str, exchange: str) -> dict[str, Any
 
 
 def left_of(name: str, numel: int, left: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """What all ranks owe of a tensor, in their own streams and in those of owners: fp64 [numel]."""
+    """Sum the residuals of a tensor, in the streams of all ranks and of owners: fp64 [numel]."""
     total = torch.zeros(numel, dtype=torch.float64)
     for streams in left:
         for stream, residual in streams.items():
@@ -69,13 +69,13 @@ def left_of(name: str, numel: int, left: list[dict[str, torch.Tensor]]) -> torch
 def test_what_was_put_in_arrives_or_is_left(kind: str, exchange: str) -> None:
     results = run(2, _sums, kind, exchange)
     for name, numel in SIZES.items():
-        owed = sum(result["put in"][name] for result in results)
+        given = sum(result["put in"][name] for result in results)
         for result in results:
             assert torch.equal(result["arrived"][name], results[0]["arrived"][name])
         left = left_of(name, numel, [result["left"] for result in results])
         if numel:
-            error = (owed - results[0]["arrived"][name] - left).abs().max()
-            assert error <= 1e-5 * owed.abs().max() + 1e-40
+            error = (given - results[0]["arrived"][name] - left).abs().max()
+            assert error <= 1e-5 * given.abs().max() + 1e-40
 
 
 class _Branches(nn.Module):
@@ -134,13 +134,13 @@ def test_what_changes_under_way_in_ddp(keys: dict[str, Any], views: bool) -> Non
     assert any(results[0]["left"]["late.weight"] != 0.0)
     for name, arrived in results[0]["arrived"].items():
         assert torch.equal(arrived, results[1]["arrived"][name])
-        owed = sum(result["put in"][name] for result in results)
-        owed -= left_of(name, arrived.numel(), [result["left"] for result in results]).view(arrived.shape)
-        torch.testing.assert_close(arrived, owed, rtol=0, atol=1e-6)
+        given = sum(result["put in"][name] for result in results)
+        given -= left_of(name, arrived.numel(), [result["left"] for result in results]).view(arrived.shape)
+        torch.testing.assert_close(arrived, given, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("path", [(2, 4, 2), (4, 1, 3), (1, 3, 2)])
-def test_other_numbers_of_ranks_keep_what_is_owed(tmp_path: Path, path: tuple[int, ...]) -> None:
+def test_other_numbers_of_ranks_keep_residuals(tmp_path: Path, path: tuple[int, ...]) -> None:
     """The mean over the ranks, to 1e-6 relative."""
     generator = torch.Generator().manual_seed(0)
     threshold = {"tau": 0.5, "step": 7, "age": 1, "refreshes": 3, "density": 0.1, "out_of_band": False}
@@ -159,13 +159,13 @@ def test_other_numbers_of_ranks_keep_what_is_owed(tmp_path: Path, path: tuple[in
         for _ in range(path[0])
     ]
 
-    def owed() -> torch.Tensor:
+    def unsent() -> torch.Tensor:
         return sum(s["streams"]["w"]["residual"].double() for s in states) / len(states)  # type: ignore
 
-    before = owed()
+    before = unsent()
     for number, ranks in enumerate(path[1:]):
         folder = tmp_path / str(number)
         for rank, state in enumerate(states):
             save_state(folder, state, rank=rank, world_size=len(states))
         states = [checkpoint.StateFiles(rank, ranks).read(folder).state for rank in range(ranks)]
-    assert ((owed() - before).norm() / before.norm()).item() < 1e-6
+    assert ((unsent() - before).norm() / before.norm()).item() < 1e-6

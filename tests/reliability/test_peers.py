@@ -161,7 +161,7 @@ def test_after_a_recovery_in_the_same_process_the_right_rank_is_named() -> None:
         assert f"rank(s) [{lost}] gave no sign of life" in text
 
 
-def test_a_peer_lost_where_the_host_itself_communicates_is_named() -> None:
+def test_a_peer_lost_in_a_collective_of_the_framework_is_named() -> None:
     """In a barrier of the script, with the error that ends it; all points and hosts: ``lost_ranks.py``."""
     script = Path(__file__).with_name("lost_ranks.py")
     command = [sys.executable, script, "--hosts", "ddp", "--points", "barrier", "--hows", "kill"]

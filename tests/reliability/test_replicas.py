@@ -1,4 +1,4 @@
-"""Replicas that drift apart, gradients that are not finite, and residuals that a single rank still owes."""
+"""Replicas that drift apart, gradients that are not finite, and residuals of a single rank."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _unknown_layers(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_layer_that_the_host_does_not_reduce_is_found() -> None:
+def test_a_layer_that_the_framework_does_not_reduce_is_named() -> None:
     for found in run(2, _unknown_layers):
         for text in found:
             assert "parameters differ between the ranks after step 4" in text
@@ -311,6 +311,6 @@ def _alone(rank: int, world_size: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_single_rank_pays_what_is_owed_once() -> None:
+def test_a_single_rank_applies_its_residual_once() -> None:
     (seen,) = run(1, _alone)
     assert [float(gradient.unique()) for gradient in seen] == [9.0, 5.0, 1.0, 1.0]

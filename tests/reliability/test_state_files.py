@@ -202,7 +202,7 @@ def test_files_of_two_saves_stop_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_files_of_another_save_than_the_hosts_own_state(tmp_path: Path) -> None:
+def test_files_of_another_save_than_the_frameworks_state(tmp_path: Path) -> None:
     written(tmp_path)
     assert run(2, _loads, str(tmp_path), "first") == [True, True]
     assert "the files are of another save (step 7" in stopped(tmp_path, expected="second")

@@ -77,7 +77,7 @@ def test_more_buffers_than_one_system_call_takes() -> None:
 
 
 def test_ranks_that_wait_for_each_other_in_a_circle_still_send() -> None:
-    """Every rank has all from its left neighbour, owes it bytes, and waits for its right neighbour."""
+    """Every rank has all bytes of its left neighbour, still sends to it, and waits for its right one."""
     ranks = 3
     connections = connected(ranks)
 
