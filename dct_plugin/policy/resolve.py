@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import AutoFeedback, DataParallelConfig, LocalFeedback, NoFeedback
-from ..config.data_parallel import StepAheadFeedback
+from ..config.data_parallel import ParametersConfig, StepAheadFeedback
 from ..errors import ConfigError
 from .evidence import (
     EXACT_UPDATES,
@@ -180,7 +180,8 @@ def _suited(written: DataParallelConfig, training: Training, count: int) -> Appl
     """
     if not isinstance(written.feedback, AutoFeedback):
         return _with_feedback(written, training, count)
-    is_free = not says_density(written) and written.parameters in (None, "exact")
+    thresholds_updates = isinstance(written.parameters, ParametersConfig)
+    is_free = not says_density(written) and not thresholds_updates
     steps = written.total_steps or training.steps
     if is_free and (reason := _unmeasured(training, count, steps)):
         # A residual would take a byte per parameter, and bring nothing (docs/quality.md#one-mesh).
@@ -191,7 +192,7 @@ def _suited(written: DataParallelConfig, training: Training, count: int) -> Appl
     family = training.family
     is_ahead = family.loses_by_delay and not training.step_ahead_unavailable
     settings = changed(written, feedback=StepAheadFeedback() if is_ahead else LocalFeedback())
-    nothing_waits = written.sparsity == 0 and written.parameters in (None, "exact")
+    nothing_waits = written.sparsity == 0 and not thresholds_updates
     if nothing_waits or family in (OptimizerFamily.ADAGRAD, OptimizerFamily.SGD):
         return AppliedSettings(changed(settings, feedback=LocalFeedback()), count)
     if family is OptimizerFamily.UNTOLD:

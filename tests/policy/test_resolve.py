@@ -44,7 +44,7 @@ def _of(**written: Any) -> DataParallelConfig:
 def test_nothing_written_takes_thresholds_only_where_their_loss_was_measured(
     facts: dict[str, Any], compressors: int, expected: tuple[float, str, str]
 ) -> None:
-    for written in ({}, {"min_numel": 7}, {"parameters": None}, {"nodes": 1}):
+    for written in ({}, {"min_numel": 7}, {"parameters": None}, {"parameters": "int8"}, {"nodes": 1}):
         applied = resolve(_of(**written), Training(**facts, ranks=2 * compressors), compressors)
         settings = applied.settings
         assert (settings.sparsity, settings.value_dtype, settings.feedback.label()) == expected

@@ -50,10 +50,11 @@ class Zero3Path(GradientPath):
         super().__init__(context)
         if not self.optimizer.reduce_scatter:
             self.reducer.group.host_collective = "all_reduce"
-        self._residual_dtype = context.config.data_parallel.residual_dtype
+        settings = context.config.data_parallel
+        self._residuals = f", residuals in {settings.residual_dtype}" * settings.feedback.keeps_residual
 
     def describe(self) -> str:
-        return f"{self.setting}, reduce-scatter, residuals in {self._residual_dtype}"
+        return f"{self.setting}, reduce-scatter{self._residuals}"
 
     def weight_updates(self, context: EngineContext) -> WeightUpdates:
         if self.engine.zero_hpz_partition_size() <= 1:
