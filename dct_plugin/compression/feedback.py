@@ -12,7 +12,7 @@ from typing import Generic, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..kernels import Backend
+from ..kernels import Backend, Residuals
 from ..kernels.checks import PACK_BLOCK, PACK_EXPONENTS
 from ..kernels.reference import ReferenceBackend
 
@@ -53,7 +53,7 @@ class PackedTensor:
         device: Device of the numbers.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, kernels: Backend, device: torch.device) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, kernels: Residuals, device: torch.device) -> None:
         blocks = -(-numel // PACK_BLOCK)
         self.values = torch.zeros(numel, dtype=dtype, device=device)
         self.exponents = torch.zeros(blocks, dtype=torch.int8, device=device) if dtype == torch.int8 else None

@@ -24,7 +24,7 @@ from ..codecs.stats import Stats, Totals, read_stats
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
-from ..kernels import Backend, Job, backend_names, get_backend, serves
+from ..kernels import Backend, Job, Selection, Sums, backend_names, get_backend, serves
 from ..kernels.job import GRAD_DTYPES, SMALLEST_TAU, PartedJob, Parts, Tau
 from ..metrics import Record
 from .feedback import PackedResidual, Residual, Saved, ScratchBuffers
@@ -438,7 +438,7 @@ def wire_dtype(tensor_dtype: torch.dtype, choice: str = "auto", *, dense: bool =
 
 
 def encode_all(
-    kernels: Backend,
+    kernels: Selection,
     flat: Tensor,
     writer: MessageWriter,
     value_dtype: ValueDtype | None = None,
@@ -462,7 +462,7 @@ def encode_all(
 
 
 def encode_dense(
-    kernels: Backend, flat: Tensor, writer: MessageWriter, bounds: Key, receivers: Key, dtype: ValueDtype
+    kernels: Selection, flat: Tensor, writer: MessageWriter, bounds: Key, receivers: Key, dtype: ValueDtype
 ) -> Encoded:
     """Write every entry of ``flat`` (:func:`as_flat`) in a type, in payloads of its parts (see
     :meth:`Compressor.encode`); leave zeros there.
@@ -478,7 +478,9 @@ def dense_nbytes(numel: int, dtype: torch.dtype) -> int:
     return payload_bound(numel, numel, wire_dtype(dtype, dense=True))
 
 
-def encode_at(kernels: Backend, flat: Tensor, mask: Tensor, value_dtype: ValueDtype) -> tuple[Tensor, Stats]:
+def encode_at(
+    kernels: Selection, flat: Tensor, mask: Tensor, value_dtype: ValueDtype
+) -> tuple[Tensor, Stats]:
     """Return the message with the values of ``flat`` at the positions of the payload ``mask``, and its
     statistics.
 
@@ -498,7 +500,7 @@ def values_nbytes(mask: Tensor, value_dtype: ValueDtype) -> int:
     return payload_bound(nnz, nnz, value_dtype, IndexEncoding.DENSE)
 
 
-def add_payload(kernels: Backend, payload: Payload | Tensor, out: Tensor) -> None:
+def add_payload(kernels: Sums, payload: Payload | Tensor, out: Tensor) -> None:
     """``out += decoded payload``; ``out`` contiguous, of any floating type."""
     flat = out.view(-1)
     total = flat if flat.dtype == torch.float32 else flat.to(torch.float32)

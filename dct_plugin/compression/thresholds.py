@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..config import ExpertSettings
-    from ..kernels import Backend
+    from ..kernels import Selection
     from ..kernels.job import Tau
 
 #: Below this many random positions the sampled quantile is off by more than about 4 % (1 sigma) at 1 %
@@ -100,7 +100,7 @@ class Threshold:
         )
 
     def propose(
-        self, kernels: Backend, grad: Tensor, residual: Tensor | None, density: float
+        self, kernels: Selection, grad: Tensor, residual: Tensor | None, density: float
     ) -> tuple[Tau, bool]:
         """The threshold of the coming step, at which about a share of ``density`` of ``|grad + residual|``
         passes, and whether it was measured anew; it stays on the device if the kernels leave it there.

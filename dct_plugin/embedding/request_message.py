@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..codecs.index import IndexEncoding
 from ..errors import PayloadError
-from ..kernels import Backend
+from ..kernels import Selection
 
 _HEADER = struct.Struct("<HBBIIIIIII")
 _MAGIC = 0xDC7D
@@ -93,7 +93,7 @@ def answer_order(as_rows: Sequence[bool]) -> list[int]:
     return sorted(range(len(as_rows)), key=lambda table: not as_rows[table])
 
 
-def write_request(request: RowRequest, first_rows: Sequence[int], kernels: Backend) -> Tensor:
+def write_request(request: RowRequest, first_rows: Sequence[int], kernels: Selection) -> Tensor:
     """Write a request, uint8 on the host: distinct rows as positions, bags as they are.
 
     Args:
@@ -113,7 +113,7 @@ def write_request(request: RowRequest, first_rows: Sequence[int], kernels: Backe
     return torch.frombuffer(bytearray(_HEADER.pack(*fields, check) + body), dtype=torch.uint8)
 
 
-def read_request(message: Tensor, first_rows: Sequence[int], kernels: Backend) -> RowRequest:
+def read_request(message: Tensor, first_rows: Sequence[int], kernels: Selection) -> RowRequest:
     """Read a request to this rank; the inverse of :func:`write_request`.
 
     Raises:

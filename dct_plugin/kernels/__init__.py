@@ -17,6 +17,9 @@ import torch
 
 from . import self_check
 from .backend import Backend as Backend
+from .backend import Residuals as Residuals
+from .backend import Selection as Selection
+from .backend import Sums as Sums
 from .cpu import CpuBackend
 from .job import Job as Job
 from .reference import ReferenceBackend

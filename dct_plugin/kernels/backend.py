@@ -1,10 +1,10 @@
 """The interface of every kernel backend.
 
 The host never has to wait for a kernel between two tensors. Thresholds may stay on the device, from
-:meth:`Backend.sample_threshold` into :meth:`Backend.compress`. So may the :class:`~dct_plugin.codecs.Stats`
-that come back: :func:`~dct_plugin.codecs.read_stats` or :meth:`.MessageWriter.read` read those
-of all tensors of a collective at once. The size of the memory for a payload follows from ``numel`` and
-``capacity`` alone (:func:`~dct_plugin.codecs.payload_bound`).
+:meth:`Selection.sample_threshold` into :meth:`Selection.compress`. So may the
+:class:`~dct_plugin.codecs.Stats` that come back: :func:`~dct_plugin.codecs.read_stats` or
+:meth:`.MessageWriter.read` read those of all tensors of a collective at once. The size of the memory for a
+payload follows from ``numel`` and ``capacity`` alone (:func:`~dct_plugin.codecs.payload_bound`).
 """
 
 from __future__ import annotations
@@ -31,46 +31,17 @@ from .displacement import Displacement, Scratch, Squares
 from .job import Job, PartedJob, Spans, Tau
 
 
-class Backend(ABC):
-    """Kernels for selection, encoding and decoding. All tensors are 1-D, contiguous and on one device; the
-    residual is fp32.
-
-    Every backend writes the same bytes, residuals and decoded values, bit for bit. A payload is given as a
-    uint8 tensor, or as a :class:`~dct_plugin.codecs.Payload`, whose header the host knows already.
+class Selection(ABC):
+    """Kernels that choose the entries of a tensor that cross, and write them.
 
     Attributes:
-        name: The name that :func:`~dct_plugin.kernels.register_backend` knows it by.
-        batches: Whether kernels may run later than they are called, see :meth:`batched`.
-        lengths_on_host: Whether the host knows the length of a payload when it is written. If not, messages
-            travel in slots: :meth:`write_slots` and :meth:`prepare_sum`.
-        message_entries: Entries sent that are worth a message of their own. While it travels, the next one is
-            made.
-        codes_entropy: Whether error-bounded codes have an entropy stage (:mod:`.embedding`), on the host.
-        encodings: The index encodings that it writes; it takes the smallest.
-        value_dtypes: The types of values that it writes.
-        planes: The functions ``pack`` and ``unpack`` of :mod:`dct_plugin.codecs.planes`.
+        encodings: The index encodings that they write; they take the smallest.
+        value_dtypes: The types of values that they write.
     """
 
     name: str
-    batches: ClassVar[bool] = False
-    lengths_on_host: ClassVar[bool] = True
-    message_entries: ClassVar[float] = 50_000
-    codes_entropy: ClassVar[bool] = False
     encodings: Collection[IndexEncoding] = tuple(CODECS)
     value_dtypes: ClassVar[Collection[ValueDtype]] = tuple(ValueDtype)
-    planes: Any = planes
-
-    def batched(self) -> AbstractContextManager[None]:
-        """Return a context in which a backend that ``batches`` may write the payloads of many tensors with a
-        fixed number of launches.
-
-        The work of this thread in the block is complete when the block ends, when a statistic is read, or
-        when another kernel is called that may need it. Until then neither tensors nor payloads may be read or
-        written.
-        """
-        return nullcontext()
-
-    # -- payloads ---
 
     @staticmethod
     def most_kept(wanted: int, *, of_part: bool) -> int:
@@ -105,6 +76,88 @@ class Backend(ABC):
             writer.advance(found[-1], receiver)
         return found
 
+    def positions(self, payload: Payload | Tensor, numel: int) -> Tensor:
+        """Return the positions of the entries that a payload keeps, ascending, int64 [nnz].
+
+        Raises:
+            PayloadError: The payload is not valid, or not of ``numel`` entries.
+        """
+        opened = open_payload(payload, numel)
+        header, body = opened.header, opened.data[HEADER_NBYTES:]
+        section = body[: header.index_nbytes]
+        if header.nonfinite:
+            return torch.empty(0, dtype=torch.int64, device=body.device)
+        return self.decode_indices(header.encoding, header.param, section, header.nnz, numel)
+
+    @abstractmethod
+    def sample_threshold(
+        self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
+    ) -> Tau:
+        """Return the threshold that keeps about ``keep_fraction`` of ``|grad + residual|``, from
+        ``num_samples`` random positions.
+
+        It is exact over all entries when ``num_samples >= numel``. Non-finite entries are ignored; the result
+        is never below the smallest positive normal fp32 number.
+        """
+
+    @abstractmethod
+    def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> Tau:
+        """Return the ``k``-th largest ``|grad + residual|``; non-finite and tiny entries as in
+        :meth:`sample_threshold`.
+        """
+
+    def encode_indices(
+        self, idx: Tensor, numel: int, encoding: int | None = None
+    ) -> tuple[IndexEncoding, int, Tensor]:
+        """See :func:`dct_plugin.codecs.index.encode_indices`."""
+        return encode_indices(idx, numel, encoding, among=self.encodings)
+
+    def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
+        """See :func:`dct_plugin.codecs.index.decode_indices`."""
+        return decode_indices(encoding, param, data, nnz, numel)
+
+    def encode_changes(self, wanted: Tensor, held: Tensor, out: Tensor) -> Stats:
+        """Write the record that turns weights into others, by bits (:mod:`dct_plugin.codecs.changes`).
+
+        Args:
+            wanted, held: bf16 or fp16 [numel], of one type.
+            out: uint8, at least ``record_bound(numel)`` bytes.
+
+        Returns:
+            The record's bytes; ``nnz`` is the number of entries that differ.
+        """
+        began = time.perf_counter_ns()
+        record, changed = encode_changes(wanted, held)
+        out[: record.numel()] = record
+        elapsed = time.perf_counter_ns() - began
+        return Stats(record.numel(), changed, changed, False, ns=(0, elapsed))
+
+    def write_slots(
+        self,
+        writer: MessageWriter,
+        buffer: Tensor,
+        bounds: Sequence[tuple[int, int]],
+        fingerprint: int,
+        nothing: Tensor | None = None,
+    ) -> None:
+        """Put messages, whose figures are all on the device, into slots, as far as they fit; within
+        :meth:`batched` behind the payloads of the block.
+
+        Args:
+            writer: That of the messages.
+            buffer: uint8, with the slots.
+            bounds: First byte of each slot (a multiple of 8), and the one behind it, by receiver.
+            fingerprint: The fingerprint of the operation.
+            nothing: int64 []. If it is 1, the slots say that their messages have nothing to add.
+        """
+        raise NotImplementedError(f"{self.name} kernels write no slots")
+
+
+class Sums(ABC):
+    """Kernels that read what crossed, and add it."""
+
+    name: str
+
     @abstractmethod
     def decode_add(self, payload: Payload | Tensor, out: Tensor) -> int:
         """Add the values of a payload: ``out[index] += value``; ``out`` is fp32 [numel]. Return nnz.
@@ -131,146 +184,6 @@ class Backend(ABC):
             PayloadError: A payload is not valid, or not of ``outs[i].numel()`` entries; ``message`` tells
                 which. Some of ``outs`` may have been written.
         """
-
-    def positions(self, payload: Payload | Tensor, numel: int) -> Tensor:
-        """Return the positions of the entries that a payload keeps, ascending, int64 [nnz].
-
-        Raises:
-            PayloadError: The payload is not valid, or not of ``numel`` entries.
-        """
-        opened = open_payload(payload, numel)
-        header, body = opened.header, opened.data[HEADER_NBYTES:]
-        section = body[: header.index_nbytes]
-        if header.nonfinite:
-            return torch.empty(0, dtype=torch.int64, device=body.device)
-        return self.decode_indices(header.encoding, header.param, section, header.nnz, numel)
-
-    # -- thresholds ---
-
-    @abstractmethod
-    def sample_threshold(
-        self, grad: Tensor, residual: Tensor | None, keep_fraction: float, num_samples: int, seed: int
-    ) -> Tau:
-        """Return the threshold that keeps about ``keep_fraction`` of ``|grad + residual|``, from
-        ``num_samples`` random positions.
-
-        It is exact over all entries when ``num_samples >= numel``. Non-finite entries are ignored; the result
-        is never below the smallest positive normal fp32 number.
-        """
-
-    @abstractmethod
-    def exact_threshold(self, grad: Tensor, residual: Tensor | None, k: int) -> Tau:
-        """Return the ``k``-th largest ``|grad + residual|``; non-finite and tiny entries as in
-        :meth:`sample_threshold`.
-        """
-
-    # -- residuals ---
-
-    @abstractmethod
-    def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
-        """Round a residual stochastically to a smaller type; the expected value does not change.
-
-        bf16: to one of the two numbers beside the entry. int8: to a multiple of ``2**exponent``, the smallest
-        power of two of which 127 reach the largest of the :data:`.checks.PACK_BLOCK` entries that share it;
-        for the expectation, entries count as multiples of ``2**(exponent - 15)``. What :meth:`unpack` gives
-        is packed to the same values again, whatever the seed.
-
-        Args:
-            values: fp32 [numel], no NaN; beyond ``127 * 2**121`` they are cut.
-            out: bf16 or int8 [numel].
-            exponents: int8 [ceil(numel / PACK_BLOCK)], in [-112, 121]; None for bf16.
-            seed: Seed of the random numbers, which depend on it and on the position alone.
-        """
-
-    @abstractmethod
-    def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
-        """Set ``out`` (fp32) to the values that :meth:`pack` wrote, exactly."""
-
-    def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
-        """Set ``out = wanted - held``, fp32; ``wanted`` is rounded to the type of ``held`` before.
-
-        Args:
-            wanted, held: Any floating-point types, [numel].
-            out: fp32 [numel], apart from both.
-        """
-        out.copy_(wanted.to(held.dtype)).sub_(held)
-
-    def encode_changes(self, wanted: Tensor, held: Tensor, out: Tensor) -> Stats:
-        """Write the record that turns weights into others, by bits (:mod:`dct_plugin.codecs.changes`).
-
-        Args:
-            wanted, held: bf16 or fp16 [numel], of one type.
-            out: uint8, at least ``record_bound(numel)`` bytes.
-
-        Returns:
-            The record's bytes; ``nnz`` is the number of entries that differ.
-        """
-        began = time.perf_counter_ns()
-        record, changed = encode_changes(wanted, held)
-        out[: record.numel()] = record
-        elapsed = time.perf_counter_ns() - began
-        return Stats(record.numel(), changed, changed, False, ns=(0, elapsed))
-
-    def apply_changes(self, message: Tensor, outs: Sequence[Tensor]) -> None:
-        """Apply records, one for each of ``outs`` (bf16 or fp16 [numel], changed in place).
-
-        Raises:
-            PayloadError: The message is damaged, or does not fit ``outs``. None of them has changed if a
-                header or a checksum is wrong.
-        """
-        apply_changes(message, outs)
-
-    def add_squares(self, jobs: Sequence[Squares], scratch: Scratch = displacement.fresh) -> None:
-        """Add the row and column means of squared gradients to those of a step so far.
-
-        Backends sum in an order of their own, which is the same every time.
-        """
-        for job in jobs:
-            displacement.add_squares(job, scratch)
-
-    def displace(self, jobs: Sequence[Displacement], scratch: Scratch = displacement.fresh) -> None:
-        """Set ``out = weight + scale * clamp(residual / denominator, -limit, limit) + factor * pending``.
-
-        The sum is in fp32 (fp64 for such weights) and rounded once. The denominator of an entry in row r and
-        column c is ``ratio * sqrt(rows[r] * columns[c] / mean(rows) / observed) + eps``; if there is one
-        column, the root is that of ``rows[0] / observed``.
-        """
-        for job in jobs:
-            displacement.displace(job, scratch)
-
-    # -- positions alone ---
-
-    def encode_indices(
-        self, idx: Tensor, numel: int, encoding: int | None = None
-    ) -> tuple[IndexEncoding, int, Tensor]:
-        """See :func:`dct_plugin.codecs.index.encode_indices`."""
-        return encode_indices(idx, numel, encoding, among=self.encodings)
-
-    def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
-        """See :func:`dct_plugin.codecs.index.decode_indices`."""
-        return decode_indices(encoding, param, data, nnz, numel)
-
-    # -- messages in slots of fixed size (codecs.slots), where lengths stay on the device ---
-
-    def write_slots(
-        self,
-        writer: MessageWriter,
-        buffer: Tensor,
-        bounds: Sequence[tuple[int, int]],
-        fingerprint: int,
-        nothing: Tensor | None = None,
-    ) -> None:
-        """Put messages, whose figures are all on the device, into slots, as far as they fit; within
-        :meth:`batched` behind the payloads of the block.
-
-        Args:
-            writer: That of the messages.
-            buffer: uint8, with the slots.
-            bounds: First byte of each slot (a multiple of 8), and the one behind it, by receiver.
-            fingerprint: The fingerprint of the operation.
-            nothing: int64 []. If it is 1, the slots say that their messages have nothing to add.
-        """
-        raise NotImplementedError(f"{self.name} kernels write no slots")
 
     def prepare_sum(
         self,
@@ -307,8 +220,103 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"{self.name} kernels read no slots")
 
+    def apply_changes(self, message: Tensor, outs: Sequence[Tensor]) -> None:
+        """Apply records, one for each of ``outs`` (bf16 or fp16 [numel], changed in place).
 
-def mask_of(kernels: Backend, payload: Payload | Tensor, numel: int) -> Tensor:
-    """Return bool [numel]: which entries a payload keeps; see :meth:`Backend.positions`."""
+        Raises:
+            PayloadError: The message is damaged, or does not fit ``outs``. None of them has changed if a
+                header or a checksum is wrong.
+        """
+        apply_changes(message, outs)
+
+
+class Residuals(ABC):
+    """Kernels for what stays on a rank: residuals in few bits, and weights that they displace."""
+
+    @abstractmethod
+    def pack(self, values: Tensor, out: Tensor, exponents: Tensor | None, seed: int) -> None:
+        """Round a residual stochastically to a smaller type; the expected value does not change.
+
+        bf16: to one of the two numbers beside the entry. int8: to a multiple of ``2**exponent``, the smallest
+        power of two of which 127 reach the largest of the :data:`.checks.PACK_BLOCK` entries that share it;
+        for the expectation, entries count as multiples of ``2**(exponent - 15)``. What :meth:`unpack` gives
+        is packed to the same values again, whatever the seed.
+
+        Args:
+            values: fp32 [numel], no NaN; beyond ``127 * 2**121`` they are cut.
+            out: bf16 or int8 [numel].
+            exponents: int8 [ceil(numel / PACK_BLOCK)], in [-112, 121]; None for bf16.
+            seed: Seed of the random numbers, which depend on it and on the position alone.
+        """
+
+    @abstractmethod
+    def unpack(self, packed: Tensor, exponents: Tensor | None, out: Tensor) -> None:
+        """Set ``out`` (fp32) to the values that :meth:`pack` wrote, exactly."""
+
+    def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
+        """Set ``out = wanted - held``, fp32; ``wanted`` is rounded to the type of ``held`` before.
+
+        Args:
+            wanted, held: Any floating-point types, [numel].
+            out: fp32 [numel], apart from both.
+        """
+        out.copy_(wanted.to(held.dtype)).sub_(held)
+
+    def add_squares(self, jobs: Sequence[Squares], scratch: Scratch = displacement.fresh) -> None:
+        """Add the row and column means of squared gradients to those of a step so far.
+
+        Backends sum in an order of their own, which is the same every time.
+        """
+        for job in jobs:
+            displacement.add_squares(job, scratch)
+
+    def displace(self, jobs: Sequence[Displacement], scratch: Scratch = displacement.fresh) -> None:
+        """Set ``out = weight + scale * clamp(residual / denominator, -limit, limit) + factor * pending``.
+
+        The sum is in fp32 (fp64 for such weights) and rounded once. The denominator of an entry in row r and
+        column c is ``ratio * sqrt(rows[r] * columns[c] / mean(rows) / observed) + eps``; if there is one
+        column, the root is that of ``rows[0] / observed``.
+        """
+        for job in jobs:
+            displacement.displace(job, scratch)
+
+
+class Backend(Selection, Sums, Residuals):
+    """All kernels. Tensors are 1-D, contiguous and on one device; the residual is fp32.
+
+    Every backend writes the same bytes, residuals and decoded values, bit for bit. A payload is given as a
+    uint8 tensor, or as a :class:`~dct_plugin.codecs.Payload`, whose header the host knows already.
+
+    Attributes:
+        name: The name that :func:`~dct_plugin.kernels.register_backend` knows it by.
+        batches: Whether kernels may run later than they are called, see :meth:`batched`.
+        lengths_on_host: Whether the host knows the length of a payload when it is written. If not, messages
+            travel in slots: :meth:`write_slots` and :meth:`prepare_sum`.
+        message_entries: Entries sent that are worth a message of their own. While it travels, the next one is
+            made.
+        codes_entropy: Whether error-bounded codes have an entropy stage (:mod:`.embedding`), on the host.
+        planes: The functions ``pack`` and ``unpack`` of :mod:`dct_plugin.codecs.planes`.
+    """
+
+    name: str
+    batches: ClassVar[bool] = False
+    lengths_on_host: ClassVar[bool] = True
+    message_entries: ClassVar[float] = 50_000
+    codes_entropy: ClassVar[bool] = False
+    planes: Any = planes
+
+    def batched(self) -> AbstractContextManager[None]:
+        """Return a context in which a backend that ``batches`` may write the payloads of many tensors with a
+        fixed number of launches.
+
+        The work of this thread in the block is complete when the block ends, when a statistic is read, or
+        when another kernel is called that may need it. Until then neither tensors nor payloads may be read or
+        written.
+        """
+        return nullcontext()
+
+
+def mask_of(kernels: Selection, payload: Payload | Tensor, numel: int) -> Tensor:
+    """Return bool [numel]: which entries a payload keeps; see :meth:`Selection.positions`."""
     at = kernels.positions(payload, numel)
     return torch.zeros(numel, dtype=torch.bool, device=at.device).index_fill_(0, at, True)

@@ -18,7 +18,7 @@ from ..codecs.message import MessageWriter
 from ..codecs.payload import payload_bound
 from ..codecs.slots import PREFIX
 from ..codecs.values import ValueDtype
-from .backend import Backend, mask_of
+from .backend import Backend, Residuals, Selection, mask_of
 from .checks import PACK_BLOCK
 from .displacement import Displacement, SecondMoment, Squares
 from .job import GRAD_DTYPES, Job
@@ -162,7 +162,7 @@ def _batches(backend: Backend, where: torch.device) -> Results:
     yield "", [message, *itertools.chain(*tensors), *outs, *numbers]
 
 
-def _thresholds(backend: Backend, where: torch.device) -> Results:
+def _thresholds(backend: Selection, where: torch.device) -> Results:
     """Find sampled and exact thresholds."""
     for number, dtype in enumerate(GRAD_DTYPES):
         grad, residual = _random(number).to(dtype).to(where), _random(9 + number).to(where)
@@ -185,7 +185,7 @@ def _residuals(backend: Backend, where: torch.device) -> Results:
         yield f"difference, {dtype}", [difference]
 
 
-def _step_ahead(backend: Backend, where: torch.device) -> Results:
+def _step_ahead(backend: Residuals, where: torch.device) -> Results:
     """Find moments of gradients and displaced weights; sums of another order differ in their last bits."""
     shapes = itertools.product(GRAD_DTYPES, ((1, 1), (3, 700), (700, 3)))
     for number, (dtype, (rows, columns)) in enumerate(shapes):

@@ -32,7 +32,7 @@ from torch import Tensor
 from ...compression.feedback import ScratchBuffers, unpacked
 from ...console import logger
 from ...errors import ConfigError
-from ...kernels import Backend
+from ...kernels import Residuals
 from ...kernels.displacement import Displacement
 from ...kernels.job import part_of
 from ...kernels.reference import ReferenceBackend
@@ -163,7 +163,7 @@ class StepAhead:
         world_size: int,
         coefficient: float | None = None,
         gradient_unit: Callable[[], float] = lambda: 1.0,
-        kernels: Backend | None = None,
+        kernels: Residuals | None = None,
         node: NodeRanks | None = None,
         held: Mapping[str, Part] | None = None,
     ) -> None:

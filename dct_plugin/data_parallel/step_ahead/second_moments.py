@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...compression.feedback import ScratchBuffers
-from ...kernels import Backend
+from ...kernels import Residuals
 from ...kernels.displacement import SecondMoment, Squares
 from ..plan import Entries
 from ..step_units import StepUnit
@@ -167,7 +167,7 @@ class SecondMoments:
         self._observed: dict[str, None] = {}
         """Names of the streams whose gradients were seen since their last step, in a fixed order."""
 
-    def observe(self, entries: Entries, kernels: Backend, scratch: ScratchBuffers) -> None:
+    def observe(self, entries: Entries, kernels: Residuals, scratch: ScratchBuffers) -> None:
         """Add gradients (1-D) of this step, or this rank's parts of the node's. An optimizer that gets a
         parameter later knows nothing of earlier gradients.
         """
