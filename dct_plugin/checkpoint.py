@@ -167,11 +167,11 @@ class StateFiles:
     """The files of the ranks that hold the same parameters, as one of these ranks writes and reads them.
 
     Attributes:
-        rank, world_size: Its rank among these, and their number.
+        rank, world_size: The rank's number among these, and how many they are.
         name: Name of the files, with a field for ``rank``.
         cut: Sizes of what cuts the parameters. Residuals cannot follow other sizes.
-        expert: Ranks of one number have the same experts.
-        unit: Factor that the host had multiplied into the gradients before they reached the reducer, for
+        expert: Number of the rank's experts; ranks with the same number have the same experts.
+        unit: Factor that the framework had multiplied into the gradients before they reached the reducer, for
             example one over the number of ranks; 1 when it averages afterwards. Reducers by name have units
             of their own.
         configuration: Fingerprint of the ``dct`` section.
@@ -521,7 +521,7 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
             residual = unpacked(streams[name]["residual"]) * factor
             start, stop, numel = parts.get(name, (0, residual.numel(), residual.numel()))
             if name not in total:
-                total[name] = {**_unmeasured(streams[name]), "residual": torch.zeros(numel)}
+                total[name] = {**_without_threshold(streams[name]), "residual": torch.zeros(numel)}
             total[name]["residual"][start:stop] += residual
         for name, match in answers.items():
             if (owner := total.get(match["name"])) is not None:
@@ -541,7 +541,8 @@ def is_answer(stream: str) -> bool:
 def in_unit(state: State, ratio: float) -> State:
     """A reducer's state for gradients that are ``ratio`` times as large; 1 changes nothing.
 
-    Add-ons know themselves what in their states depends on it; when they are loaded they get the ``"ratio"``.
+    Thresholds are measured anew. The state has the ``"ratio"``, by which add-ons change their own parts when
+    they are loaded.
     """
     if ratio == 1.0:
         return state
@@ -549,11 +550,11 @@ def in_unit(state: State, ratio: float) -> State:
     for name, stream in state["streams"].items():
         saved = stream["residual"]
         residual = None if saved is None else unpacked(saved) * ratio
-        streams[name] = {**_unmeasured(stream), "residual": residual}
+        streams[name] = {**_without_threshold(stream), "residual": residual}
     return {**state, "streams": streams, "ratio": ratio * state.get("ratio", 1.0)}
 
 
-def _unmeasured(stream: State) -> State:
+def _without_threshold(stream: State) -> State:
     """The stream with a threshold that will be measured at its next use."""
     return {**stream, "threshold": {**stream["threshold"], "tau": 0.0}}
 

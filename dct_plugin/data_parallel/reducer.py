@@ -78,7 +78,7 @@ class GradientReducer:
         self.config, group.loss_scale = config, loss_scale
         self._sends_gradients = config.exchange_of == "gradients"
         self.flushed = False
-        """True if a step has brought all that residuals held, after :meth:`flush`."""
+        """True if a step after :meth:`flush` has sent all that residuals held."""
         self.node_sums: NodeSums | None = None
         if group.nodes is not None:
             from .nodes.ranks import NodeRanks

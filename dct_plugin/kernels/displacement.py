@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Scratch: TypeAlias = Callable[[str, Tensor], Tensor]
-"""Returns fp32 memory of a tensor's size to overwrite, the same for one use (a name)."""
+"""Returns fp32 memory of a tensor's size to overwrite: the same memory for the same name."""
 TINY = torch.finfo(torch.float32).tiny
 #: Entries that need scratch memory at a time.
 _PART = 1 << 20
@@ -48,7 +48,7 @@ class SecondMoment(NamedTuple):
 
     Attributes:
         rows, columns: Row and column means, fp32 [R] and [C].
-        observed: They are divided by it.
+        observed: The divisor of both.
         first: The first entry.
         ratio, eps: The denominator of a step is ``ratio * sqrt(moment) + eps``.
     """

@@ -1,9 +1,9 @@
 """Copies of the gathered weights, one in each node, which the gathers of FSDP2 and ZeRO-3 read.
 
-Position ``j`` of every node holds the shards of all ranks with position ``j`` (a *rail*), in the type that
-the framework gathers, or in int8. The first gather after the weights have changed brings the copies up to
-date: what changed crosses between nodes in one exchange for the whole model, or all of it, where that is
-faster. Every other gather, in forward and backward passes, stays inside the node. All ranks, owners too,
+The ranks at one position of all nodes are a *rail*. Each of them keeps the shards of the whole rail, in the
+type that the framework gathers, or in int8. The first gather after the weights have changed brings the copies
+up to date: what changed crosses between nodes in one exchange for the whole model, or all of it, where that
+is faster. Every other gather, in forward and backward passes, stays inside the node. All ranks, owners too,
 gather from the copies.
 """
 
@@ -89,7 +89,7 @@ class NodeCopies(ABC):
         self._seen = []
 
     def add(self, parameters: Sequence[CopiedParameter]) -> slice:
-        """Keep copies of a parameter group; return which ones of all parameters it has."""
+        """Keep copies of a parameter group; return their places among all parameters."""
         first = len(self._parameters)
         for each in parameters:
             self._parameters.append(each)
@@ -236,7 +236,7 @@ class Int8Copies(NodeCopies):
         scales = ("scales", self._scales.view(-1), self._shards_of(len(own)))
         for start in range(0, self._numel, _AT_ONCE):
             part = self._codes[:, start : start + _AT_ONCE]
-            # As positive numbers of 16 bits, whose order is that of floats.
+            # int16, viewed as bf16: positive ones are in the order of their bits.
             numbers = part.to(torch.int16).add_(128)
             was = numbers[updates.group.rank].view(torch.bfloat16).clone()
             numbers[updates.group.rank] = (

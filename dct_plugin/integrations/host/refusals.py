@@ -14,9 +14,9 @@ from dct_plugin.config import AutoFeedback, DataParallelConfig, LocalFeedback, P
 from dct_plugin.config.options import show
 from dct_plugin.errors import ConfigError, DCTError
 
-#: Why updates of weights are not there for a framework.
+#: Why a framework has no updates of weights to exchange.
 WHOLE_OPTIMIZER = "every rank has the whole optimizer, no weights are gathered after a step"
-#: Why changed weights alone are not sent.
+#: Why it would save nothing to send changed weights alone.
 ALL_CHANGE = "nearly all fp32 weights change in a step"
 ANOTHER_FORM = "its weights are not gathered as they are"
 
@@ -43,7 +43,7 @@ class Refusal(NamedTuple):
         key: Below ``dct.data_parallel``.
         why: The reason, in words.
         instead: What to write in its place.
-        when: Condition on the settings and the job; None: a value that asks for something.
+        when: Condition on the settings and the job; None: the option is not null, false or empty.
     """
 
     key: str

@@ -22,7 +22,7 @@ from .steps import OptimizerSteps
 class RestoredWeights:
     """Drops what a rank has not sent of tensors whose weights ``load_state_dict`` has changed.
 
-    That is left of a run that the script has abandoned. Weights that are only replaced for an evaluation
+    It belongs to a run that the script has abandoned. Weights that are only replaced for an evaluation
     (averaged ones) are the same again at the next training pass, and keep their residuals.
 
     Args:
