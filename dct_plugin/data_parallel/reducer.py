@@ -154,8 +154,9 @@ class GradientReducer:
             DesyncError, PayloadError: See :meth:`all_reduce`.
         """
         self.exchanges.finish()
-        if self.add_ons.local_steps is not None:
-            self.add_ons.local_steps.gradients.share()
+        local = self.add_ons.local_steps
+        if local is not None and local.gradients.seen:
+            local.gradients.share()
 
     def return_to_residual(self, entries: Entries) -> None:
         """Add to the residuals what an exchange left in these tensors, where no rank used it."""

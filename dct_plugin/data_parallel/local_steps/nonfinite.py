@@ -23,17 +23,16 @@ class SharedNonfinite:
 
     def __init__(self, group: StreamGroup) -> None:
         self._group = group
-        self._seen: list[Tensor] = []
+        self.seen: list[Tensor] = []
+        """Gradients of this pass, 1-D, the same ones on all ranks."""
 
     def see(self, gradients: Iterable[Tensor]) -> None:
-        """Note 1-D gradients, the same ones on all ranks."""
-        self._seen += [gradient for gradient in gradients if gradient.numel()]
+        """Note gradients."""
+        self.seen += [gradient for gradient in gradients if gradient.numel()]
 
     def share(self) -> None:
         """Make the first entry of a gradient NaN if it is not finite on another rank; a collective."""
-        seen, self._seen = self._seen, []
-        if not seen:
-            return
+        seen, self.seen = self.seen, []
         largest = torch._foreach_norm(seen, ord=math.inf)
         poison = 0.0 * torch.stack([norm.to(torch.float32) for norm in largest])
         with self._group.recorded("gradient_local"):
