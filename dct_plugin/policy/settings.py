@@ -10,6 +10,7 @@ from .evidence import THRESHOLDS
 
 #: Sparsities and value types that the automatic mode chooses from, within the limits of a configuration.
 _SPARSITIES, _VALUES = (0.9, 0.97, 0.99), {"bf16": 16, "int8": 8, "int4": 4}
+_BITS = {"int2": 2, "log4": 4, "fp16": 16, "fp32": 32, **_VALUES}
 
 
 class Setting(NamedTuple):
@@ -26,7 +27,7 @@ class Setting(NamedTuple):
     @property
     def strength(self) -> tuple[float, int]:
         """Order from gentle to strong: by sparsity, then by bits left out."""
-        return self.sparsity, -_VALUES.get(self.value_dtype or "", 32)
+        return self.sparsity, -_BITS.get(self.value_dtype or "", 32)
 
     def __str__(self) -> str:
         if self.is_dense:
@@ -65,4 +66,4 @@ def every_default() -> list[Setting]:
 
 def bits_of(settings: DataParallelConfig) -> int:
     """Return the bits of a value on the wire."""
-    return {"int2": 2, "log4": 4, "fp16": 16, "fp32": 32, **_VALUES}[settings.value_dtype]
+    return _BITS[settings.value_dtype]

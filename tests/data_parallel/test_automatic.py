@@ -157,6 +157,8 @@ def test_likely_settings_are_tried_and_the_gentlest_of_the_fast_ones_stays() -> 
     assert tried(1e8) == [STRONG]
     assert gentlest_of_fastest({STRONG: 1.0, GENTLE: 1.02, DENSE: 1.5}, rules) == GENTLE
     assert gentlest_of_fastest({STRONG: 1.0, GENTLE: 1.05, DENSE: 1.5}, rules) == STRONG
+    log4, int8 = Setting(0.0, "log4"), Setting(0.0, "int8")
+    assert gentlest_of_fastest({log4: 1.0, int8: 1.0, DENSE: 1.5}, rules) == int8
 
 
 @pytest.mark.parametrize("optimizer", [["AdamW"], ["Lion"], []])
