@@ -65,7 +65,8 @@ class Figures(NamedTuple):
         content = json.loads(path.read_text(encoding="utf-8"))
         given, facts = content["model"], content["facts"]
         codings = {Setting(*row[:2]): Coding(*row[2:]) for row in given["codings"]}
-        model = CostModel(**given | {"codings": codings, "link": Link(*given["link"])})
+        steps = {Setting(*row[:2]): tuple(row[2:]) for row in given["steps"]}
+        model = CostModel(**given | {"codings": codings, "link": Link(*given["link"]), "steps": steps})
         training = Training(**facts, ranks=model.ranks)
         made = resolve(DataParallelConfig(), training)
         # The steps were measured with other feedback than such a training takes.
@@ -78,8 +79,8 @@ class Figures(NamedTuple):
 
     @property
     def rows(self) -> list[Setting]:
-        """The settings that a job with nothing written compares, the dense exchange first."""
-        return settings_within(self.settings.settings)
+        """The settings that were timed, or that a job with nothing written compares; the dense one first."""
+        return list(self.model.steps) or settings_within(self.settings.settings)
 
     def best(self, model: CostModel) -> Setting:
         """Return the setting that a job with nothing written takes, by the rule of the job itself."""
@@ -114,10 +115,10 @@ def advise(
         list[float] | None, typer.Option(min=1, help="With --memory: parameters of the model.")
     ] = None,
 ) -> None:
-    """Run a job for some dense steps, and say whether the plugin pays.
+    """Run a job for some steps, and say whether the plugin pays.
 
-    The job is stopped when its steps are measured; nothing of it is changed. It trains with
-    DistributedDataParallel, FSDP2 with replicas, DeepSpeed or Megatron.
+    The job is stopped when its steps are measured. It trains with DistributedDataParallel, FSDP2, DeepSpeed
+    or Megatron. Steps are dense; FSDP2 on one mesh makes 40 compressed ones, too.
     """
     if shows_memory:
         Console(width=None if sys.stdout.isatty() else 160).print(_memory(parameters or [125e6, 1e9, 8e9]))
@@ -209,8 +210,8 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
             else f"ended with status {job.returncode} before it was measured"
         )
         raise DCTError(
-            f"the job {what}, which takes 15 optimizer steps of DistributedDataParallel, FSDP2 with "
-            "replicas, DeepSpeed or Megatron on at least two ranks; the end of its output:\n"
+            f"the job {what}, which takes 15 optimizer steps of DistributedDataParallel, FSDP2 (61 on "
+            "one mesh), DeepSpeed or Megatron on at least two ranks; the end of its output:\n"
             + tail(own, _LINES)
         )
 
@@ -249,8 +250,8 @@ def _print(figures: Figures, models: dict[str, CostModel], line: Sequence[str]) 
         copies = "; with copies of them only what changed crosses (docs/nodes.md#zero-3)"
         said = f"{format_bytes(model.gathered_bytes)} of each row are gathered weights"
         console.print(said + copies * (training.stage == 3))
-    if figures.settings.line:
-        typer.echo(f"nothing written: {figures.settings.line}")
+    if said := "; ".join(figures.settings.lines):
+        typer.echo(f"nothing written: {said}")
     typer.echo(" ".join(decision(figures, name, model, line) for name, model in models.items()))
 
 
@@ -261,6 +262,8 @@ def decision(figures: Figures, name: str, model: CostModel, line: Sequence[str])
         others = (model.predict(each).total for each in figures.rows if not each.is_dense)
         return f"{name}: leave the plugin out, dense steps are as fast ({dense / min(others):.2f}x)."
     section = "--dct '{}'" if "dct_plugin.megatron" in line else '"dct": {}'
+    if best.value_dtype == "log4":  # a section must ask for it
+        section = '"dct": {"data_parallel": {"value_dtype": "log4"}}'
     return f"{name}: take {section}, which becomes {best}: {dense / model.predict(best).total:.2f}x as fast."
 
 

@@ -11,18 +11,25 @@ import functools
 import itertools
 import json
 import os
+import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dct_plugin.config import MetricsConfig
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
-from dct_plugin.data_parallel.autotune.cost_model import CostModel
-from dct_plugin.errors import ConfigError
+from dct_plugin.data_parallel.autotune.cost_model import CostModel, Link
+from dct_plugin.data_parallel.autotune.measurements import largest, probe_link
+from dct_plugin.data_parallel.passes import around_passes
+from dct_plugin.host_traffic import HostTraffic
+from dct_plugin.metrics import HOST, Metrics
 from dct_plugin.policy import Training
+from dct_plugin.policy.settings import Setting
 
 from .host.measured_job import FACTS, SECTION, VARIABLE
 from .host.patching import Function, Patches
@@ -30,6 +37,8 @@ from .host.settings import training_of
 
 #: Optimizer steps after which a job of one rank is stopped.
 _MOST_STEPS = 20
+#: The facts of a training on one mesh that depend on its machines.
+_FACTS_OF_SHARDS = ("exact_unavailable", "shares_copy", "int8_copies")
 _steps = itertools.count()
 #: Names of the script's communication hooks.
 _left_out: list[str] = []
@@ -84,15 +93,68 @@ def _compress_sharded(model: torch.nn.Module) -> bool:
     from .fsdp.parameter_groups import has_replicas, parameter_groups
 
     if not any(map(has_replicas, parameter_groups(model))):
-        raise ConfigError(
-            f"rank {dist.get_rank()}: dct advise: FSDP2 shards one copy of the model over all ranks (one "
-            "mesh), and no gradients cross between replicas, which are what is measured. dct config suggest "
-            "--one-mesh says what nothing written becomes; to have HSDP measured, pass fully_shard a mesh "
-            "of two dimensions (nodes, ranks in a node)"
-        )
-    if not is_compressed(model):
+        _measure_shards(model)
+    elif not is_compressed(model):
         compress_replicas(model)
     return True
+
+
+def _measure_shards(model: torch.nn.Module) -> None:
+    """Follow the steps of a model on one mesh, in its first forward pass."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    measurement, stepped = _turns(model), [True]
+
+    def go_on(_: bool) -> None:
+        """Begin a step in its first forward pass: no collective of FSDP's is under way."""
+        if stepped:
+            stepped.clear()
+            next(measurement, None)
+
+    go_on(True)
+    register_optimizer_step_pre_hook(lambda *_: stepped.append(True))
+    around_passes(model, go_on)
+
+
+def _turns(model: torch.nn.Module) -> Iterator[None]:
+    """Time steps in turns, as they are and with gradients in int8 and log4, and write the figures; yields
+    once a step.
+    """
+    from .fsdp.shards import ShardCompression
+
+    rules, attached = AutomaticSparsity.rules, None
+    metrics = Metrics(MetricsConfig(), rank=dist.get_rank(), world_size=dist.get_world_size())
+    timed: dict[Setting, list[list[float]]] = {Setting(0.0, each): [] for each in (None, "int8", "log4")}
+    with HostTraffic(metrics):
+        for setting in [*timed] * rules.rounds:
+            if attached is not None:
+                attached.close()
+            SECTION["data_parallel"] = {"value_dtype": setting.value_dtype}
+            attached = None if setting.is_dense else ShardCompression(model, metrics=metrics)
+            for step in range(rules.settling_steps + rules.trial_steps):
+                before = _counters(metrics)
+                yield
+                if step >= rules.settling_steps:
+                    timed[setting].append([b - a for a, b in zip(before, _counters(metrics), strict=True)])
+    assert attached is not None
+    group, inside = attached.groups[0].reducer.group, attached.applied.inside
+    FACTS.update({key: getattr(attached.training, key) for key in _FACTS_OF_SHARDS})
+    medians = [[statistics.median(each) for each in zip(*rows, strict=True)] for rows in timed.values()]
+    # A ring leaves a node at one of its ranks; the plugin's messages leave it at all of them.
+    sent = [host / inside + own for _, host, own in medians]
+    rounds = list(zip(timed, largest(group, [each[0] for each in medians]), sent, strict=True))
+    link, others = probe_link(group), group.world_size - 1
+    rate = min(link.seconds_per_byte, *(s * others / n for _, s, n in rounds))  # no step is shorter
+    steps = {setting: (s - rate * n / others, n) for setting, s, n in rounds}
+    entries, link = sum(p.numel() for p in model.parameters()), Link(link.latency, rate)
+    _write(CostModel(0.0, None, {}, link, entries, 0, group.world_size, False, steps=steps))
+
+
+def _counters(metrics: Metrics) -> list[float]:
+    """Return the seconds, and the bytes that FSDP and the plugin have sent so far."""
+    classes = [(name, sums.sent_bytes) for name, sums in metrics.summary().classes.items() if "/" not in name]
+    host = sum(sent for name, sent in classes if name.startswith(HOST))
+    return [time.perf_counter(), host, sum(sent for _, sent in classes) - host]
 
 
 def _note_optimizer(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
@@ -110,6 +172,7 @@ def _write(model: CostModel) -> None:
     figures = model._asdict() | {
         "codings": [[*setting[:2], *coding] for setting, coding in model.codings.items()],
         "link": list(model.link),
+        "steps": [[*setting, *step] for setting, step in model.steps.items()],
     }
     path = Path(os.environ[VARIABLE])
     part = path.with_suffix(".part")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.deepspeed_launch import torchrun
 from support.forked import forked_interpreters
+from torch.distributed.fsdp import FSDPModule
 from typer.testing import CliRunner
 
 from dct_plugin import cli
@@ -23,6 +24,7 @@ from dct_plugin.policy import Training, resolve
 from dct_plugin.policy.settings import Setting
 
 DENSE, INT8, STRONG = Setting(), Setting(0.0, "int8"), Setting(0.99, "bf16")
+LOG4 = Setting(0.0, "log4")
 
 
 def _figures(**training: object) -> Figures:
@@ -58,6 +60,14 @@ def test_the_decision_is_one_sentence() -> None:
     dense = figures._replace(model=fast._replace(dense_reduction=1e-3))
     assert decision(dense, "here", dense.model, line).startswith(
         "here: leave the plugin out, dense steps are as fast (0."
+    )
+    steps = {DENSE: (0.3, 9.0), INT8: (0.1, 3.0), LOG4: (0.1, 2.0)}
+    timed = figures._replace(model=fast._replace(steps=steps))
+    assert timed.best(timed.model) == INT8  # equally fast
+    log4 = decision(timed, "8 bit/s", timed.model.at_rate(8.0), line)
+    assert log4 == (
+        '8 bit/s: take "dct": {"data_parallel": {"value_dtype": "log4"}}, which becomes sparsity 0, log4 '
+        "values: 4.43x as fast."
     )
     megatron = decision(figures, "1 Gbit/s", slow, ["-m", "dct_plugin.megatron"])
     assert megatron.startswith("1 Gbit/s: take --dct '{}', which becomes")
@@ -176,9 +186,7 @@ if sys.argv[1] in ("attached", "hooked"):
     if sys.argv[1] == "hooked":
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
 else:
-    names = ("replicate", "shard")
-    shape = (2, 1) if sys.argv[1] == "hsdp" else (2,)
-    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape):]))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
 optimizer = torch.optim.AdamW(model.parameters())
 if sys.argv[1] == "attached":
     import dct_plugin
@@ -248,9 +256,51 @@ def test_zero_3_is_measured_with_its_gathers(tmp_path: Path) -> None:
     assert 'take "dct": {}' in result.output or "leave the plugin out" in result.output
 
 
+_ONE_MESH = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import dct_plugin
+from dct_plugin import processes
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+processes.machine = lambda: f"machine {rank // 2}"
+model = torch.nn.Linear(512, 256, bias=False)
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+dct_plugin.attach(model, optimizer, {"data_parallel": {"value_dtype": "int2"}})
+while True:
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        model(torch.randn(4, 512)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 @pytest.mark.slow
-def test_a_model_without_replicas_is_refused_by_name(script: str) -> None:
-    message = "dct config suggest --one-mesh"
-    with forked_interpreters(), pytest.raises(DCTError, match=message) as caught:
-        _measured(torchrun(2, script, "sharded"), 60)
-    assert "ChildFailedError" not in str(caught.value)  # torchrun's own report
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_all_gather"), reason="torch 2.9 has the seam")
+def test_one_mesh_is_measured_as_it_is_and_with_few_bits(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_ONE_MESH)
+    with forked_interpreters():
+        figures = _measured(torchrun(4, str(tmp_path / "train.py")), 120)
+    assert figures.rows == [DENSE, INT8, LOG4]
+    assert figures.settings.settings.parameters == "exact"
+    model, entries = figures.model, 512 * 256
+    assert model.ranks == 2
+    dense, int8, log4 = map(model.sent_bytes, figures.rows)
+    # A micro-batch gathers once, gloo reduces in fp32 on all ranks; a ring leaves a node of two ranks once.
+    assert dense == pytest.approx(entries * 3 / 4 / 2 * (2 * 4 + 2 * 2), rel=0.05)
+    for sent, bits in ((int8, 8), (log4, 4)):
+        gradients, weights = entries / 2 / 2 * bits / 8, 2 * entries / 2 / 2
+        assert gradients < sent < 1.1 * gradients + weights  # ranks choose by time: changed bits, or all
+    for setting in figures.rows:  # at the rate here, the times that were measured
+        rest, sent = model.steps[setting]
+        assert model.predict(setting).total == pytest.approx(rest + sent * model.link.seconds_per_byte)
+        assert model.at_rate(1e3).predict(setting).total == pytest.approx(rest + 8e-3 * sent)
+        assert rest >= -1e-9
+    assert decision(figures, "1 kbit/s", model.at_rate(1e3), []).startswith('1 kbit/s: take "dct": {')

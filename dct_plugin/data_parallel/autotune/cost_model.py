@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...policy.settings import Setting
@@ -70,6 +71,8 @@ class CostModel(NamedTuple):
         reductions: How often a step reduces all gradients: with ZeRO-2 and accumulation for each micro-batch.
         step_ahead: Seconds of a step for second moments and displaced weights.
         large_tensors: Tensors that are thresholded.
+        steps: The settings whose steps were timed: seconds without the time of the bytes, and bytes that a
+            rank sends. Empty where all is predicted.
     """
 
     rest: float
@@ -86,6 +89,7 @@ class CostModel(NamedTuple):
     reductions: int = 1
     step_ahead: float = 0.0
     large_tensors: int = 0
+    steps: Mapping[Setting, tuple[float, float]] = {}
 
     def at_rate(self, rate: float) -> CostModel:
         """Return the model of the same training on links of ``rate`` bits per second. The part of the dense
@@ -108,6 +112,8 @@ class CostModel(NamedTuple):
 
     def sent_bytes(self, setting: Setting) -> float:
         """Return the bytes that a rank sends in a step, without the headers of the transport."""
+        if setting in self.steps:
+            return self.steps[setting][1]
         return self.reductions * self._gradient_bytes(setting) + self.gathered_bytes
 
     @property
@@ -135,6 +141,9 @@ class CostModel(NamedTuple):
 
     def predict(self, setting: Setting) -> Prediction:
         """Return the predicted time of a step with a setting."""
+        if setting in self.steps:
+            rest, sent = self.steps[setting]
+            return Prediction(setting, rest, 0.0, self._per_rank(sent) * self.link.seconds_per_byte)
         exchange = self._exchange_seconds(setting)
         if setting.is_dense:
             exchange = exchange if self.dense_reduction is None else self.dense_reduction

@@ -30,6 +30,7 @@ from dct_plugin.transport.nodes import ranks_of_machines
 from dct_plugin.transport.tcp_connect import time_limit
 
 from ..host.attachment import PlainTraining
+from ..host.measured_job import VARIABLE
 from ..host.node_copies import COPIES, Int8Copies, NodeCopies
 from ..host.replica_checksums import ReplicaChecksums, not_trained
 from ..host.startup import nodes_of
@@ -220,6 +221,7 @@ class ShardCompression(FSDPAttachment):
         training = replace(training, ranks=ranks).sharing_copy(
             in_halves=self._dtype in _HALVES, has_nodes=self._nodes is not None, is_apart=apart
         )
+        self.training = training
         self.resolve(self._optimizers, training, self._nodes)
         if self.config.data_parallel.parameters == "exact" and self._dtype not in _HALVES:
             raise ConfigError(
@@ -317,9 +319,11 @@ def _gathered_type(group: Any) -> torch.dtype:
 def compress_shards(
     model: nn.Module, config: DCTConfig | Mapping[str, Any] | None = None, **options: Any
 ) -> ShardCompression | PlainTraining:
-    """Return a :class:`ShardCompression` with these arguments. If the section is switched off, or there is
-    one rank, the model stays as it is.
+    """Return a :class:`ShardCompression` with these arguments. If the section is switched off, there is
+    one rank, or ``dct advise`` measures the job, the model stays as it is.
     """
+    if VARIABLE in os.environ:
+        return PlainTraining(DCTConfig.given(config), "dct advise measures the job")
     if all(group.mesh_info.shard_process_group.size() == 1 for group in parameter_groups(model)):
         return PlainTraining(DCTConfig.given(config), "the mesh has one rank")
     return ShardCompression.made(model, config, **options)

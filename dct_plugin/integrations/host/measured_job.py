@@ -9,7 +9,7 @@ from typing import Any
 VARIABLE = "DCT_ADVISE"
 
 #: The section of such a job: the settings that jobs get are timed, all steps are dense.
-SECTION = {"data_parallel": {"quality": "bytes", "sparsity": 0.99, "feedback": "local"}}
+SECTION: dict[str, Any] = {"data_parallel": {"quality": "bytes", "sparsity": 0.99, "feedback": "local"}}
 
 #: What is known about the training besides its figures.
 FACTS: dict[str, Any] = {"optimizer": [], "momentum": 0.0, "lr": math.inf, "stage": 0}
