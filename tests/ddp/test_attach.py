@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import Lines, run
+from support.groups_made import groups_made
+from support.processes import TIMEOUT, Lines, launch, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dct_plugin
 from dct_plugin import ConfigError, DCTState, dct_hook
 from dct_plugin.integrations.host.settings import steps_of
+from dct_plugin.transport.lost_ranks import time_limit
 
 SPARSE = {"sparsity": 0.99, "min_numel": 1000}
 
@@ -626,3 +628,40 @@ def _displaced_before_it_is_registered(rank: int, world_size: int) -> list[str]:
 def test_a_model_that_is_displaced_before_it_is_registered_is_watched_all_the_same() -> None:
     said = run(2, _displaced_before_it_is_registered)[0]
     assert any("load_state_dict has changed the weights of" in line for line in said)
+
+
+def _on_nodes(rank: int, world_size: int) -> list[tuple[dict[str, int], float]]:
+    found = []
+    for settings in ({"nodes": 2}, {**SPARSE, "nodes": 2, "feedback": "local"}):
+        ddp = model()
+        optimizer = torch.optim.AdamW(ddp.parameters())
+        with groups_made() as made:
+            state: Any = dct_plugin.attach(ddp, optimizer, {"data_parallel": settings})
+            train(ddp, optimizer, rank, range(3))
+        (reducer,) = state.reducers
+        limits = {time_limit(exchange.peers.group) for exchange in reducer.group.exchanges}
+        found.append((made, limits.pop()))
+        assert not limits
+        state.close()
+    return found
+
+
+@pytest.mark.slow
+def test_process_groups_of_nodes_are_made_before_the_first_pass() -> None:
+    """They have the time limit of DDP's group."""
+    for found in run(4, _on_nodes):
+        assert found == [({"before": 2, "in passes": 0}, TIMEOUT.total_seconds())] * 2
+
+
+def _fails_on_nodes(rank: int, world_size: int) -> None:
+    state = DCTState({"data_parallel": {**SPARSE, "nodes": 2}})
+    if rank == 1:
+        state.load_state_dict({"reducer": {"foreign": 1}})
+    state.register(model())
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_before_they_are_made_stops_all() -> None:
+    for rank, (kind, text) in enumerate(launch(4, _fails_on_nodes)):
+        assert kind == "error"
+        assert ("KeyError" if rank == 1 else f"rank {rank}: rank 1 failed at start-up: KeyError") in text

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.alone import everyones
+from support.groups_made import groups_made
 from support.one_mesh import Net, adamw, gathered, same, sharded, shards, train
 from support.processes import run
 from torch import nn
@@ -133,8 +134,12 @@ def _on_nodes(rank: int, world_size: int) -> dict[str, tuple[Any, ...]]:
     for name, settings in SETTINGS.items():
         model = sharded(reshard=True)
         optimizer, seen = adamw(model), _Seen(model)
-        attached: Any = dct_plugin.attach(model, optimizer, {"data_parallel": settings})
-        train(model, optimizer, 6, micro=2, syncs=False)
+        with groups_made() as made:
+            attached: Any = dct_plugin.attach(model, optimizer, {"data_parallel": settings})
+            train(model, optimizer, 6, micro=2, syncs=False)
+        # Of the sums in nodes and between them, and of the copies.
+        groups = 0 if settings.get("nodes") != 2 else 3 if attached.copies else 2
+        assert made == {"before": groups, "in passes": 0}
         own = torch.cat([each.view(-1) for each in shards(model)])
         found[name] = (
             seen.alike(),

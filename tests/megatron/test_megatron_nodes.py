@@ -43,6 +43,7 @@ def test_ranks_stay_in_step_and_resume(sharded: bool, tmp_path: Path) -> None:
     for outcomes in (exact, overlapped, whole):
         assert len({outcome.parameters for outcome in outcomes}) == 1
         assert all("data_parallel" in outcome.active for outcome in outcomes)
+        assert [outcome.groups_made for outcome in outcomes] == [0] * 4, "all were made before"
     rest, flat = run(
         job.with_dct(ahead, steps=6, load=(folder, 4)),
         job.with_dct(section(ahead["data_parallel"] | {"nodes": 1}), steps=6, load=(folder, 4)),

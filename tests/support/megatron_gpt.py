@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from dct_plugin.metrics import HOST
 from support import given_times, megatron_cpu, with_local_feedback
+from support.groups_made import groups_made
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ class Outcome:
     history: list[tuple[bool, float, dict[str, Any]]] = field(default_factory=list)
     """Of every step: whether the optimizer took it, the loss scale after it, the plugin's state."""
     log: list[str] = field(default_factory=list)
+    groups_made: int = 0
+    """Process groups that were made since the first forward pass."""
 
 
 def counting(job: Job, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -520,5 +523,7 @@ def train_all(rank: int, world_size: int, jobs: list[Job]) -> list[Outcome]:
     outcomes = []
     for job in jobs:
         dist.barrier()
-        outcomes.append(train(job))
+        with groups_made() as made:
+            outcome = train(job)
+        outcomes.append(replace(outcome, groups_made=made["in passes"]))
     return outcomes

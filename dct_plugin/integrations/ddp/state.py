@@ -140,6 +140,9 @@ class DCTState(OptimizerAttachment):
                 self._change_passes(model, self._reducer)
             elif self.config.data_parallel.local_steps is not None:  # from the first pass on
                 self.reducer(model.device)
+            if self.applied.inside > 1:
+                group, limit = self.process_group, self.time_limit
+                self.make_process_groups(lambda: self.reducer(model.device).group, group, limit)
         except BaseException:
             self.close()
             raise

@@ -258,6 +258,8 @@ class ShardCompression(FSDPAttachment):
             lambda: ((n, p.detach()) for n, p in unsharded_parameters(self._model) if p.requires_grad),
             lambda: not_trained(self._model, {*names, *known}),
         )
+        if self._nodes is not None:
+            self.make_process_groups(lambda: reducer.group, self._mesh, self._time_limit)
         self.copies = None if self.config.data_parallel.parameters is None else self._make_copies(reducer)
         self.groups = [ShardGroup(group, parameters, self, reducer) for group, parameters in groups]
         for each in self.groups:
@@ -272,12 +274,10 @@ class ShardCompression(FSDPAttachment):
     def _make_copies(self, reducer: GradientReducer) -> NodeCopies:
         settings = self.config.data_parallel
         copies = COPIES[settings.parameters](settings, reducer, self._dtype)
-        updates = copies.updates
+        group = copies.updates.group
         self.ends.callback(register_optimizer_step_post_hook(copies.note_step).remove)
-        rail = updates.group.exchange.peers.group  # a collective, as the first use of the reducer's is
-        self.steps.replicas.append(
-            ReplicaChecksums(settings, copies.weights, rail, agree=updates.group.agree)
-        )
+        rail = group.exchange.peers.group  # the first use makes it; a collective
+        self.steps.replicas.append(ReplicaChecksums(settings, copies.weights, rail, agree=group.agree))
         return copies
 
     def _saved_parts(self) -> Sequence[Any]:

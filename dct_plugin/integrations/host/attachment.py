@@ -22,6 +22,7 @@ from dct_plugin.config import DCTConfig
 from dct_plugin.config.dct import MetricsConfig
 from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.stream_group import StreamGroup
 from dct_plugin.metrics import Metrics, Sink
 from dct_plugin.policy import AppliedSettings, Training
 from dct_plugin.policy.memory import kept_in_words
@@ -155,6 +156,24 @@ class HostAttachment:
         self.ends.callback(lost_peers.watch(self, lambda attachment: attachment.steps_so_far()))
         if active and agreement.rank == 0 and agreement.world_size > 1:
             self.log_active(active)
+
+    def make_process_groups(
+        self, prepare: Callable[[], StreamGroup], group: dist.ProcessGroup | None, limit: float | None = None
+    ) -> None:
+        """Make the process groups of nodes; a collective. No rank waits in torch before all have come.
+
+        Args:
+            prepare: Returns the streams that exchange messages over them. Its errors stop all ranks.
+            group, limit: See :meth:`agree`.
+
+        Raises:
+            DesyncError: Ranks failed, or did not come; names them.
+        """
+        agreement = startup.join(f"{self.framework}/nodes", group=group, limit=limit, hint=self.hint)
+        with agreement:
+            streams = prepare()
+        agreement.confirm({})
+        streams.make_process_groups()
 
     def log_active(self, what: str) -> None:
         """Log what is active, and why; the metrics' file gets the settings, too."""

@@ -6,8 +6,9 @@ and the order of calls are those of Megatron. Without ``overlap_grad_reduce`` th
 groups of a model have been reduced, not for each of them.
 
 With ``"feedback": "step_ahead"`` reducers exist from the first iteration on, since the gradients of
-warm-up steps, which Megatron reduces, are shown to them. A bucket's thread and the main thread never work on
-a reducer at the same time, for Megatron waits for all reductions before the iteration ends.
+warm-up steps, which Megatron reduces, are shown to them. With nodes they do, too: no pass has to make process
+groups. A bucket's thread and the main thread never work on a reducer at the same time, for Megatron waits for
+all reductions before the iteration ends.
 """
 
 from __future__ import annotations
@@ -134,11 +135,11 @@ class DataParallelHook(Hook):
             return
         self.resolve()
         self._verify()
-        if not self.config.feedback.looks_ahead:
-            return
-        for model in self.models:
-            if self.session.step >= self.config.dense_steps:
+        if self.config.feedback.looks_ahead:
+            for model in self.models if self.session.step >= self.config.dense_steps else ():
                 finish_gathers(model)
+        elif self.session.applied.inside == 1:
+            return
         for group in self.models.groups():
             if group not in self._dense:
                 self.reductions.of(group)

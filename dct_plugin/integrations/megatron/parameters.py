@@ -184,6 +184,8 @@ class ParameterHook(Hook):
             kernels=self.session.config.kernels,
             step=self.session.step,
         )
+        if updates.group.nodes is not None:
+            self.session.make_process_groups(lambda: updates.group, ranks)
         owner = _Owner(
             weakref.ref(optimizer),
             updates,
