@@ -38,16 +38,16 @@ class DenseSums:
         """Sum the tensors of ``plan`` over the ranks; a collective."""
         if self._group.world_size == 1:
             self._add_loaded_residuals(plan)
+            for each in plan.tensors if plan.scale != 1.0 else ():
+                each.tensor.mul_(plan.scale)
         else:
             # Nothing is selected: copies and checks are part of the exchange.
             watch = self._group.dense_sums_watch or contextlib.nullcontext()
             with exchange_record.timed("exchange"), watch:
                 self._agree(plan)
                 for dtype in dict.fromkeys(each.tensor.dtype for each in plan.tensors):
-                    self._sum([each for each in plan.tensors if each.tensor.dtype == dtype], exchange_record)
-        if plan.scale != 1.0:
-            for each in plan.tensors:
-                each.tensor.mul_(plan.scale)
+                    same = [each for each in plan.tensors if each.tensor.dtype == dtype]
+                    self._sum(same, plan.scale, exchange_record)
 
     def end_step(self, *, skipped: bool) -> None:
         """Name gradients that were not finite; loaded residuals that were used are gone."""
@@ -75,14 +75,20 @@ class DenseSums:
             exchange.agree(fingerprint)
             self._agreed[plan.fingerprint] = None
 
-    def _sum(self, planned: Sequence[PlannedTensor], exchange_record: Record) -> None:
-        """Sum tensors of one type."""
+    def _sum(self, planned: Sequence[PlannedTensor], scale: float, exchange_record: Record) -> None:
+        """Replace tensors of one type by ``scale`` times their sums."""
         group, same = self._group, [each.tensor for each in planned]
         adjoined = _adjoined(same)
         flat = torch.cat(same) if adjoined is None else adjoined
         if not group.nonfinite_reported:
             self._look_for_nonfinite(planned, flat)
+        # A sum of fp16 overflows where its mean does not.
+        before, after = (scale, 1.0) if flat.dtype == torch.float16 else (1.0, scale)
+        if before != 1.0:
+            flat.mul_(before)
         sent = group.exchange.all_reduce(flat)
+        if after != 1.0:
+            flat.mul_(after)
         exchange_record.sent_bytes -= sent
         if group.metrics is not None:
             group.metrics.record(Record("gradient_warmup", sent, sent, flat.numel()))

@@ -665,3 +665,22 @@ def test_a_rank_that_fails_before_they_are_made_stops_all() -> None:
     for rank, (kind, text) in enumerate(launch(4, _fails_on_nodes)):
         assert kind == "error"
         assert ("KeyError" if rank == 1 else f"rank {rank}: rank 1 failed at start-up: KeyError") in text
+
+
+def _in_fp16(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Return the gradients, whose sums fp16 does not hold, of DDP alone and with the plugin."""
+    found = []
+    for settings in (None, {"sparsity": 0.9, "min_numel": 10, "warmup_steps": 1}):
+        ddp = DistributedDataParallel(nn.Linear(2000, 1, bias=False).half())
+        if settings is not None:
+            dct_plugin.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), {"data_parallel": settings})
+        ddp(torch.full((1, 2000), 40_000.0 + 1024 * rank).half()).sum().backward()
+        found.append(ddp.module.weight.grad.clone())
+    return found
+
+
+@pytest.mark.slow
+def test_dense_means_of_fp16_overflow_where_those_of_ddp_do() -> None:
+    for plain, ours in run(2, _in_fp16):
+        assert plain.isfinite().all()
+        assert torch.equal(plain, ours)
