@@ -64,28 +64,20 @@ class Staging:
         return [own if r == self._rank else m.to(self._device) for r, m in enumerate(received)]
 
 
+#: Size and fingerprint from every rank.
+_Headers = Sequence[Sequence[int]]
 #: Differences of fingerprints below this are optimizer steps.
 _STEPS = 1 << 20
 
 
-def _refuse(
-    headers: Sequence[Sequence[int]],
-    fingerprint: int,
-    bounds: Sequence[int] | None,
-    ranks: Sequence[int],
-    rank: int,
-    step: int | None,
-) -> None:
+def _refuse(exchange: Exchange, headers: _Headers, fingerprint: int, bounds: Sequence[int] | None) -> None:
     """Say what is wrong with headers, see :meth:`Exchange.checked_sizes`.
-
-    Args:
-        ranks: Global ranks by position in the group.
-        rank, step: This rank's position, and its optimizer steps so far.
 
     Raises:
         DesyncError: Always.
     """
-    own = f"rank {ranks[rank]}"
+    ranks, step = exchange.peers.ranks, exchange.step
+    own = f"rank {ranks[exchange.rank]}"
     if failed := [ranks[r] for r, header in enumerate(headers) if header[0] < 0]:
         at = "" if step is None else f" in step {step}"
         raise DesyncError(
@@ -148,9 +140,8 @@ class Exchange:
         ranks: Sequence[int] | None = None,
     ) -> None:
         self.peers = group if isinstance(group, Peers) else GroupPeers(group, ranks)
-        self._global = self.peers.ranks
         self.device = device
-        self.world_size, self.rank = len(self._global), self.peers.rank
+        self.world_size, self.rank = len(self.peers.ranks), self.peers.rank
         self.step: int | None = None
         self._transport_device = self.peers.message_device(device)
         self._staging = Staging(self.rank, device, self._transport_device)
@@ -217,7 +208,7 @@ class Exchange:
         self._announced.receive_sizes(self.checked_sizes)
 
     def checked_sizes(
-        self, headers: Sequence[Sequence[int]], fingerprint: int, bounds: Sequence[int] | None = None
+        self, headers: _Headers, fingerprint: int, bounds: Sequence[int] | None = None
     ) -> list[int]:
         """Return the sizes of all ranks' messages.
 
@@ -229,7 +220,7 @@ class Exchange:
         for sender, header in enumerate(headers):
             size = header[0]
             if size < 0 or header[1] != fingerprint or (bounds is not None and size > bounds[sender]):
-                _refuse(headers, fingerprint, bounds, self._global, self.rank, self.step)
+                _refuse(self, headers, fingerprint, bounds)
             sizes.append(size)
         return sizes
 
@@ -301,7 +292,7 @@ class Exchange:
                 and forgotten.
             failed: Called after an error, when the other ranks were told.
         """
-        return Preparation(self, posts, failed, self._announced)
+        return Preparation(self, posts, failed)
 
     def abort(self, posts: int = 1) -> None:
         """Tell the ranks that wait in their next ``posts`` exchanges that this one failed. Never raises."""
@@ -345,19 +336,17 @@ class _Recorded:
 class Preparation:
     """See :meth:`Exchange.preparing`."""
 
-    __slots__ = ("_announced", "_before", "_exchange", "_failed", "posts")
+    __slots__ = ("_before", "_exchange", "_failed", "posts")
 
-    def __init__(
-        self, exchange: Exchange, posts: int, failed: Callable[[], None], announced: AnnouncedMessages
-    ) -> None:
-        self._exchange, self.posts, self._failed, self._announced = exchange, posts, failed, announced
+    def __init__(self, exchange: Exchange, posts: int, failed: Callable[[], None]) -> None:
+        self._exchange, self.posts, self._failed = exchange, posts, failed
 
     def __enter__(self) -> Preparation:
-        self._before = self._announced.posts
+        self._before = self._exchange._announced.posts
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._exchange.peers.state_failure(error)  # first: what follows may wait for the others
-            self._exchange.abort(self.posts - (self._announced.posts - self._before))
+            self._exchange.abort(self.posts - (self._exchange._announced.posts - self._before))
             self._failed()
