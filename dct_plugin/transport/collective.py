@@ -46,13 +46,6 @@ class CollectiveTransport(Transport):
         lost_ranks.await_device(self._device, self.group)
         return [Header(*row) for row in received.tolist()]
 
-    def receive_messages(
-        self, messages: Sequence[Tensor], sizes: Sequence[int], *, more: bool
-    ) -> list[Tensor]:
-        received = self.receive_buffers(messages, sizes)
-        self.transfer(messages, received)
-        return received
-
     @own_traffic()
     def scatter(
         self, received: Tensor, sizes_from: Sequence[int], sent: Tensor, sizes_to: Sequence[int]
