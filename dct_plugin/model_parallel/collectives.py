@@ -75,8 +75,21 @@ class CompressedCollectives:
 
         Backward needs no communication, because the gradient of the sum is the same on every rank.
         """
-        trip = _SumRoundTrip(self, stream)
-        return with_gradient(tensor, trip.forward, trip.backward)
+        if self.world_size == 1:
+            return tensor.clone()
+        kept, other = None, (self.rank + 1) % self.world_size
+
+        def forward(tensor: Tensor) -> Tensor:
+            nonlocal kept
+            parts = [tensor.contiguous()] * self.world_size
+            messages, sent, received = self.send(parts, stream, "all_reduce", None)
+            kept, received[self.rank] = sent[other], messages[other]
+            total = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
+            for rank, message in enumerate(received):
+                _decoded(stream, message, total, rank)
+            return total.to(tensor.dtype)
+
+        return with_gradient(tensor, forward, lambda gradient: stream.gradients.pull_back(gradient, kept))
 
     def all_to_all(
         self,
@@ -252,32 +265,6 @@ class _BlockRoundTrip:
             else:
                 block.copy_(own)
         return out.to(own.dtype)
-
-
-class _SumRoundTrip:
-    """The sum of the ranks' compressed tensors; nothing crosses backward."""
-
-    def __init__(self, comm: CompressedCollectives, stream: ActivationStream) -> None:
-        self._comm, self._stream = comm, stream
-        self._kept: Any = None
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        comm, tensor = self._comm, tensor.contiguous()
-        messages, kept, received = comm.send([tensor] * comm.world_size, self._stream, "all_reduce", None)
-        if comm.world_size == 1:
-            return tensor.clone()
-        other = (comm.rank + 1) % comm.world_size
-        self._kept = kept[other]
-        total = torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
-        for rank, message in enumerate(received):
-            message = messages[other] if rank == comm.rank else message
-            _decoded(self._stream, message, total, rank)
-        return total.to(tensor.dtype)
-
-    def backward(self, gradient: Tensor) -> Tensor:
-        if self._comm.world_size == 1:
-            return gradient
-        return self._stream.gradients.pull_back(gradient, self._kept)
 
 
 def _decoded(stream: ActivationStream, message: Tensor, out: Tensor, sender: int) -> Any:
