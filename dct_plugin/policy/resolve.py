@@ -179,7 +179,7 @@ def _suited(written: DataParallelConfig, training: Training, count: int) -> Appl
     measured; elsewhere all entries are sent.
     """
     if not isinstance(written.feedback, AutoFeedback):
-        return _with_feedback(written, training, count)
+        return AppliedSettings(with_thresholds(written, training, count), count)
     thresholds_updates = isinstance(written.parameters, ParametersConfig)
     is_free = not says_density(written) and not thresholds_updates
     steps = written.total_steps or training.steps
@@ -198,9 +198,7 @@ def _suited(written: DataParallelConfig, training: Training, count: int) -> Appl
     if family is OptimizerFamily.UNTOLD:
         hint = f"the optimizer was not told ({training.optimizer_unknown_hint}): local error feedback"
         return AppliedSettings(settings, count, hint, warns=True)
-    row = thresholds_of(training, count, loses=True)
-    if is_ahead and not says_density(written) and row is not None:
-        settings = with_thresholds(settings, row)
+    settings = with_thresholds(settings, training, count)
     start, words = _start(settings, settings.total_steps or training.steps, is_ahead=is_ahead)
     settings = changed(settings, **start)
     if is_ahead:
@@ -209,14 +207,6 @@ def _suited(written: DataParallelConfig, training: Training, count: int) -> Appl
     why = training.step_ahead_unavailable or f"the step of {training.name} is not known"
     line = f"{why}: local error feedback at sparsity {settings.sparsity:g}, {words}"
     return AppliedSettings(settings, count, line, warns=True)
-
-
-def _with_feedback(written: DataParallelConfig, training: Training, count: int) -> AppliedSettings:
-    """Return settings whose feedback is written; step-ahead gets the thresholds for so many compressors."""
-    row = thresholds_of(training, count, loses=True)
-    if says_density(written) or not written.feedback.looks_ahead or row is None:
-        return AppliedSettings(written, count)
-    return AppliedSettings(with_thresholds(written, row), count)
 
 
 def _unmeasured(training: Training, count: int, steps: int | None) -> str:

@@ -54,10 +54,13 @@ def thresholds_of(training: Training, compressors: int, *, loses: bool = False) 
     return next(rows, None)
 
 
-def with_thresholds(settings: DataParallelConfig, row: MeasuredThresholds) -> DataParallelConfig:
-    """Return settings with the sparsity, the value type and the density of answers of a row; an expert
-    setting that is written stays.
+def with_thresholds(settings: DataParallelConfig, training: Training, count: int) -> DataParallelConfig:
+    """Return settings of step-ahead that say no density with the sparsity, the value type and the density of
+    answers for so many compressors; an expert setting that is written stays. Others are returned as they are.
     """
+    row = thresholds_of(training, count, loses=True)
+    if says_density(settings) or not settings.feedback.looks_ahead or row is None:
+        return settings
     if (row.sparsity, row.value_dtype) == (settings.sparsity, settings.value_dtype):
         return settings
     expert = {"server_density": row.server_density} | settings.expert.model_dump(exclude_unset=True)
