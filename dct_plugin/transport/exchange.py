@@ -120,7 +120,7 @@ class Exchange:
 
     Every method is a collective: all ranks of the group call it in the same order.
     Works on gloo with CPU tensors and on nccl with CUDA tensors. Where gloo carries CUDA tensors, messages go
-    through the host. The group of :attr:`peers` may be set before the first exchange.
+    through the host.
 
     Args:
         group: Process group, None for the default one; or the ranks as another kind of :class:`~.Peers`.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -71,30 +70,21 @@ def subgroup(
         )
     backend = str(dist.get_backend_config(known_group))
     limit = timedelta(seconds=lost_ranks.time_limit(known_group, device.type))
+    # With init_process_group(device_id=...) torch would split the communicator of all ranks, and wait for
+    # those that make no group.
+    everyone: Any = dist.group.WORLD
+    bound, everyone.bound_device_id = everyone.bound_device_id, None
     try:
-        with _without_split():
-            made = dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
+        made = dist.new_group(list(ranks), timeout=limit, backend=backend, use_local_synchronization=True)
     except NotImplementedError as error:  # of TorchComms
         raise ConfigError(
             f"rank {dist.get_rank()}: dct.data_parallel.nodes: torch cannot make groups of nodes with "
             f"TORCH_DISTRIBUTED_USE_TORCHCOMMS: {error}. Leave it out, or set nodes to 1"
         ) from error
-    assert isinstance(made, dist.ProcessGroup)
-    return made
-
-
-@contextlib.contextmanager
-def _without_split() -> Iterator[None]:
-    """Have torch give a new group a communicator of its own. With ``init_process_group(device_id=...)`` it
-    would split that of all ranks, and wait for those that make no group.
-    """
-    everyone: Any = dist.group.WORLD
-    bound = everyone.bound_device_id
-    everyone.bound_device_id = None
-    try:
-        yield
     finally:
         everyone.bound_device_id = bound
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 class Peers(ABC):
@@ -105,11 +95,13 @@ class Peers(ABC):
         ranks: Number by which messages name the rank of each position.
     """
 
-    group: dist.ProcessGroup | None = None
-    """The process group of ``torch.distributed`` of these ranks; None if there is none."""
-
     def __init__(self, rank: int, ranks: Sequence[int]) -> None:
         self.rank, self.ranks = rank, list(ranks)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of ``torch.distributed`` of these ranks; None if there is none."""
+        return None
 
     @abstractmethod
     def message_device(self, device: torch.device) -> torch.device:
@@ -160,10 +152,6 @@ class GroupPeers(Peers):
             with lost_ranks.reported("making of process groups of nodes", self._group):
                 self._group, self._in_part = subgroup(self._group, self.ranks, self._device), False
         return self._group
-
-    @group.setter
-    def group(self, group: dist.ProcessGroup | None) -> None:
-        self._group, self._in_part = group, False
 
     def message_device(self, device: torch.device) -> torch.device:
         backends = str(dist.get_backend_config(self._group)).split(",")
