@@ -189,10 +189,7 @@ class reported:  # used as a statement
             waits[threading.get_ident()] = self._outer
         if error is None:
             return
-        if isinstance(error, DCTError):
-            state_failure(error)
-            return
-        if self._failed is not None:
+        if self._failed is not None and not isinstance(error, DCTError):
             self._failed()
         if of_transport(error):
             named = DesyncError(describe_failure(self._what, error, self._group, self._step))
