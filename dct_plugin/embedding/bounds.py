@@ -191,13 +191,12 @@ class TableLimits(nn.Module):
         self._measured = True
         if not self.config.sparsity:
             return
-        by_table: list[list[Tensor]] = [[] for _ in range(self.tables)]
+        flats: dict[int, list[Tensor]] = {}
         for block, numbers, counts in zip(blocks, tables, rows, strict=True):
             for table, part in zip(numbers, block.split(list(counts)), strict=True):
                 if part.numel():
-                    by_table[table].append(part)
-        flat = {n: [part.reshape(-1) for part in parts] for n, parts in enumerate(by_table) if parts}
-        self._update_thresholds({number: torch.cat(parts) for number, parts in flat.items()})
+                    flats.setdefault(table, []).append(part.reshape(-1))
+        self._update_thresholds({table: torch.cat(parts) for table, parts in flats.items()})
 
     def _update_thresholds(self, flats: dict[int, Tensor]) -> None:
         """Find thresholds from the entries of tables, by their numbers; a device is read once for all."""

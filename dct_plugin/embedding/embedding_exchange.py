@@ -187,14 +187,10 @@ class _RoundTrip:
         bounds = None if limits.bound is None else owner.bounds(limits)
         found = []
         for block, tables, rows in zip(blocks, self._route.sent_tables, self._route.sent_rows, strict=True):
-            mask = None
-            applied = bounds
-            if limits.threshold:
-                if has_overflow(as_flat(block)):
-                    applied = None
-                else:
-                    mask = owner.mask(block, tables, rows)
-            found.append(VectorBlock(block, rows, mask, None if applied is None else applied[tables]))
+            overflows = limits.threshold and has_overflow(as_flat(block))
+            mask = owner.mask(block, tables, rows) if limits.threshold and not overflows else None
+            applied = None if overflows or bounds is None else bounds[tables]
+            found.append(VectorBlock(block, rows, mask, applied))
         return found
 
     def _exchange(self, way: _Direction, messages: Sequence[Tensor]) -> list[Tensor]:
