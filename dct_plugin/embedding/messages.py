@@ -84,7 +84,7 @@ class VectorMessages:
                 outgoing[r] = Outgoing(x, lengths, block.bounds, send=r != own, kind=kind)
         decoded = any(blocks[r].mask is not None for r in outgoing)
         coded = self.codec.encode(outgoing, decoded=decoded)
-        data = [_nothing(block.x.device) for block in blocks]
+        data = [block.x.new_empty(0, dtype=torch.uint8) for block in blocks]
         masks = [block.mask for block in blocks]
         vectors, kept = blocks[own].x, 0
         for r, (block, flat) in enumerate(zip(blocks, flats, strict=True)):
@@ -123,7 +123,7 @@ class VectorMessages:
             rows, masks: Per rank: rows of each segment, and the mask of its message.
             quantised: ``gradient_bound`` applies, relative to the root mean square of each table's gradient.
         """
-        data = [_nothing(part.device) for part in parts]
+        data = [part.new_empty(0, dtype=torch.uint8) for part in parts]
         outgoing: dict[int, Outgoing] = {}
         gradient, kept = parts[own], 0
         for r, (part, mask) in enumerate(zip(parts, masks, strict=True)):
@@ -257,7 +257,3 @@ def _masked(block: VectorBlock) -> Tensor:
     """Return the entries that reach the threshold, 1-D, with zeros in place of the others."""
     flat = as_flat(block.x)
     return flat if block.mask is None else torch.where(block.mask.view(-1), flat, torch.zeros_like(flat))
-
-
-def _nothing(device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device)
