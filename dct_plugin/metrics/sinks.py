@@ -79,15 +79,14 @@ class ReportSinks:
 
     def close(self) -> None:
         """Close what is open; may be called again."""
-        file, self._file = self._file, None
-        writer, self._writer = self._writer, None
+        outputs = self._file, self._writer
+        self._file = self._writer = None
         self._sinks.clear()
-        for output in (file, writer):
-            if output is not None:
-                try:
-                    output.close()
-                except OSError as error:
-                    logger.warning("dct: metrics could not be written to the end: %s", error)
+        for output in filter(None, outputs):
+            try:
+                output.close()
+            except OSError as error:
+                logger.warning("dct: metrics could not be written to the end: %s", error)
 
 
 def write_scalars(writer: Any, events: list[Event]) -> None:
