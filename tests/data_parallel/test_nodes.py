@@ -363,15 +363,16 @@ def test_nodes_are_machines_and_impossible_nodes_are_refused() -> None:
     assert run(4, _chosen, "wxyz")[0]["auto"] == "[]"
 
 
-def _differs(rank: int, world_size: int) -> None:
-    section = {"sparsity": 0.9, "nodes": 2 if rank < 2 else 4}
+def _differs(rank: int, world_size: int, *nodes: int) -> None:
+    section = {"sparsity": 0.9, "nodes": nodes[rank // 2]}
     model = DistributedDataParallel(network())
     DCTState({"data_parallel": section}, time_limit=20).register(model)
     model(torch.zeros(2, 100)).sum().backward()
 
 
 @pytest.mark.slow
-def test_nodes_with_other_configurations_stop_at_start() -> None:
-    for kind, text in launch(4, _differs):
+@pytest.mark.parametrize("nodes", [(2, 4), (1, 2)])  # with 1 the ranks agree in their first pass
+def test_nodes_with_other_configurations_stop_at_start(nodes: tuple[int, int]) -> None:
+    for kind, text in launch(4, _differs, *nodes):
         assert kind == "error"
-        assert "dct.data_parallel.nodes differs: 2 on ranks 0-1; 4 on ranks 2-3" in text
+        assert f"dct.data_parallel.nodes differs: {nodes[0]} on ranks 0-1; {nodes[1]} on ranks 2-3" in text

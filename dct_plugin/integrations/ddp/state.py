@@ -142,7 +142,9 @@ class DCTState(OptimizerAttachment):
                 self.reducer(model.device)
             if self.applied.inside > 1:
                 group, limit = self.process_group, self.time_limit
-                self.make_process_groups(lambda: self.reducer(model.device).group, group, limit)
+                self.make_process_groups(
+                    lambda: self.reducer(model.device).group, topic="ddp", group=group, limit=limit
+                )
         except BaseException:
             self.close()
             raise

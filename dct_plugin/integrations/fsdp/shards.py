@@ -259,7 +259,8 @@ class ShardCompression(FSDPAttachment):
             lambda: not_trained(self._model, {*names, *known}),
         )
         if self._nodes is not None:
-            self.make_process_groups(lambda: reducer.group, self._mesh, self._time_limit)
+            mesh, limit = self._mesh, self._time_limit
+            self.make_process_groups(lambda: reducer.group, topic="fsdp", group=mesh, limit=limit)
         self.copies = None if self.config.data_parallel.parameters is None else self._make_copies(reducer)
         self.groups = [ShardGroup(group, parameters, self, reducer) for group, parameters in groups]
         for each in self.groups:

@@ -158,21 +158,28 @@ class HostAttachment:
             self.log_active(active)
 
     def make_process_groups(
-        self, prepare: Callable[[], StreamGroup], group: dist.ProcessGroup | None, limit: float | None = None
+        self,
+        prepare: Callable[[], StreamGroup],
+        *,
+        topic: str,
+        group: dist.ProcessGroup | None,
+        limit: float | None = None,
     ) -> None:
-        """Make the process groups of nodes; a collective. No rank waits in torch before all have come.
+        """Make the process groups of nodes; a collective. No rank waits in torch before all have come, and
+        have the same settings.
 
         Args:
             prepare: Returns the streams that exchange messages over them. Its errors stop all ranks.
+            topic: That of the coming :meth:`agree`, where a rank without nodes is.
             group, limit: See :meth:`agree`.
 
         Raises:
-            DesyncError: Ranks failed, or did not come; names them.
+            DesyncError: Ranks failed, did not come, or differ; names them.
         """
-        agreement = startup.join(f"{self.framework}/nodes", group=group, limit=limit, hint=self.hint)
+        agreement = startup.join(topic, group=group, limit=limit, hint=self.hint)
         with agreement:
             streams = prepare()
-        agreement.confirm({})
+        agreement.confirm(startup.facts_of(self.config, {}))
         streams.make_process_groups()
 
     def log_active(self, what: str) -> None:

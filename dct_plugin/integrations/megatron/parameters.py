@@ -185,7 +185,7 @@ class ParameterHook(Hook):
             step=self.session.step,
         )
         if updates.group.nodes is not None:
-            self.session.make_process_groups(lambda: updates.group, ranks)
+            self.session.make_process_groups(lambda: updates.group, topic="megatron nodes", group=ranks)
         owner = _Owner(
             weakref.ref(optimizer),
             updates,

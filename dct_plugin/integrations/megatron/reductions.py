@@ -220,7 +220,7 @@ class Reductions:
             step=self.session.step,
         )
         if reducer.group.nodes is not None:
-            self.session.make_process_groups(lambda: reducer.group, ranks)
+            self.session.make_process_groups(lambda: reducer.group, topic="megatron nodes", group=ranks)
         if reducer.group.group_rank == 0:
             log_once(
                 f"dct: gradients, {name}: {reducer.config.summary}, {reducer.group.world_size} ranks or nodes"
