@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -33,8 +32,8 @@ class SharedNonfinite:
     def share(self) -> None:
         """Make the first entry of a gradient NaN if it is not finite on another rank; a collective."""
         seen, self.seen = self.seen, []
-        largest = torch._foreach_norm(seen, ord=math.inf)
-        poison = 0.0 * torch.stack([norm.to(torch.float32) for norm in largest])
+        # On a CPU the largest magnitude takes twenty times as long as a sum.
+        poison = 0.0 * torch.stack([gradient.sum(dtype=torch.float32) for gradient in seen])
         with self._group.recorded("gradient_local"):
             self._group.exchange.all_reduce(poison)
         for gradient, value in zip(seen, poison, strict=True):

@@ -166,8 +166,10 @@ class UnsentUpdates(OuterStep):
         self.shortened: dict[str, float] = {}
         self.shortens = True
         self._decays: dict[str, float] = {}
-        self._before: list[Tensor] = []
-        """This rank's weights when the first optimizer of a step began; empty between steps."""
+        self._shown: Tensor | None = None
+        """Norms of this rank's weights as they were shown, fp32 [tensors]; None after the first optimizer of
+        a step has begun.
+        """
         self._sent: list[tuple[int, int, Tensor]] = []
         for start, stop in self._pieces(range(self._turns)):
             if not self._group.is_small("", stop - start):
@@ -200,7 +202,7 @@ class UnsentUpdates(OuterStep):
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._before = self._before or [weight.clone() for weight in self._weights.own()]
+        self._keep_writes()
         skips = bool(getattr(optimizer, "found_inf", None))  # a fused optimizer, by itself
         for group, gradients in self._optimizers.used(optimizer):
             for name, gradient in gradients.items():
@@ -218,17 +220,24 @@ class UnsentUpdates(OuterStep):
         """Let the weights be the common ones plus the unsent progress."""
         common = list(self._weights.common.values())
         torch._foreach_copy_(self._weights.own(), torch._foreach_add(common, self._unsent))
+        self._shown = self._norms()
+
+    def _norms(self) -> Tensor:
+        return torch.stack(torch._foreach_norm(self._weights.own()))
+
+    def _keep_writes(self) -> None:
+        """Add what a script wrote since the weights were shown to the unsent progress: it has no factor."""
+        shown, self._shown = self._shown, None
+        if shown is not None and not torch.equal(shown, self._norms()):
+            written = torch._foreach_sub(self._weights.own(), list(self._weights.common.values()))
+            torch._foreach_copy_(self._unsent, written)
 
     def _take_step(self) -> None:
-        """Add the optimizer's step to the unsent progress, and what a script wrote before, which has no
-        factor. Weight decay acts on the common weights.
-        """
+        """Add the optimizer's step to the unsent progress. Weight decay acts on the common weights."""
         decays = [self._decays.pop(name, 0.0) for name in self._weights.common]
         common = list(self._weights.common.values())
-        shown = torch._foreach_add(common, self._unsent)
-        before, self._before = self._before or shown, []
+        before = torch._foreach_add(common, self._unsent)
         torch._foreach_sub_(made := self._weights.own(), before)  # until they are shown again
-        torch._foreach_add_(self._unsent, torch._foreach_sub(before, shown))
         if any(decays):
             torch._foreach_add_(made, torch._foreach_mul(before, decays))
             torch._foreach_mul_(common, [1.0 - decay for decay in decays])
