@@ -56,8 +56,6 @@ class LocalSteps(AddOn):
         """True if the optimizer's states are to be averaged before the next step."""
         self._exchanged = 0
         """The step of the last exchange."""
-        self._count = torch.zeros((), dtype=torch.int64)
-        """Exchanges so far."""
         self._exchanges = False
         """True while progress is exchanged."""
         self._loaded: Mapping[str, Any] | None = None
@@ -172,17 +170,20 @@ class LocalSteps(AddOn):
         if self.progress is None or (last and not self.progress.keeps_unsent):
             return []
         self.weights.hide()
-        self._exchanges, count = True, int(self._count)
-        crossing = self.progress.entries(count, last=last)
-        return [*crossing, *(self._buffers.entries() if last or not count % self._kind.buffers_every else ())]
+        self._exchanges = True
+        crossing, has_buffers = (
+            self.progress.entries(last=last),
+            not self.progress.number % self._kind.buffers_every,
+        )
+        return [*crossing, *(self._buffers.entries() if last or has_buffers else ())]
 
     @torch.no_grad()
     def step(self) -> None:
         """Move the common weights by the mean progress, and continue from them; a collective."""
         assert self.progress is not None
         self._exchanged = self._steps // self._every * self._every
-        self._count += 1
         self.progress.take_over()
+        self.progress.exchanges += 1
         self._buffers.take_over()
         self._exchanges = False
 
@@ -211,7 +212,6 @@ class LocalSteps(AddOn):
         """
         self.weights.adopt()
         self._exchanged = self._steps // self._every * self._every
-        self._count = torch.zeros_like(self._count)
         self.progress = self._kind(self._context, self.weights, self._optimizers)
         self._buffers.note()
         loaded, self._loaded, targets = self._loaded or {}, None, self._tensors()
@@ -223,14 +223,14 @@ class LocalSteps(AddOn):
                 )
             for name, tensor in tensors.items():
                 targets[kind][name].copy_(tensor)
-        self.progress.restore(int(self._count))
+        self.progress.restore()
 
     def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the tensors of a saved state."""
         assert self.progress is not None
         own = dict(zip(self.weights.held, self.weights.own(), strict=True))
         tensors: dict[str, Mapping[str, Tensor]] = {"own": own, "optimizer": self._optimizers.states()}
-        count = {"count": self._count}
+        count = {"count": self.progress.exchanges}
         return {**tensors, "common": self.weights.common, "exchanges": count, **self.progress.saved}
 
     def _forget(self) -> None:

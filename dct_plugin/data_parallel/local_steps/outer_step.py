@@ -26,6 +26,7 @@ class OuterStep:
 
     Attributes:
         saved: The tensors of a saved state that all ranks have, by kind and name.
+        exchanges: Exchanges so far, int64 [].
     """
 
     option: ClassVar[str] = "local_steps"
@@ -41,9 +42,15 @@ class OuterStep:
         self._weights, self._rule = weights, context.config.local_steps or LocalStepsConfig()
         common = weights.common.items() if self._rule.outer_momentum else ()
         self.saved: dict[str, dict[str, Tensor]] = {"momentum": {n: torch.zeros_like(w) for n, w in common}}
+        self.exchanges = torch.zeros((), dtype=torch.int64)
 
-    def restore(self, number: int) -> None:
-        """Take over what was loaded into the saved tensors; ``number`` is that of the next exchange."""
+    @property
+    def number(self) -> int:
+        """Number of the next exchange, or of the one that is under way."""
+        return int(self.exchanges)
+
+    def restore(self) -> None:
+        """Take over what was loaded into the saved tensors."""
 
     def shorten(self, names: Sequence[str]) -> float:
         """Return the factor of a rank's gradients until its optimizer uses them."""
@@ -55,11 +62,10 @@ class OuterStep:
     def close(self) -> None:
         """Leave the optimizers as they were."""
 
-    def entries(self, number: int, *, last: bool) -> Entries:
+    def entries(self, *, last: bool) -> Entries:
         """Return what this rank brings into an exchange, by name; :meth:`take_over` expects the mean there.
 
         Args:
-            number: Number of the exchange.
             last: Whether nothing is to be left unsent.
         """
         pairs = zip(self._weights.common.items(), self._weights.own(), strict=True)

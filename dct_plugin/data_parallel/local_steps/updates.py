@@ -156,7 +156,7 @@ class UnsentUpdates(OuterStep):
 
     def __init__(self, context: ReducerContext, weights: TrainedWeights, optimizers: Optimizers) -> None:
         self._group, self._topologies, self._weights = context.group, context.topologies, weights
-        self._optimizers, self._number = optimizers, 0
+        self._optimizers, self.exchanges = optimizers, torch.zeros((), dtype=torch.int64)
         self._flat = torch.zeros_like(weights.flat)
         sizes = {name: each.numel() for name, each in weights.common.items()}
         self._unsent = self._flat.split(list(sizes.values()))
@@ -186,8 +186,7 @@ class UnsentUpdates(OuterStep):
             for start in range(turn * share, min(numel, (turn + 1) * share), PIECE):
                 yield start, min(numel, (turn + 1) * share, start + PIECE)
 
-    def restore(self, number: int) -> None:
-        self._number = number
+    def restore(self) -> None:
         self._factors = self.factors.values()
         self._show()
 
@@ -210,8 +209,8 @@ class UnsentUpdates(OuterStep):
                     gradient.div_(ratio)
             if not skips:
                 self._decays |= dict.fromkeys(gradients, decay_of(optimizer, group))
-            if is_due(self._number):
-                self.factors.see(gradients, self._number, steps=False)
+            if is_due(self.number):
+                self.factors.see(gradients, self.number, steps=False)
 
     def close(self) -> None:
         remove(self._handles)
@@ -241,18 +240,17 @@ class UnsentUpdates(OuterStep):
         if any(decays):
             torch._foreach_add_(made, torch._foreach_mul(before, decays))
             torch._foreach_mul_(common, [1.0 - decay for decay in decays])
-        if is_due(self._number):
-            self.factors.see(dict(zip(self._weights.common, made, strict=True)), self._number, steps=True)
-            self._factors = self.factors.exchange(self._number)
+        if is_due(self.number):
+            self.factors.see(dict(zip(self._weights.common, made, strict=True)), self.number, steps=True)
+            self._factors = self.factors.exchange(self.number)
         torch._foreach_mul_(made, self._factors)
         torch._foreach_add_(self._unsent, made)
-        self._number += 1
 
-    def entries(self, number: int, *, last: bool) -> Entries:
+    def entries(self, *, last: bool) -> Entries:
         self._take_step()
         if last:
             self._take_back_answers()
-        for start, stop in self._pieces(range(self._turns) if last else [number % self._turns]):
+        for start, stop in self._pieces(range(self._turns) if last else [self.number % self._turns]):
             part = self._flat[start:stop]
             self._sent.append((start, stop, part.clone()))
             part.zero_()  # what is not sent returns as the stream's residual
