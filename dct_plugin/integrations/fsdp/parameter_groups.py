@@ -183,10 +183,23 @@ def named_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter]]]:
         ConfigError: The model does not show a parameter; says what to do.
     """
     names = {id(p): _plain(name) for name, p in model.named_parameters(remove_duplicate=False)}
+    groups = list(parameter_groups(model))
+    for group in groups:
+        _follow_replaced_parameters(group)
     return [
         (group, [ShardedParameter(_name(names, each), each, group) for each in group.fsdp_params])
-        for group in parameter_groups(model)
+        for group in groups
     ]
+
+
+def _follow_replaced_parameters(group: Any) -> None:
+    """Show FSDP the parameters that a loader put in the place of its own (``from_pretrained`` of
+    transformers); FSDP itself looks before the first pass.
+    """
+    for each in group.fsdp_params if group.is_sharded else ():
+        held = getattr(each._module_info.module, each._module_info.param_name, None)
+        if isinstance(held, DTensor) and held is not each.sharded_param:
+            each.reset_sharded_param()
 
 
 def replicated_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter]]]:
