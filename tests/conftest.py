@@ -70,6 +70,7 @@ LONGEST = (
     "ddp/test_restarts.py",
     "host/test_lost_peers.py",
     "huggingface/test_huggingface.py",
+    "huggingface/test_trainer_shards.py",
     "megatron/test_megatron_instances.py",
     "deepspeed/test_autoload.py",
     "ddp/test_ddp.py",

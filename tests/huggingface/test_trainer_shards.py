@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with FSDP2 on two ranks."""
+"""Hugging Face's Trainer with FSDP2 on two ranks: sharded by transformers, by Accelerate, and not sharded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import run
+from support.processes import logged, run
 from torch.distributed.fsdp import FSDPModule
 
 from dct_plugin.fsdp import ReplicaCompression, ShardCompression
@@ -54,15 +54,40 @@ def _made() -> Any:
     return LlamaForCausalLM(_configuration())
 
 
+def _shard_on_cpus(arguments: Any) -> None:
+    """Choose FSDP on CPUs, as Accelerate's state does on accelerators alone."""
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    precision = "bf16" if arguments.bf16 else "no"
+    state = Accelerator(cpu=True, mixed_precision=precision).state  # the Trainer's has the same
+    plugin = FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args)
+    if arguments.bf16:
+        plugin.set_mixed_precision(precision)
+    state.fsdp_plugin, state.distributed_type = plugin, DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
 class Trained:
     """A training of four steps of two micro-batches.
 
     Attributes:
         weights: All weights after it.
         state: What the callback attached.
+        lines: What the plugin logged.
     """
 
-    def __init__(self, model: Any, folder: str, section: dict[str, Any] | None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        folder: str,
+        section: dict[str, Any] | None,
+        *,
+        on_cpus: bool = True,
+        resumed: bool = False,
+        **options: Any,
+    ) -> None:
         from transformers import Trainer, TrainingArguments
 
         from dct_plugin.transformers import DCTCallback
@@ -73,18 +98,22 @@ class Trained:
             per_device_train_batch_size=2, gradient_accumulation_steps=2, disable_tqdm=True,
             learning_rate=0.01, **options,
         )  # fmt: skip
+        if arguments.fsdp and on_cpus:
+            _shard_on_cpus(arguments)
         trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
         self.state: Any = None
-        if section is not None:
-            callback = DCTCallback(section, trainer=trainer)
-            trainer.add_callback(callback)
-        trainer.train()
-        if section is not None:
-            self.state = callback.state
+        with logged() as self.lines:
+            if section is not None:
+                callback = DCTCallback(section, trainer=trainer)
+                trainer.add_callback(callback)
+            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{STEPS // 2}" if resumed else None)
+            if section is not None:
+                self.state = callback.state
         self.weights = [
             (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
             for p in trainer.model_wrapped.parameters()
         ]
+        self.wrapped = type(trainer.model_wrapped)
 
     def ends_as(self, other: Trained) -> bool:
         return all(torch.equal(a, b) for a, b in zip(self.weights, other.weights, strict=True))
@@ -111,3 +140,35 @@ def test_a_model_that_transformers_shards_while_it_loads(tmp_path: Path) -> None
     """It puts new parameters in the place of FSDP's. Bitwise plain FSDP2 with exact copies."""
     expected = (True, True, STEPS)
     assert run(2, _sharded_while_loaded, str(tmp_path)) == [{"shards": expected, "replicas": expected}] * 2
+
+
+def _with_the_option(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    fsdp = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+    plain = Trained(_made(), f"{folder}/plain", None, bf16=True, **fsdp)
+    exact = Trained(_made(), f"{folder}/exact", EXACT, bf16=True, **fsdp)
+    first = Trained(_made(), f"{folder}/saved", {}, bf16=True, **fsdp)
+    again = Trained(_made(), f"{folder}/saved", {}, bf16=True, resumed=True, **fsdp)
+    whole = Trained(_made(), f"{folder}/fp32", {}, save_strategy="no", **fsdp)
+    unsharded = Trained(_made(), f"{folder}/cpu", {}, save_strategy="no", on_cpus=False, **fsdp)
+    return {
+        "plain FSDP2": exact.ends_as(plain),
+        "resumed": again.ends_as(first),
+        "steps": [each.state.steps.step for each in (exact, first, again, whole)],
+        "fp32": "\n".join(whole.lines),
+        "bf16": "\n".join(first.lines),
+        "on CPUs": (unsharded.wrapped.__name__, "\n".join(unsharded.lines)),
+    }
+
+
+def test_the_option_fsdp(tmp_path: Path) -> None:
+    """What docs/huggingface-reference.md says of it, with Accelerate's choice of FSDP made for CPUs."""
+    pages = run(2, _with_the_option, str(tmp_path))
+    for found in pages:
+        assert found["plain FSDP2"]
+        assert found["resumed"]
+        assert found["steps"] == [STEPS] * 4
+        assert found["on CPUs"][0] == "DistributedDataParallel"
+    found = pages[0]
+    assert "active on FSDP2, 2 ranks share one copy of the states" in found["bf16"]
+    assert "gathered whole: nearly all fp32 weights change in a step" in found["fp32"]
+    assert "active on torch DDP" in found["on CPUs"][1]
