@@ -109,7 +109,7 @@ $(NEWEST)/.ready: pyproject.toml
 
 test-newest: $(NEWEST)/.ready ## Run tests with the newest torch, DeepSpeed, Megatron, transformers (6 GB on disk)
 	@$(NEWEST_TEST) -m 'not slow'
-	@$(NEWEST_TEST) tests/ddp/test_ddp.py tests/deepspeed/test_deepspeed.py tests/megatron/test_megatron_hooks.py tests/huggingface
+	@$(NEWEST_TEST) tests/ddp/test_ddp.py tests/deepspeed/test_deepspeed.py tests/megatron/test_megatron_hooks.py tests/fsdp tests/huggingface
 
 # On a machine with a GPU, which may have no network: nothing is installed, $(PYTHON) has torch, triton and pytest.
 test-gpu: ## Run the GPU tests with $(PYTHON), installing nothing (under 8 minutes)

@@ -19,7 +19,7 @@ from support.one_mesh import Net, adamw, gathered, same, sharded, shards, train
 from support.processes import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import dct_plugin
 from dct_plugin import ConfigError, VersionError
@@ -441,6 +441,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "parameters = 'exact': FSDP gathers fp32, and nearly all fp32 weights change",
     ),
 }
+
+if hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn"):  # torch 2.15
+    options = {"param_dtype_override_fn": lambda p: None if p.dim() > 1 else torch.float32}
+    REFUSED["several types"] = (options, {}, "is gathered in several types (param_dtype_override_fn)")
 
 
 def _refused(rank: int, world_size: int) -> dict[str, str]:

@@ -253,6 +253,8 @@ def sharded_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter]]]
             problem = f"has collectives of its own ({kind}: symmetric memory, custom); leave that out"
         elif any(hasattr(p.fsdp._sharded_local_tensor, "fsdp_pre_all_gather") for p in parameters):
             problem = "gathers a form of its own (fsdp_pre_all_gather: float8); gather bf16"
+        elif len({p.fsdp.mp_policy.param_dtype for p in parameters}) > 1:
+            problem = "is gathered in several types (param_dtype_override_fn); gather it in one"
         elif any(p.sharded.is_complex() for p in parameters):
             problem = "is complex; hold it as a real tensor"
         else:

@@ -313,7 +313,8 @@ class ShardCompression(FSDPAttachment):
 
 def _gathered_type(group: Any) -> torch.dtype:
     """Return the type in which FSDP gathers a parameter group."""
-    dtype: torch.dtype = group.mp_policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+    first = group.fsdp_params[0]
+    dtype: torch.dtype = first.mp_policy.param_dtype or first.sharded_param.dtype
     return dtype
 
 
