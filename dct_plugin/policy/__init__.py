@@ -8,5 +8,6 @@ from __future__ import annotations
 
 from .optimizers import OptimizerFamily
 from .resolve import AppliedSettings, Training, resolve
+from .settings import compresses
 
-__all__ = ["AppliedSettings", "OptimizerFamily", "Training", "resolve"]
+__all__ = ["AppliedSettings", "OptimizerFamily", "Training", "compresses", "resolve"]

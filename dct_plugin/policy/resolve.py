@@ -20,7 +20,7 @@ from .evidence import (
 )
 from .optimizers import OptimizerFamily
 from .rules import DENSITY_OPTIONS, changed, safe_sparsity, says_density, thresholds_of, with_thresholds
-from .settings import bits_of
+from .settings import bits_of, compresses
 
 #: Dense steps with step-ahead and without, steps after them in which the density falls, and the largest share
 #: of a run for each.
@@ -117,8 +117,8 @@ def _with_residuals(made: AppliedSettings, training: Training) -> AppliedSetting
 def _with_updates(made: AppliedSettings, written: DataParallelConfig, training: Training) -> AppliedSettings:
     """Exchange updated weights exactly where that can be had, unless the section says how."""
     unavailable = training.exact_unavailable
-    fewer = made.settings.sparsity or made.settings.quality is not None or bits_of(made.settings) < 16
-    if unavailable is None or "parameters" in written.model_fields_set or not fewer:
+    is_written = "parameters" in written.model_fields_set
+    if unavailable is None or is_written or not compresses(made.settings):
         return made
     if unavailable and training.int8_copies:
         updates = (

@@ -10,7 +10,7 @@ from .evidence import THRESHOLDS
 
 #: Sparsities and value types that the automatic mode chooses from, within the limits of a configuration.
 _SPARSITIES, _VALUES = (0.9, 0.97, 0.99), {"bf16": 16, "int8": 8, "int4": 4}
-_BITS = {"int2": 2, "log4": 4, "fp16": 16, "fp32": 32, **_VALUES}
+_BITS = {"sign": 1, "int2": 2, "log4": 4, "fp16": 16, "fp32": 32, **_VALUES}
 
 
 class Setting(NamedTuple):
@@ -62,6 +62,11 @@ def every_default() -> list[Setting]:
     """Return the settings that sections without density may get, the dense exchange first."""
     rows = {Setting(row.sparsity, row.value_dtype): None for row in THRESHOLDS}
     return [Setting(), Setting(0.0, "int8"), *rows]
+
+
+def compresses(settings: DataParallelConfig) -> bool:
+    """Return whether fewer bytes cross than those of all entries in 16 bits, or may by measurement."""
+    return bool(settings.sparsity or settings.quality is not None or bits_of(settings) < 16)
 
 
 def bits_of(settings: DataParallelConfig) -> int:

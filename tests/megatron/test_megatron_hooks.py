@@ -176,6 +176,15 @@ def test_data_parallel() -> None:
         assert one[0].parameters == other[0].parameters
 
 
+def test_all_entries_in_int8() -> None:
+    """They are not left to Megatron, whether they are written or chosen for a short run."""
+    job = Job(layers=1, micro_batches=2, steps=2)
+    written = {"sparsity": 0, "value_dtype": "int8", "min_numel": 256}
+    chosen = {"total_steps": 2, "quality": None, "min_numel": 256}
+    for outcomes in run(2, *(replace(job, dct={"data_parallel": data}) for data in (written, chosen))):
+        assert ratio(outcomes, "gradient") > 3
+
+
 def test_distributed_optimizer() -> None:
     job = Job(micro_batches=2, lr=4e-3, distributed_optimizer=True)
     plain, same, overlap, overlap_same, sparse, bf16 = run(

@@ -26,7 +26,7 @@ from dct_plugin.codecs.copies import Mirror
 from dct_plugin.console import logger
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.host_traffic import count_group, counted_by
-from dct_plugin.policy import Training
+from dct_plugin.policy import Training, compresses
 from dct_plugin.transport.nodes import Nodes
 
 from ..host.patching import Function, given, when_imported
@@ -254,8 +254,7 @@ class _DenseGroups:
 
     @property
     def _has_all(self) -> bool:
-        settings = self._session.config.data_parallel
-        return settings.sparsity == 0 and settings.quality is None and self._session.pass_through
+        return self._session.pass_through and not compresses(self._session.config.data_parallel)
 
     def coverage(self) -> str:
         """Return how many parameters are not in these groups, in words; empty if there are none."""

@@ -135,6 +135,8 @@ def hook_states(config: DCTConfig, *, pass_through: bool = True) -> dict[str, st
         config: The whole configuration.
         pass_through: Whether what leaves nothing out is left to Megatron.
     """
+    from dct_plugin.policy import compresses
+
     if not config.enabled:
         return dict.fromkeys(("pipeline", "tensor", "data_parallel"), "dct.enabled = false")
     states, model, data = {}, config.model_parallel, config.data_parallel
@@ -142,8 +144,8 @@ def hook_states(config: DCTConfig, *, pass_through: bool = True) -> dict[str, st
         reason = 'forward = "none"' if section.forward.label() == "none" else "forward.sparsity = 0"
         is_left = pass_through and not section.compresses
         states[name] = f"dct.model_parallel.{name}.{reason}" if is_left else ""
-    thresholds = data.sparsity or data.quality or data.parameters is not None
-    reason = "sparsity = 0" if pass_through and not thresholds else ""
+    is_left = pass_through and data.parameters is None and not compresses(data)
+    reason = "sparsity = 0" if is_left else ""
     if not data.enabled:
         reason = "enabled = false"
     return {**states, "data_parallel": f"dct.data_parallel.{reason}" if reason else ""}
