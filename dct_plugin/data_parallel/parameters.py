@@ -51,6 +51,7 @@ class ParameterUpdates:
 
     Attributes:
         choice: Chooses between exact updates and the host's gathers, which the host times by it.
+        whole: Names of the weights that are sent whole, like small ones.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class ParameterUpdates:
             node = NodeRanks(group.nodes, group.device, config.min_numel, group.metrics)
             group.exchanges.append(node.exchange)
             self._between_nodes = UpdatesBetweenNodes(node, group.layout)
+        self.whole: frozenset[str] = frozenset()
         self._cls = EXACT_CLASS if self.exact else "parameter"
         self._exchanges = exchanges_of(group, self._cls)
         self.choice = GatherChoice(group)
@@ -162,7 +164,10 @@ class ParameterUpdates:
                         for shard, owner in between.exchanged(shards)
                     ]
                 sparsity = Sparsity(group.schedule.density(group.step))
-                tensors = [PlannedTensor(n, t, s, group.is_small(n, t.numel()), sparsity) for n, t, s in sent]
+                tensors = [
+                    PlannedTensor(n, t, s, n in self.whole or group.is_small(n, t.numel()), sparsity)
+                    for n, t, s in sent
+                ]
                 plan = ReductionPlan(group.operation("parameters"), tensors)
             exchanges.start([self._phase], plan, exchange_record).wait()
         exchanges.finish()

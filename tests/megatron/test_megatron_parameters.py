@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support import processes
 from support.megatron_gpt import Job, Outcome, train, train_all
+from torch import Tensor
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
@@ -158,6 +159,28 @@ def test_expert_layers_and_model_parallel_ranks(tmp_path: Path) -> None:
     assert tensor[0].parameters == tensor[2].parameters
     assert tensor[1].parameters == tensor[3].parameters
     assert moe[0].parameters == moe[2].parameters
+
+
+def _embeddings(rank: int, world_size: int) -> list[Tensor]:
+    """The weights after every step that this stage shares with another one."""
+    torch.set_num_threads(1)
+    found: list[Tensor] = []
+
+    def keep(step: int) -> None:
+        session = hooks.current()
+        assert session is not None
+        (hook,) = (hook for hook in session.hooks if isinstance(hook, DataParallelHook))
+        weights = (weight for model in hook.models for weight in model.parameters())
+        found.extend(weight.detach().clone() for weight in weights if hasattr(weight, "shared_embedding"))
+
+    train(replace(BASE, pp=2, vocab=512, bucket_size=20_000, steps=4).with_dct(section()), on_step=keep)
+    return found
+
+
+def test_embeddings_of_two_stages_stay_equal() -> None:
+    """The stages cut them in different places, and would measure different thresholds."""
+    for stages in zip(*processes.run(4, _embeddings), strict=True):
+        assert all(torch.equal(weight, stages[0]) for weight in stages)
 
 
 def refused(rank: int, world_size: int, job: Job) -> str:

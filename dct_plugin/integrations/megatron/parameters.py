@@ -203,9 +203,13 @@ class ParameterHook(Hook):
         updates.load_state_dict(self._loaded.get(str(len(self._alive()))), step=self.session.step)
         self._owners.append(owner)
         setattr(optimizer, _OWNER, owner)
-        for i, parameter in enumerate(p for bucket in buckets for p in bucket.params_list):
+        parameters = [parameter for bucket in buckets for parameter in bucket.params_list]
+        for i, parameter in enumerate(parameters):
             if not hasattr(parameter, NAME):  # wrapped before the hooks were installed
                 setattr(parameter, NAME, f"optimizer {len(self._owners)} parameter {i}")
+        # The first and the last pipeline stage have these in common, and cut them in different places.
+        shared = (p for p in parameters if getattr(p, "shared_embedding", False))
+        updates.whole = frozenset(getattr(p, NAME) for p in shared)
         for bucket in buckets:
             setattr(bucket, _OWNER, owner)
         for chunk in optimizer.model_chunks:
