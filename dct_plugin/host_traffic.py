@@ -178,7 +178,7 @@ class HostTraffic:
             operation: Its name.
             group: Group of ranks.
             tensors: The rank's input: a tensor, or lists of them.
-            splits: Entries for each rank, where an all-to-all has unequal ones.
+            splits: Entries for each rank, where an all-to-all has unequal ones; also an array of numpy.
         """
         ranks = group.size()
         if operation == "all_to_all" and not isinstance(tensors, Tensor):
@@ -187,8 +187,8 @@ class HostTraffic:
         gloo = all(tensor.device.type == "cpu" for tensor in flat)
         nbytes = float(sum(tensor.numel() * tensor.element_size() for tensor in flat))
         sent = bytes_sent(operation, nbytes, ranks, gloo=gloo)
-        if splits and sum(splits):
-            sent = nbytes * (1 - splits[group.rank()] / sum(splits))
+        if total := sum(splits):
+            sent = float(nbytes * (1 - splits[group.rank()] / total))
         if gloo:
             sent += _GLOO_MESSAGE * _OPERATIONS[operation].gloo_messages(ranks)
         numel = sum(tensor.numel() for tensor in flat)

@@ -6,10 +6,12 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from support.forked import forked_interpreters
+from support.processes import run
 
 from dct_plugin.config import MetricsConfig
 from dct_plugin.host_traffic import HostTraffic
@@ -62,6 +64,27 @@ def test_collectives_are_put_back() -> None:
             assert dist._broadcast_coalesced is not before[1]
         assert vars(dist.ProcessGroup)["allreduce"] is not before[0]["allreduce"]
     assert (dict(vars(dist.ProcessGroup)), dist._broadcast_coalesced) == before
+
+
+def _unequal(rank: int, world_size: int) -> list[float]:
+    found = []
+    for kind in (list, np.array):  # Megatron's dispatcher of tokens has arrays
+        metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
+        received, entries = kind([1 + 2 * rank] * 2), torch.arange(4.0)
+        output = torch.empty(2 + 4 * rank)
+        with HostTraffic(metrics):
+            dist.all_to_all_single(output, entries, received, kind([1, 3]))
+        assert output.tolist() == [1.0, 2.0, 3.0, 1.0, 2.0, 3.0] if rank else [0.0, 0.0]
+        found.append(metrics.summary().classes["host_all_to_all"].sent_bytes)
+    return found
+
+
+@pytest.mark.slow
+def test_unequal_parts_of_an_all_to_all() -> None:
+    first, second = run(2, _unequal)
+    assert first[0] == first[1]
+    assert first[0] - second[0] == 8  # rank 0 keeps one of four entries, rank 1 three
+    assert second[0] == second[1]
 
 
 def test_new_names_of_collectives_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
