@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from support import processes
-from support.megatron_gpt import Job, Outcome, train_all
+from support.megatron_gpt import Job, Outcome, train, train_all
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
@@ -541,6 +541,29 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     for name in ("gtp", "gtp layer", "expert gtp", "expert gtp layer"):
         assert "gtp_weight_remat_size = 2: generalised tensor parallelism" in found[name]
         assert ("(expert_tensor_parallel_num" in found[name]) == ("expert" in name)
+
+
+def _outside_iterations(rank: int, world_size: int) -> str:
+    from dct_plugin.errors import DCTError
+    from dct_plugin.integrations.megatron import hooks
+    from dct_plugin.integrations.megatron.data import DataParallelHook
+
+    def reduce(step: int) -> None:
+        hooks.state_dict()  # the iteration ends
+        (hook,) = (hook for hook in hooks.current().hooks if isinstance(hook, DataParallelHook))
+        for model in hook.models:
+            model.finish_grad_sync()
+
+    torch.set_num_threads(1)
+    with pytest.raises(DCTError) as raised:
+        train(Job(layers=1, micro_batches=1, steps=1).with_dct(section(data=0.9)), on_step=reduce)
+    return str(raised.value)
+
+
+def test_gradients_outside_iterations_are_refused() -> None:
+    """A loop of its own would stay in the dense start, or lose what waits."""
+    for text in processes.run(2, _outside_iterations):
+        assert "get_forward_backward_func" in text
 
 
 def _identities(rank: int, world_size: int) -> tuple[int, int]:

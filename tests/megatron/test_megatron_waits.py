@@ -52,16 +52,17 @@ def _waits(rank: int, world_size: int, backend: str) -> tuple[list[torch.Tensor]
         DistributedDataParallelConfig(),
         model,
     )
-    waits = []
+    waits, session = [], hooks.current()
+    assert session is not None
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * step + rank)
         for parameter in ddp.module.parameters():
             parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+        session.begin(training=True)
         with HostReads() as reads:
             ddp.finish_grad_sync()
         waits.append(sum(place == "codecs/copies.py:cpu" for place in reads.places))
-        for hook in hooks.current().hooks:
-            hook.end_step()
+        session.end_step()
     assert len(ddp.bucket_groups) == 2
     gradients = [parameter.main_grad.clone() for parameter in ddp.module.parameters()]
     hooks.uninstall()

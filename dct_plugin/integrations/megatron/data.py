@@ -218,6 +218,12 @@ class DataParallelHook(Hook):
             return
         if getattr(group, "is_first_batch", False) and group.grad_reduce_handle is not None:
             return  # already done: Megatron calls again at the end of the first batch
+        if not self.session.is_open and self.session.pass_through:
+            raise DCTError(
+                "dct.data_parallel: gradients are reduced, but no iteration began: steps are those of "
+                "Megatron's forward-backward functions (get_forward_backward_func); train with one, or set "
+                "dct.data_parallel.enabled to false"
+            )
         self.models.name_rest(group)
         if self.session.step < self.config.dense_steps and self.config.quality is None:
             if self.config.feedback.looks_ahead:

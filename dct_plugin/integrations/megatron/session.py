@@ -143,6 +143,11 @@ class Session(HostAttachment):
     def steps_so_far(self) -> int:
         return self.step
 
+    @property
+    def is_open(self) -> bool:
+        """True from the start of a training iteration until it is closed."""
+        return self._open
+
     def begin(self, training: bool) -> None:
         """Begin an iteration."""
         if training:
