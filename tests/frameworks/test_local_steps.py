@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.alone import everyones, loss_of, sharded, train
 from support.processes import launch, run
 from torch import Tensor, nn
@@ -202,12 +203,12 @@ def _saves(rank: int, world_size: int, folder: str) -> None:
     train(model, optimizer, rank, range(9))
     state.save(folder)
     if rank == 0:
-        torch.save(model.module.state_dict(), f"{folder}/model")
+        save_file(model.module.state_dict(), f"{folder}/model")
 
 
 def _goes_on(rank: int, world_size: int, folder: str) -> bool:
     model, optimizer, state = ddp(SECTION)
-    common = torch.load(f"{folder}/model", weights_only=True)
+    common = load_file(f"{folder}/model")
     model.module.load_state_dict(common)
     assert state.load(folder)
     train(model, optimizer, rank, range(9, 10))

@@ -28,8 +28,9 @@ class TrainedWeights:
         option: The option that asks for common weights.
 
     Attributes:
-        common: The common weights by name, 1-D; empty before the first local step.
-        flat: All of them in one tensor, 1-D.
+        common: The common weights by name, 1-D; empty before the first local step. Each has a storage of its
+            own: safetensors takes tensors of one storage for copies, and saves the first alone.
+        flat: All of them in one tensor, 1-D, whose memory they share.
 
     Raises:
         ConfigError: Weights are of another type than fp32, or not contiguous.
@@ -52,7 +53,7 @@ class TrainedWeights:
         """Take this rank's weights for the common ones."""
         own = self.own()
         self.flat = torch.cat(own)
-        parts = self.flat.split([each.numel() for each in own])
+        parts = map(torch.from_dlpack, self.flat.split([each.numel() for each in own]))
         self.common = dict(zip(self.held, parts, strict=True))
 
     def own(self) -> list[Tensor]:
