@@ -180,7 +180,13 @@ def _resumes(rank: int, world_size: int, section: dict[str, Any], folder: str) -
     assert all(torch.equal(each, own(model_again)) for each in everyones(own(model_again)))
 
 
-@pytest.mark.parametrize(("section", "ranks"), [(SECTION, 2), (SIGNS, 3)], ids=["int4", "sign"])
+#: The second of two parts of the progress is so small that it crosses dense.
+SMALL = {**SECTION, "min_numel": 500}
+
+
+@pytest.mark.parametrize(
+    ("section", "ranks"), [(SECTION, 2), (SIGNS, 3), (SMALL, 2)], ids=["int4", "sign", "dense part"]
+)
 def test_resumes_bitwise_and_detaches(section: dict[str, Any], ranks: int, tmp_path: Path) -> None:
     run(ranks, _resumes, section, str(tmp_path))
 

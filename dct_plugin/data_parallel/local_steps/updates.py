@@ -171,10 +171,14 @@ class UnsentUpdates(OuterStep):
         a step has begun.
         """
         self._sent: list[tuple[int, int, Tensor]] = []
+        self.saved["unsent"] = {}
+        """Progress of the parts that cross dense, and that no stream saves."""
         for start, stop in self._pieces(range(self._turns)):
-            if not self._group.is_small("", stop - start):
-                stream = self._group.streams.named(_name(start, stop))
-                stream.use_residual_memory(self._flat[start:stop])
+            name, part = _name(start, stop), self._flat[start:stop]
+            if self._group.is_small("", stop - start):
+                self.saved["unsent"][name] = part
+            else:
+                self._group.streams.named(name).use_residual_memory(part)
         torchs = [each for each in optimizers.all if isinstance(each, torch.optim.Optimizer)]
         self._handles = [each.register_step_pre_hook(self._before_step) for each in torchs]
 
