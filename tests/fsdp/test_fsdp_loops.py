@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.processes import run
 from support.watched import SECTION, equal_on_ranks
 from torch import Tensor, nn
@@ -180,3 +181,35 @@ def _all_loops(rank: int, world_size: int) -> dict[str, list[str]]:
 
 def test_every_loop() -> None:
     assert run(2, _all_loops) == [{}, {}]
+
+
+def _leaves_out(rank: int, world_size: int) -> None:
+    """Each replica has two shards; the second one clears its gradients in step 5, and has them poisoned in
+    step 9.
+    """
+    model = Net()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for module in (model.first, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    section = {"local_steps": 4, "warmup_steps": 4, "nonfinite_action": "skip"}
+    state = compress_replicas(model, {"data_parallel": section}, optimizer=optimizer)
+    for step in range(13):
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = (model(x) - x.roll(1, 1)).square().mean()
+        (loss * torch.nan if step == 9 and rank == 3 else loss).backward()
+        if step != 5 or rank < 2:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    state.detach()
+    mine = [parameter.to_local().detach() for parameter in model.parameters()]
+    others: list[Any] = [None] * world_size
+    dist.all_gather_object(others, mine)
+    assert all(map(torch.equal, mine, others[rank % 2]))
+    assert all(weight.isfinite().all() for weight in mine)
+    state.close()
+
+
+def test_a_replica_that_trains_alone_leaves_out_steps() -> None:
+    """Its ranks decide together, and wait for no other replica."""
+    run(4, _leaves_out)

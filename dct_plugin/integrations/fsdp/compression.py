@@ -133,6 +133,9 @@ class ReplicaCompression(FSDPAttachment):
 
     def _local_steps(self) -> None:
         """Train each replica's own shards; evaluation and saved models see the common ones."""
+        meshes = [group.mesh_info for group in parameter_groups(self._model)]
+        shards = {mesh.shard_process_group for mesh in meshes if hasattr(mesh, "shard_process_group")}
+        self._optimizer_steps.decide_in(sorted(shards, key=lambda group: group.size()))
         by_name = {each.name: each for each in self.parameters}
         for reducer in self._reducers.values():
             own = {p.name: p for p in self._held_by(reducer) if p.sharded.requires_grad}

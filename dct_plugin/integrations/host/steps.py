@@ -70,7 +70,11 @@ class PoisonedSteps:
     Args:
         config: The ``data_parallel`` settings.
         gradients: Gives the gradients that the optimizer is about to use on this rank, by name.
-        agree: Whether other ranks may have other gradients: then all ranks of the job ask at the same time.
+        agree: Whether other ranks may have other gradients: then all ranks of the ``groups`` ask at the same
+            time.
+
+    Attributes:
+        groups: As of :class:`.Transactions`.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class PoisonedSteps:
         self.skips = config.nonfinite_action == "skip"
         self._gradients, self._agree = gradients, agree
         self._count = 0
+        self.groups: Sequence[dist.ProcessGroup | None] = (None,)
 
     def keep_from(self, optimizers: Iterable[torch.optim.Optimizer], step: int) -> bool:
         """Keep optimizers of torch from making step ``step`` if it is to be skipped; return whether it is.
@@ -109,7 +114,7 @@ class PoisonedSteps:
             flags = overflow_flags([g._values() if g.is_sparse else g for _, g in named])
         speaker = torch.where(flags.any(), rank, nobody).view(1)
         if self._agree:
-            speaker = least(speaker, "agreement on a step that is not finite", step)
+            speaker = least(speaker, self.groups, "agreement on a step that is not finite", step)
         first, *found = to_host(torch.cat([speaker, flags.to(speaker)])).tolist()
         if first == nobody:
             return False
@@ -281,6 +286,10 @@ class OptimizerSteps:
                 register_optimizer_step_pre_hook(lambda *step: _call(before, *step)),
                 register_optimizer_step_post_hook(lambda *step: _call(after, *step)),
             ]
+
+    def decide_in(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Have the ranks of these process groups decide about steps, not those of the whole job."""
+        self._poisoned.groups = self.transactions.groups = groups
 
     @property
     def optimizers(self) -> list[Any]:

@@ -44,10 +44,12 @@ class Transactions:
 
     Attributes:
         armed: True if there is a second residual.
+        groups: Process groups whose ranks decide alike about sharded gradients; None is the whole job.
     """
 
     def __init__(self, reducers: Collection[GradientReducer], *, armed: bool, sharded: bool) -> None:
         self._reducers, self._sharded, self.armed = reducers, sharded, armed
+        self.groups: Sequence[dist.ProcessGroup | None] = (None,)
         self._has_rejected = False
 
     def arm(self) -> None:
@@ -63,7 +65,7 @@ class Transactions:
         flags = [each.is_cleared(zeros=zeros) for each in waiting]
         if flags and zeros and self._sharded:
             what, step = "agreement on gradients that were cleared", next(iter(self._reducers)).group.step
-            flags = to_host(least(torch.tensor(flags, dtype=torch.int32), what, step)).tolist()
+            flags = to_host(least(torch.tensor(flags, dtype=torch.int32), self.groups, what, step)).tolist()
         return [each for each, flag in zip(waiting, flags, strict=True) if flag]
 
     def reject(self, cleared: Sequence[OptimizerGradients], optimizers: Iterable[Any]) -> None:
@@ -110,9 +112,10 @@ class Transactions:
 
 
 @own_traffic(recorded=False)
-def least(numbers: Tensor, what: str, step: int) -> Tensor:
-    """Return the least of each number on all ranks of the job; a collective, ``what`` is its name."""
+def least(numbers: Tensor, groups: Iterable[dist.ProcessGroup | None], what: str, step: int) -> Tensor:
+    """Return the least of each number on all ranks of the groups; a collective, ``what`` is its name."""
     numbers = numbers.to(collective_device())
     with lost_ranks.reported(what, step=step):
-        dist.all_reduce(numbers, dist.ReduceOp.MIN)
+        for group in groups:
+            dist.all_reduce(numbers, dist.ReduceOp.MIN, group)
     return numbers
