@@ -10,6 +10,7 @@ from .config import DCTConfig
 from .integrations.attach import Attachment
 from .integrations.attach import attach as attach_to_model
 from .integrations.ddp import DCTState
+from .integrations.host.patching import Function, Patches
 from .metrics import Event
 
 __all__ = ["attach"]
@@ -43,8 +44,19 @@ def attach(
     save = state.save_alone if isinstance(state, DCTState) else state.save
     hook = accelerator.register_save_state_pre_hook(lambda models, weights, folder: save(folder))
     state.ends.enter_context(hook)
-    hook = accelerator.register_load_state_pre_hook(lambda models, folder: state.load(folder))
+    # After load_state, since the state follows the model and the optimizer. The hook knows the folder.
+    folders: list[str] = []
+    hook = accelerator.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
     state.ends.enter_context(hook)
+
+    def load(original: Function, *arguments: Any, **keywords: Any) -> None:
+        folders.clear()
+        original(*arguments, **keywords)
+        if folders:  # else the state was closed
+            state.load(folders[0])
+
+    state.ends.enter_context(patches := Patches())
+    patches.intercept(accelerator, "load_state", load)
     return state
 
 

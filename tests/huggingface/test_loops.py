@@ -138,3 +138,71 @@ def _accelerate(rank: int, world_size: int) -> list[str]:
 
 def test_accelerate() -> None:
     assert run(2, _accelerate) == [[], []]
+
+
+#: A state in which ranks train alone, and where the weights of a rank are no weights of the model.
+ALONE = (
+    {"local_steps": {"every": 3}, "warmup_steps": 2},
+    {"exchange_of": "updates", "min_numel": 16, "sparsity": 0.75},
+)
+
+
+def _accelerate_resumes(rank: int, world_size: int, folder: str) -> list[str]:
+    """Train 12 steps, and the last six again from files."""
+    from accelerate import Accelerator
+    from safetensors.torch import load_file
+
+    from dct_plugin.accelerate import attach
+
+    def made() -> tuple[Any, list[Any], list[Any], list[Any]]:
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        modules = [net()]
+        models = [accelerator.prepare(each) for each in modules]
+        optimizers = [accelerator.prepare(torch.optim.AdamW(each.parameters(), lr=3e-3)) for each in models]
+        states = [
+            attach(accelerator, each, optimizer, {"data_parallel": section})
+            for each, optimizer in zip(models, optimizers, strict=True)
+        ]
+        return accelerator, models, optimizers, states
+
+    def train(accelerator: Any, models: list[Any], optimizers: list[Any], steps: range) -> None:
+        for step in steps:
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+            for model, optimizer in zip(models, optimizers, strict=True):
+                accelerator.backward((model(x) - x.roll(1, 1)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def weights_of(models: list[Any]) -> list[Tensor]:
+        return [parameter.detach().clone() for model in models for parameter in model.parameters()]
+
+    faults = []
+    for number, section in enumerate((*ALONE, AHEAD)):
+        place = f"{folder}/{number}"
+        accelerator, models, optimizers, states = made()
+        train(accelerator, models, optimizers, range(6))
+        accelerator.save_state(place)
+        shown = {name: each.clone() for name, each in models[0].module.state_dict().items()}
+        accelerator.wait_for_everyone()
+        saved = load_file(f"{place}/model.safetensors")
+        if saved.keys() != shown.keys() or not all(torch.equal(saved[name], shown[name]) for name in shown):
+            faults.append(f"{section}: the file has {sorted(saved)}")
+        train(accelerator, models, optimizers, range(6, 12))
+        ends = weights_of(models)
+        for state in states:
+            state.close()
+        accelerator.free_memory()
+        accelerator, models, optimizers, states = made()
+        train(accelerator, models, optimizers, range(1))
+        accelerator.load_state(place)
+        train(accelerator, models, optimizers, range(6, 12))
+        if not all(map(torch.equal, weights_of(models), ends)):
+            faults.append(f"{section}: the resumed run has other weights")
+        for state in states:
+            state.finish()
+    return faults
+
+
+def test_accelerate_saves_and_resumes(tmp_path: Any) -> None:
+    assert run(2, _accelerate_resumes, str(tmp_path)) == [[], []]
