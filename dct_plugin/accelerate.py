@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from .config import DCTConfig
 from .integrations.attach import Attachment
@@ -14,6 +17,9 @@ from .integrations.host.patching import Function, Patches
 from .metrics import Event
 
 __all__ = ["attach"]
+
+#: By accelerator the numbers of its attachments; the first has its files in the checkpoint's folder itself.
+_TAKEN: WeakKeyDictionary[Any, set[int]] = WeakKeyDictionary()
 
 
 def attach(
@@ -38,11 +44,16 @@ def attach(
         ConfigError: See :func:`dct_plugin.attach`.
     """
     state = attach_to_model(model, optimizer, section, scaler=accelerator.scaler, total_steps=total_steps)
+    taken = _TAKEN.setdefault(accelerator, set())
+    number = next(number for number in itertools.count() if number not in taken)
+    taken.add(number)
+    state.ends.callback(taken.discard, number)
+    place = f"dct_{number}" if number else ""
     if accelerator.is_main_process:
         state.metrics.add_sink(partial(_log, accelerator))
     # Scripts call save_state on the main process alone; for FSDP Accelerate's own part is a collective.
     save = state.save_alone if isinstance(state, DCTState) else state.save
-    hook = accelerator.register_save_state_pre_hook(lambda models, weights, folder: save(folder))
+    hook = accelerator.register_save_state_pre_hook(lambda models, weights, folder: save(Path(folder, place)))
     state.ends.enter_context(hook)
     # After load_state, since the state follows the model and the optimizer. The hook knows the folder.
     folders: list[str] = []
@@ -53,7 +64,7 @@ def attach(
         folders.clear()
         original(*arguments, **keywords)
         if folders:  # else the state was closed
-            state.load(folders[0])
+            state.load(Path(folders[0], place))
 
     state.ends.enter_context(patches := Patches())
     patches.intercept(accelerator, "load_state", load)

@@ -148,7 +148,7 @@ ALONE = (
 
 
 def _accelerate_resumes(rank: int, world_size: int, folder: str) -> list[str]:
-    """Train 12 steps, and the last six again from files."""
+    """Train 12 steps, and the last six again from the files of a script that trains two models."""
     from accelerate import Accelerator
     from safetensors.torch import load_file
 
@@ -157,7 +157,7 @@ def _accelerate_resumes(rank: int, world_size: int, folder: str) -> list[str]:
     def made() -> tuple[Any, list[Any], list[Any], list[Any]]:
         accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
-        modules = [net()]
+        modules = [net(), nn.Linear(16, 16)]
         models = [accelerator.prepare(each) for each in modules]
         optimizers = [accelerator.prepare(torch.optim.AdamW(each.parameters(), lr=3e-3)) for each in models]
         states = [
@@ -204,5 +204,5 @@ def _accelerate_resumes(rank: int, world_size: int, folder: str) -> list[str]:
     return faults
 
 
-def test_accelerate_saves_and_resumes(tmp_path: Any) -> None:
+def test_accelerate_saves_two_models_and_resumes(tmp_path: Any) -> None:
     assert run(2, _accelerate_resumes, str(tmp_path)) == [[], []]
