@@ -81,8 +81,8 @@ class DCTCallback(TrainerCallback):
             self._metrics.event("loss", step=state.global_step, loss=float(logs["loss"]))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save the residuals in the folder of the checkpoint."""
-        if self.state is not None:
+        """Save the residuals in the folder of a checkpoint that training can go on from."""
+        if self.state is not None and not args.save_only_model:
             self.state.save(self._folder(args, state))
 
     @staticmethod

@@ -206,3 +206,41 @@ def _accelerate_resumes(rank: int, world_size: int, folder: str) -> list[str]:
 
 def test_accelerate_saves_two_models_and_resumes(tmp_path: Any) -> None:
     assert run(2, _accelerate_resumes, str(tmp_path)) == [[], []]
+
+
+class Regression(nn.Module):
+    """A model for the Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = net()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.net(x) - labels).square().mean()}
+
+
+def _resumes_from_the_model_alone(rank: int, world_size: int, folder: str) -> list[str]:
+    from transformers import Trainer, TrainingArguments
+
+    from dct_plugin.transformers import DCTCallback
+
+    rows = [{"x": x, "labels": x.roll(1)} for x in torch.randn(256, 16)]
+    faults = []
+    for section in ALONE:
+        arguments = TrainingArguments(
+            f"{folder}/{section}", max_steps=9, per_device_train_batch_size=4, use_cpu=True, save_steps=6,
+            ddp_backend="gloo", report_to=[], disable_tqdm=True, save_only_model=True,
+        )  # fmt: skip
+        for last in (None, True):
+            trainer = Trainer(Regression(), arguments, train_dataset=rows)
+            trainer.add_callback(DCTCallback({"data_parallel": section}, trainer=trainer))
+            trainer.train(resume_from_checkpoint=last and f"{folder}/{section}/checkpoint-6")
+            if not equal_on_ranks(list(trainer.model.parameters())):
+                faults.append(f"{section}: ranks differ")
+    return faults
+
+
+def test_trainer_resumes_from_a_checkpoint_of_the_model_alone(tmp_path: Any) -> None:
+    pytest.importorskip("transformers")
+    assert run(2, _resumes_from_the_model_alone, str(tmp_path)) == [[], []]
