@@ -212,9 +212,11 @@ class GradientReducer:
             group.metrics.record(Record("gradient_local", dense))
 
     def shared_weight(self, name: str, own: Tensor) -> Tensor:
-        """Return a weight as all ranks hold it: the common one under local steps, else ``own``."""
+        """Return a weight as all ranks hold it: the common one under local steps, else ``own``, also of a
+        parameter that was unfrozen since.
+        """
         local = self.add_ons.local_steps
-        return own if local is None else local.weights.weight(name)
+        return own if local is None or name not in local.weights.held else local.weights.weight(name)
 
     # -- steps ---
 

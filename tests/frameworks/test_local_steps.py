@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.alone import everyones, loss_of, sharded, train
-from support.processes import launch, run
+from support.processes import launch, logged, run
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -318,6 +318,34 @@ BAD = (*AT_EXCHANGES, START + EVERY + 1, START + 2 * EVERY)
 @pytest.mark.parametrize("section", [SECTION, {"exchange_of": "updates", "warmup_steps": START}])
 def test_a_script_that_leaves_out_steps_on_one_rank(section: dict[str, Any], clears_late: bool) -> None:
     run(2, _leaves_out, section, clears_late)
+
+
+def _unfreezes(rank: int, world_size: int, section: dict[str, Any]) -> list[str]:
+    """Train the first layer from step 6 on; torch DDP does not reduce its gradients."""
+    inner = model_of()
+    for parameter in inner[0].parameters():
+        parameter.requires_grad_(False)
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    settings = {**section, "verify": {"every": 1, "action": "warn"}}
+    with logged() as lines:
+        state = dct_plugin.attach(model, optimizer, {"data_parallel": settings})
+        train(model, optimizer, rank, range(6))
+        for parameter in inner[0].parameters():
+            parameter.requires_grad_(True)
+        optimizer.add_param_group({"params": list(inner[0].parameters())})
+        train(model, optimizer, rank, range(6, 12))
+        state.detach()
+    trained = [parameter for name, parameter in inner.named_parameters() if not name.startswith("0.")]
+    assert all(same(trained, each) for each in everyones([each.detach() for each in trained]))
+    return lines
+
+
+@pytest.mark.parametrize("section", [SECTION, {"exchange_of": "updates"}])
+def test_parameters_that_are_unfrozen_are_named(section: dict[str, Any]) -> None:
+    lines, _ = run(2, _unfreezes, section)
+    assert any("unfrozen during the training: 0.bias, 0.weight" in line for line in lines)
+    assert any("tensors differ between the ranks" in line and "0.weight" in line for line in lines)
 
 
 def _engine(rank: int, world_size: int, folder: str) -> None:
