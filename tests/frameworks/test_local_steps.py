@@ -320,6 +320,29 @@ def test_a_script_that_leaves_out_steps_on_one_rank(section: dict[str, Any], cle
     run(2, _leaves_out, section, clears_late)
 
 
+def _attaches_again(rank: int, world_size: int, kind: str, section: dict[str, Any]) -> None:
+    made = fsdp if kind == "fsdp" else ddp
+    model, optimizer, state = made(section)
+    train(model, optimizer, rank, range(START + EVERY + 2))
+    common = saved(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = dct_plugin.attach(model, optimizer, {"data_parallel": {"sparsity": 0, "verify": {"every": 1}}})
+    assert all(
+        torch.equal(each, common[name]) for name, each in saved(model).items() if "running" not in name
+    )
+    train(model, optimizer, rank, range(3))
+    trained = own(model)
+    others = everyones(trained)[rank % 2 :: 2] if kind == "fsdp" else everyones(trained)
+    assert all(same(trained, each) for each in others)
+    state.close()
+
+
+@pytest.mark.parametrize("section", [SECTION, {"exchange_of": "updates"}])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_model_that_is_attached_again_has_the_common_weights(kind: str, section: dict[str, Any]) -> None:
+    run(4 if kind == "fsdp" else 2, _attaches_again, kind, section)
+
+
 def _unfreezes(rank: int, world_size: int, section: dict[str, Any]) -> list[str]:
     """Train the first layer from step 6 on; torch DDP does not reduce its gradients."""
     inner = model_of()

@@ -101,9 +101,13 @@ class LocalSteps(AddOn):
         saved = saved or (lambda name, flat: flat.view(weights[name].shape))
         self._handles += self.weights.follow(module, names, saved, self._forget)
 
+    @torch.no_grad()
     def detach(self) -> None:
-        """Undo :meth:`attach`."""
+        """Undo :meth:`attach`. Ranks keep the common weights, lest their own ones go on to differ."""
         remove(self._handles)
+        if self.weights.common:
+            self.weights.hide()
+            torch._foreach_copy_(self.weights.own(), list(self.weights.common.values()))
         unregister(self.weights)
         self._forget()
 
