@@ -13,8 +13,9 @@ counted apart; ZeRO-3 also runs with a copy of the weights in each node (hpZ), w
 
     python benchmarks/wire.py --stages 3 --nodes 2 --ranks 4 --bf16
 
-Exact updates by learning rate of AdamW, in the form that CPUs send (records) and in that of devices (slots,
-by kernels of the tests); gradients in int8. Bytes are those of links on which exact updates are faster:
+Exact updates by learning rate of AdamW, as CPUs send them (with lengths) and as devices do (in slots, by
+kernels of the tests with Triton's encodings); gradients in int8. Bytes are those of links on which exact
+updates are faster:
 
     python benchmarks/wire.py --stages 1 --nodes 2 --bf16 --lr 1e-6 1e-5 1e-3 --sparsity 0 --value-dtype int8
 """
@@ -49,7 +50,7 @@ class Variant(NamedTuple):
 def variants(stage: int, nodes: int, *, bf16: bool, rates: Sequence[float] = ()) -> list[Variant]:
     """DeepSpeed's own first; with hpZ last, since DeepSpeed keeps its groups for all later engines."""
     if rates:
-        forms = [("records", "auto"), ("slots", "deferred")]
+        forms = [("lengths", "auto"), ("slots", "deferred")]
         exact = [
             Variant(f"DCT, exact at {rate:g}, {form}", True, exact=True, lr=rate, backend=backend)
             for rate in rates

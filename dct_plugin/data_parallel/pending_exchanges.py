@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..codecs.slots import WORDS
+from ..codecs.slots import PREFIX, WORDS
 from ..codecs.stats import KERNEL_ERRORS, read_figures
 from ..errors import DesyncError, PayloadError
 from ..kernels.job import GRAD_DTYPES
@@ -261,26 +261,39 @@ class SlotExchange(PlanExchange):
         """
         for chunk in self.chunks:
             for sent in chunk.sent:
-                self._check(chunk.plan, sent, next(words))
+                self._check(chunk, sent, next(words))
                 self._exchanges.account(sent.written, exchange_record)
         super()._done()
 
-    def _check(self, plan: ReductionPlan, sent: SentInSlots, words: Sequence[int]) -> None:
+    def _check(self, chunk: Chunk, sent: SentInSlots, words: Sequence[int]) -> None:
         """Check the messages of a phase, as the first words of their slots say."""
         heads = [words[first : first + WORDS] for first in range(0, len(words), WORDS)]
         phase, room = sent.phase, sent.slots.layout.room_from
         bounds = None if phase.follows else room
-        fingerprint = self._group.at_step(plan.fingerprint)
+        fingerprint = self._group.at_step(chunk.plan.fingerprint)
         sizes = self._group.exchange.checked_sizes(heads, fingerprint, bounds)
         for sender, (*_, error) in enumerate(heads):
             if error:
                 own, problem = self._group.rank, KERNEL_ERRORS[error]
                 raise PayloadError(f"rank {own}: message from rank {sender} of the group: {problem}")
         if phase.follows:
-            lacking = [r for r, (size, _, nothing, _) in enumerate(heads) if nothing or size > room[r]]
-            if lacking:
-                phase.complete(plan, lacking)
+            sent.lacking = [rank for rank, (_, _, nothing, _) in enumerate(heads) if nothing]
+            rest = [0 if h[2] else max(0, n - most) for h, n, most in zip(heads, sizes, room, strict=True)]
+            if any(rest):
+                self._add_longer(chunk, sent, rest)
             sent.capacities.follow(sizes)
+
+    def _add_longer(self, chunk: Chunk, sent: SentInSlots, rest: Sequence[int]) -> None:
+        """Exchange so many bytes of each message that were behind its slot, and add those messages."""
+        group, slots, own = self._group, sent.slots, sent.slots.received[:0]
+        if rest[group.rank]:
+            own = chunk.writers[sent.phase.to_all].message[-rest[group.rank] :]
+        messages = group.exchange.transfer([own for _ in rest], rest)
+        for sender, (begin, end) in enumerate(slots.bounds):
+            if rest[sender]:
+                messages[sender] = torch.cat([slots.received[begin + PREFIX : end], messages[sender]])
+        with self._record.timed("decode"):
+            sent.phase.add(chunk.plan, messages)
 
 
 class _Known(NamedTuple):

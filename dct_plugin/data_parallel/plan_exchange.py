@@ -29,11 +29,13 @@ class Sent:
     Attributes:
         written: The tensors in the messages of this rank.
         messages: The messages by receiver, if they travel with their lengths.
+        lacking: Senders whose messages hold nothing, see :meth:`.Phase.complete`.
     """
 
     phase: Phase
     written: list[WrittenTensor]
     messages: Sequence[Tensor] = ()
+    lacking: Sequence[int] = ()
 
 
 @dataclass
@@ -181,8 +183,11 @@ class PlanExchange:
         self._done()
 
     def _done(self) -> None:
-        """Give back the writers, and say that the sums of the plan are complete."""
+        """Complete the messages that lack something, and say that the sums of the plan are complete."""
         for chunk in self.chunks:
+            sent = chunk.sent[-1]
+            if sent.lacking:
+                sent.phase.complete(chunk.plan, sent.lacking)
             self._exchanges.give_back(chunk.writers)
         self._exchanges.finished(self.plan)
 
@@ -206,7 +211,10 @@ class PlanExchange:
         group, sent = self._group, chunk.sent[-1]
         bounds = sent.phase.largest_messages(chunk.plan)
         with self._record.timed("exchange"):
-            return group.exchange.collect(sent.messages[group.rank], bounds=bounds)
+            messages = group.exchange.collect(sent.messages[group.rank], bounds=bounds)
+        if sent.phase.follows:
+            sent.lacking = [sender for sender, message in enumerate(messages) if not message.numel()]
+        return messages
 
     def _add(self, chunk: Chunk, messages: Sequence[Tensor]) -> None:
         """Add the messages of the last phase."""

@@ -80,7 +80,8 @@ class Phase(ABC):
         from_owners: A message holds the sender's shards; else it holds those of the receiver, or all, and all
             are added to one destination.
         spare: Tensors stay as they are where the sender failed; else they become NaN.
-        follows: The next slots follow the lengths of the last messages; else they hold any message.
+        follows: The next slots follow the lengths of the last messages, and :meth:`complete` exchanges what
+            messages do not hold; else slots hold any message.
         nothing_to_add: int64 []: 1 if the message that was written last has nothing to add; None where it
             has.
     """

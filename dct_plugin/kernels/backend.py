@@ -9,7 +9,6 @@ payload follows from ``numel`` and ``capacity`` alone (:func:`~dct_plugin.codecs
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,16 +18,16 @@ import torch
 from torch import Tensor
 
 from ..codecs import planes
-from ..codecs.changes import apply_changes, encode_changes
+from ..codecs.changes import BANDS, distances
 from ..codecs.index import CODECS, IndexEncoding, decode_indices, encode_indices
-from ..codecs.message import Key, MessageWriter
+from ..codecs.message import ONE, Key, MessageWriter
 from ..codecs.payload import HEADER_NBYTES, Payload
 from ..codecs.stats import Stats
 from ..codecs.values import ValueDtype
 from . import displacement
 from .checks import open_payload
 from .displacement import Displacement, Scratch, Squares
-from .job import Job, PartedJob, Spans, Tau
+from .job import SMALLEST_TAU, Job, PartedJob, Parts, Spans, Tau
 
 
 class Selection(ABC):
@@ -116,21 +115,21 @@ class Selection(ABC):
         """See :func:`dct_plugin.codecs.index.decode_indices`."""
         return decode_indices(encoding, param, data, nnz, numel)
 
-    def encode_changes(self, wanted: Tensor, held: Tensor, out: Tensor) -> Stats:
-        """Write the record that turns weights into others, by bits (:mod:`dct_plugin.codecs.changes`).
+    def encode_changes(self, wanted: Tensor, held: Tensor, writer: MessageWriter) -> list[Stats]:
+        """Append the payloads of a part of changed weights to a message (:mod:`dct_plugin.codecs.changes`).
 
         Args:
             wanted, held: bf16 or fp16 [numel], of one type.
-            out: uint8, at least ``record_bound(numel)`` bytes.
+            writer: That of one message.
 
         Returns:
-            The record's bytes; ``nnz`` is the number of entries that differ.
+            Their figures. If more entries passed the threshold than were sent, changes are lacking.
         """
-        began = time.perf_counter_ns()
-        record, changed = encode_changes(wanted, held)
-        out[: record.numel()] = record
-        elapsed = time.perf_counter_ns() - began
-        return Stats(record.numel(), changed, changed, False, ns=(0, elapsed))
+        numel, found = wanted.numel(), []
+        for band, values in zip(BANDS, distances(wanted, held), strict=True):
+            parts = Parts.whole(numel, band.capacity(numel), band.value_dtype)
+            found += self.compress_parts(PartedJob(values, None, SMALLEST_TAU, None, parts), writer, ONE)
+        return found
 
     def write_slots(
         self,
@@ -178,7 +177,9 @@ class Sums(ABC):
         Args:
             messages: uint8; ``len(outs)`` payloads each, one behind the other.
             outs: fp32, bf16 or fp16 [numel], zeros on entry (:meth:`compress` leaves them); each is rounded
-                once.
+                once. Or int16 [numel]: 16-bit floats by their bits, with anything on entry. They are moved in
+                the order of the floats by the values of one message, unscaled, which are rounded to whole
+                numbers; several payloads may be for one of them.
 
         Raises:
             PayloadError: A payload is not valid, or not of ``outs[i].numel()`` entries; ``message`` tells
@@ -219,15 +220,6 @@ class Sums(ABC):
             nothing). A message with an error is not added.
         """
         raise NotImplementedError(f"{self.name} kernels read no slots")
-
-    def apply_changes(self, message: Tensor, outs: Sequence[Tensor]) -> None:
-        """Apply records, one for each of ``outs`` (bf16 or fp16 [numel], changed in place).
-
-        Raises:
-            PayloadError: The message is damaged, or does not fit ``outs``. None of them has changed if a
-                header or a checksum is wrong.
-        """
-        apply_changes(message, outs)
 
 
 class Residuals(ABC):

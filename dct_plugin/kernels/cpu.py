@@ -7,13 +7,14 @@ import platform
 import threading
 import time
 from collections.abc import Sequence
-from ctypes import byref, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int32, c_int64, c_uint64
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..codecs.changes import BANDS, changes_bound
 from ..codecs.index import IndexEncoding, check_positions, check_section
 from ..codecs.message import Key, MessageWriter
 from ..codecs.payload import Payload, verify_checksum
@@ -21,7 +22,7 @@ from ..codecs.stats import Stats
 from .backend import Backend
 from .checks import naming_message, open_payload, scales_first, split_message
 from .displacement import Displacement, Scratch, Squares, fresh, terms_of
-from .job import GRAD_CODES, GRAD_DTYPES, Job, PartedJob, applied_tau, check_vector, check_vectors
+from .job import GRAD_CODES, GRAD_DTYPES, OUT_CODES, Job, PartedJob, applied_tau, check_vector, check_vectors
 from .library import WRONG_HEADER, Library, check, fields, passed
 
 ENTRIES_PER_THREAD = 1 << 20  # a thread is worth starting for this many entries
@@ -61,8 +62,7 @@ _SIGNATURES = {
     "dct_sample_threshold": "PiPQdQQP",
     "dct_exact_threshold": "PiPQQP",
     "dct_pack": "PPPQIiii",
-    "dct_encode_changes": "PPQPPP",
-    "dct_apply_changes": "PQPPiP",
+    "dct_encode_changes": "PPQPQPP",
     "dct_add_squares": "PiPPQQi",
     "dct_displace": "PPiPPPQQQfffi",
 }
@@ -187,19 +187,18 @@ class CpuBackend(Backend):
         return opened.nnz
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
-        check_vectors("out", outs, GRAD_DTYPES)
+        check_vectors("out", outs, tuple(OUT_CODES))
         check_vectors("message", messages, (torch.uint8,))
         for tensor in (*outs, *messages):
             if not tensor.is_cpu:
                 passed(tensor)  # raises
         which = c_int32()
         in_place = scales_first(len(messages), scale)
-        apart = [out.numel() for out in outs if not in_place or out.dtype != torch.float32]
+        unrounded = (torch.int16, torch.float32) if in_place else (torch.int16,)
+        apart = [out.numel() for out in outs if out.dtype not in unrounded]
         scratch = self._memory(max(apart), torch.float32) if apart else None
         arrived = (_Message * len(messages))(*[_Message(m.data_ptr(), m.numel()) for m in messages])
-        targets = (_Target * len(outs))(
-            *[_Target(o.data_ptr(), o.numel(), GRAD_CODES[o.dtype]) for o in outs]
-        )
+        targets = (_Target * len(outs))(*[_Target(o.data_ptr(), o.numel(), OUT_CODES[o.dtype]) for o in outs])
         status = self._library.status(
             "dct_sum_messages", arrived, len(messages), targets, len(outs), scale, scratch, byref(which)
         )
@@ -268,21 +267,15 @@ class CpuBackend(Backend):
             numbers = eps, job.limit, job.scale, _threads_for(self.threads, numel)
             self._call("dct_displace", *tensors, numel, columns, first, *numbers)
 
-    def encode_changes(self, wanted: Tensor, held: Tensor, out: Tensor) -> Stats:
-        began, sizes, numel = time.perf_counter_ns(), (c_uint64 * 2)(), wanted.numel()
-        self._call(
-            "dct_encode_changes", wanted, held, numel, out, self._memory(6 * numel, torch.uint8), sizes
-        )
+    def encode_changes(self, wanted: Tensor, held: Tensor, writer: MessageWriter) -> list[Stats]:
+        began, sizes, numel = time.perf_counter_ns(), (c_uint64 * (len(BANDS) + 2))(), wanted.numel()
+        room, out = changes_bound(numel), writer.reserve(changes_bound(numel))
+        scratch = self._memory(14 * numel, torch.uint8)
+        self._call("dct_encode_changes", wanted, held, numel, out, room, scratch, sizes)
+        *nbytes, sent, changed = sizes
+        writer.advance(sum(nbytes))
         elapsed = time.perf_counter_ns() - began
-        return Stats(sizes[0], sizes[1], sizes[1], False, ns=(0, elapsed))
-
-    def apply_changes(self, message: Tensor, outs: Sequence[Tensor]) -> None:
-        check_vector("message", message, (torch.uint8,))
-        check_vectors("out", outs, (torch.bfloat16, torch.float16))
-        targets = (c_void_p * len(outs))(*map(passed, outs))
-        sizes = (c_uint64 * len(outs))(*[out.numel() for out in outs])
-        scratch = self._memory(10 * max((out.numel() for out in outs), default=0), torch.uint8)
-        self._call("dct_apply_changes", message, message.numel(), targets, sizes, len(outs), scratch)
+        return [Stats(sum(nbytes), sent, changed, False, ns=(0, elapsed), sizes=nbytes)]
 
     def encode_indices(
         self, idx: Tensor, numel: int, encoding: int | None = None

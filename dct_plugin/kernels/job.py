@@ -20,6 +20,8 @@ from ..codecs.values import ValueDtype
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The compiled kernels' numbers of these types.
 GRAD_CODES = {dtype: code for code, dtype in enumerate(GRAD_DTYPES)}
+#: The same of types that payloads are added to; int16 has the bits of 16-bit floats.
+OUT_CODES = {**GRAD_CODES, torch.int16: 3}
 SMALLEST_TAU = float(torch.finfo(torch.float32).tiny)  # smallest positive normal fp32
 Tau: TypeAlias = float | Tensor
 """A threshold: on the host, or fp32 [] on the gradient's device."""

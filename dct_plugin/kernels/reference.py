@@ -10,12 +10,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..codecs.changes import move
 from ..codecs.copies import to_device
 from ..codecs.index import CODECS, IndexEncoding
 from ..codecs.payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload, write_payload
 from ..codecs.splitmix import shift_right, signed, splitmix64
-from ..codecs.stats import Stats
+from ..codecs.stats import KERNEL_ERRORS, Stats
 from ..codecs.values import FLOAT32_MAX, decode_values, encode_values
+from ..errors import PayloadError
 from .backend import Backend
 from .checks import PACK_BLOCK, PACK_EXPONENTS, naming_message, open_payload, split_message
 from .job import SMALLEST_TAU, Job, Tau, applied_tau, check_vector
@@ -189,7 +191,11 @@ class ReferenceBackend(Backend):
                     self.decode_add(payloads[position], total)
             if scale != 1.0:
                 total.mul_(scale)
-            if not in_place:
+            if out.dtype == torch.int16:
+                if len(split) > 1 or bool(total.isnan().any()):
+                    raise PayloadError(KERNEL_ERRORS[2])
+                move(out, total)
+            elif not in_place:
                 out.copy_(total)
 
     def sample_threshold(

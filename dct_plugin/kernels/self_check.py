@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ..codecs.changes import BANDS
 from ..codecs.index import IndexEncoding
 from ..codecs.message import MessageWriter
 from ..codecs.payload import payload_bound
@@ -134,6 +135,18 @@ def _sums(backend: Backend, where: torch.device) -> Results:
     yield "", outs
 
 
+def _changes(backend: Backend, where: torch.device) -> Results:
+    """Write what changed in 16-bit weights, and move weights by it."""
+    held = _random(6).to(torch.bfloat16)
+    wanted = (held + 1e-3 * _random(7) * (_random(8) > 0.5)).to(torch.bfloat16)
+    writer, bits = MessageWriter(where), held.to(where).view(torch.int16)
+    with backend.batched():
+        backend.encode_changes(wanted.to(where), bits.view(torch.bfloat16), writer)
+    message = writer.message.clone()
+    backend.sum_messages([message], [bits] * len(BANDS))
+    yield "", [message, bits]
+
+
 def _batches(backend: Backend, where: torch.device) -> Results:
     """Write a batch of tensors whose thresholds stay on the device; and the message in a slot."""
     writer, figures = MessageWriter(where), []
@@ -204,6 +217,7 @@ CHECKS: dict[str, Callable[[Backend, torch.device], Results]] = {
     "selection": _selection,
     "decoding": _decoding,
     "sums": _sums,
+    "changes of weights": _changes,
     "batches and slots": _batches,
     "thresholds": _thresholds,
     "residuals": _residuals,

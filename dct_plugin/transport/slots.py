@@ -136,10 +136,10 @@ class AgreedCapacities:
         return slots
 
     def follow(self, lengths: Sequence[int]) -> None:
-        """Give the next slots an eighth more than the longest of the last messages of each sender, where
-        every rank gets the same message.
+        """Give the next slots an eighth more than the mean of the last messages of each sender, where every
+        rank gets the same message.
         """
         self._lengths.append(lengths)
-        longest = [max(each) * 9 // 8 for each in zip(*self._lengths, strict=True)]
-        arriving = [*map(slot_bytes, map(min, longest, self._most))]
+        wanted = [sum(each) * 9 // (8 * len(each)) for each in zip(*self._lengths, strict=True)]
+        arriving = [*map(slot_bytes, map(min, wanted, self._most))]
         self.layout = SlotLayout(self.exchange.rank, None, arriving)

@@ -124,7 +124,7 @@ class DeferredBackend(ReferenceBackend):
         elif outs:
             messages = [slot[PREFIX : PREFIX + head[0]] for slot, head in zip(slots, heads, strict=True)]
             try:
-                if spare:
+                if spare and outs[0].dtype != torch.int16:
                     for out, payload in zip(outs, split_message(messages, 0, outs), strict=True):
                         add_payload(self, payload, out)
                 else:

@@ -40,7 +40,7 @@
 #define OVERFLOW_BF16 0x7E80
 #define OVERFLOW_FP16 0x7C00 /* infinity: fp16 does not reach 2**126 */
 
-enum { GRAD_FP32, GRAD_BF16, GRAD_FP16 };
+enum { GRAD_FP32, GRAD_BF16, GRAD_FP16, OUT_PLACES };
 enum { VALUE_FP32, VALUE_BF16, VALUE_FP16, VALUE_INT8, VALUE_INT4, VALUE_INT2, VALUE_LOG4, VALUE_SIGN, VALUE_COUNT };
 enum { ENC_AUTO = -1, ENC_DENSE, ENC_BITMAP, ENC_GAPS8, ENC_BLOCK16, ENC_RICE };
 enum { ISA_GENERIC, ISA_AVX2, ISA_AVX512, ISA_NEON = 1 };
@@ -1606,6 +1606,24 @@ static void sum_apart(const kept_t *kept, int n, const dct_target_t *to, float s
     }
 }
 
+/* The place of a 16-bit float, given by its bits, in the order of the floats; and the bits of a place. */
+static inline int16_t place_of(uint16_t bits) { return (int16_t)(bits & 0x8000 ? bits ^ 0x7FFF : bits); }
+
+/* Move 16-bit floats by the values of a payload, in whole places. */
+static void move_places(const kept_t *kept, const dct_target_t *to) {
+    const dct_payload_t *p = &kept->payload;
+    const uint8_t *values = values_of(p), *codes = values + scales_nbytes(p->nnz, p->value_dtype);
+    const uint32_t *idx = kept->idx;
+    uint16_t *out = to->out;
+    for (uint64_t j = 0; j < p->nnz; j++) {
+        if (idx && j + SCATTER_AHEAD < p->nnz) __builtin_prefetch(out + idx[j + SCATTER_AHEAD], 1);
+        const uint64_t i = idx ? idx[j] : j;
+        const float by = clampf(value_at(values, j, p->value_dtype, codes), 32768.0f);
+        const int place = place_of(out[i]) + (int)round_even(by);
+        out[i] = (uint16_t)place_of((uint16_t)place);
+    }
+}
+
 static void fill_nan(const dct_target_t *to) {
     uint16_t *out16 = to->out;
     for (uint64_t i = 0; i < to->numel; i++) {
@@ -1638,7 +1656,13 @@ API int32_t dct_sum_messages(dct_message_t *messages, int32_t n, const dct_targe
             nonfinite |= flagged;
         }
         if (status != OK) break;
-        if (nonfinite)
+        if (to->dtype == OUT_PLACES && (nonfinite || n > 1)) {
+            status = ERR_VALUE;
+            break;
+        }
+        if (to->dtype == OUT_PLACES)
+            for (int p = 0; p < n; p++) move_places(&kept[p], to);
+        else if (nonfinite)
             fill_nan(to);
         else if (!direct)
             sum_apart(kept, n, to, scale, scratch);

@@ -28,7 +28,7 @@ from ...errors import PayloadError
 from ..backend import Backend
 from ..checks import naming_message, open_payload
 from ..displacement import Displacement, Scratch, Squares, fresh
-from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, Spans, check_vector
+from ..job import GRAD_CODES, GRAD_DTYPES, OUT_CODES, SMALLEST_TAU, Job, PartedJob, Spans, check_vector
 from ..reference import ReferenceBackend, sample_positions
 
 try:
@@ -156,7 +156,7 @@ class TritonBackend(Backend):
 
     def sum_messages(self, messages: Sequence[Tensor], outs: Sequence[Tensor], scale: float = 1.0) -> None:
         for out in outs:
-            check_vector("out", out, GRAD_DTYPES)
+            check_vector("out", out, tuple(OUT_CODES))
         for message in messages:
             check_vector("message", message, (torch.uint8,))
         if not messages or not outs:

@@ -23,6 +23,7 @@ from .selection_kernels import (
     BAD_HEADER,
     BAD_ORDER,
     BAD_POSITION,
+    BAD_VALUE,
     BF16,
     BITMAP,
     BLOCK,
@@ -54,6 +55,7 @@ from .selection_kernels import (
     _lowest,
     _places,
     _pointer,
+    _round,
     _rounded,
     _row_of,
     _scales_nbytes,
@@ -75,6 +77,8 @@ ADDED, POISONED = map(tl.constexpr, range(2))
 #: if several messages are, the first program that does so, and the first of its entries in the fp32 memory
 #: beside, or -1 where it adds up in place.
 META = tl.constexpr(5)
+#: The type of 16-bit floats that are moved in the order of the floats.
+PLACES = tl.constexpr(3)
 #: Entries that such a program owns, and messages that it searches at once.
 RANGE, SEARCHED = map(tl.constexpr, (16384, 32))
 
@@ -419,6 +423,13 @@ def _values(body, values_at, rank, nnz, kept, VALUE: tl.constexpr):
 
 
 @triton.jit
+def _place_of(bits):
+    """Return the place of a 16-bit float (int16) in the order of floats, int32; and the bits of a place."""
+    wide = bits.to(tl.int32)
+    return wide ^ ((wide >> 15) & 0x7FFF)
+
+
+@triton.jit
 def _count_below(positions, count, limit):
     """Return how many of the ascending positions of each payload are below a limit."""
     low = count * 0
@@ -476,6 +487,8 @@ def add(
         while message < tl.minimum(group + SEARCHED, beyond):
             here = rows + message * width
             error = _error_of(here)
+            unreadable = (sum_form == PLACES) & (tl.load(here + STATE) == POISONED)
+            error = tl.where((error == 0) & unreadable, BAD_VALUE, error)
             if first == 0:
                 tl.atomic_max(errors + first_error + message * error_stride, error.to(tl.int64))
             rank = tl.sum(tl.where(each == message, begins, 0), 0)
@@ -498,6 +511,11 @@ def add(
                         out = _pointer(sums, kind, False) + at
                         total = _load_grad(out, 0, kept, kind) + read
                         tl.store(out, _rounded(total, kind), mask=kept)
+                if sum_form == PLACES:  # nor in the payloads for the same weights
+                    out = sums.to(tl.pointer_type(tl.int16)) + at
+                    by = _round(tl.minimum(tl.maximum(read, -32768.0), 32768.0)).to(tl.int32)
+                    place = _place_of(tl.load(out, mask=kept, other=0)) + by
+                    tl.store(out, _place_of(place.to(tl.int16)).to(tl.int16), mask=kept)
                 rank += CHUNK
             tl.debug_barrier()  # other threads of this program add the next message to these entries
             message += 1

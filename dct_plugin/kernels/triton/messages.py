@@ -16,7 +16,7 @@ from torch import Tensor
 from ...codecs.index import IndexEncoding
 from ...codecs.payload import Payload
 from ..checks import scales_first
-from ..job import GRAD_CODES, Spans
+from ..job import OUT_CODES, Spans
 from . import message_kernels as device
 from .batch import BLOCK, CHUNK, Batch, _programs, counts_and_sums, launched_on, table_of, upload
 from .launch import launch
@@ -148,7 +148,7 @@ def prepared_sum(
     """
     count = len(bounds)
     once = count == 1 or spans is not None  # one message to each tensor; its sum is rounded there
-    sizes = [0 if once or out.dtype == torch.float32 else out.numel() for out in outs]
+    sizes = [0 if once or out.dtype in (torch.float32, torch.int16) else out.numel() for out in outs]
     *begins, apart = itertools.accumulate(sizes, initial=0)
     places = [begin if size else -1 for begin, size in zip(begins, sizes, strict=True)]
     spans = spans or Spans.whole(tuple([out.numel() for out in outs]))
@@ -169,7 +169,7 @@ def _targets(spans: Spans, outs: Sequence[Tensor], apart: Sequence[int]) -> np.n
     sum that is made in other memory, or -1.
     """
     pairs = zip(outs, apart, strict=True)
-    each = [(out.data_ptr(), GRAD_CODES.get(out.dtype, 0), at, out.itemsize) for out, at in pairs]
+    each = [(out.data_ptr(), OUT_CODES.get(out.dtype, 0), at, out.itemsize) for out, at in pairs]
     return _placed(spans, tuple(each))
 
 

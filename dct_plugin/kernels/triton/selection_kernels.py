@@ -54,7 +54,7 @@ VALUE_DTYPES = tuple(ValueDtype[name] for name in _NAMES)
 FP32, BF16, FP16, INT8, INT4, INT2, LOG4, SIGN = map(tl.constexpr, map(int, VALUE_DTYPES))
 DENSE, BITMAP, GAPS8, BLOCK16, RICE = map(tl.constexpr, map(int, IndexEncoding))
 #: What is wrong with a payload, see :data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`.
-BAD_CHECKSUM, _, _, BAD_POSITION, BAD_COUNT, BAD_ORDER, BAD_HEADER = map(tl.constexpr, KERNEL_ERRORS)
+BAD_CHECKSUM, BAD_VALUE, _, BAD_POSITION, BAD_COUNT, BAD_ORDER, BAD_HEADER = map(tl.constexpr, KERNEL_ERRORS)
 
 MAGIC_AND_VERSION = tl.constexpr(0x0001DC7A)
 OVERFLOW = tl.constexpr(2.0**126)
