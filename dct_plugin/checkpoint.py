@@ -365,7 +365,9 @@ class StateFiles:
         said = []
         if found.ranks not in (0, self.world_size):
             before = f"the residuals of {found.ranks} ranks at step {found.state['step']}"
-            said.append(f"{before} are spread over {self.world_size} ranks")
+            alone = self.world_size == 1
+            after = "not used: one rank sends nothing" if alone else f"spread over {self.world_size} ranks"
+            said.append(f"{before} are {after}")
         if strange:
             what = f"residuals of {len(strange)} parameters that the model does not have are left"
             said.append(f"{what}: {listed(strange)}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import processes
 from support.state_files import save_state
 
 from dct_plugin import checkpoint
@@ -55,6 +56,19 @@ def test_the_same_number_of_ranks_gets_its_own_back(tmp_path: Path) -> None:
         for name, stream in saved["streams"].items():
             assert loaded["streams"][name]["threshold"] == stream["threshold"]
             assert torch.equal(loaded["streams"][name]["residual"], stream["residual"])
+
+
+def _loaded_by_one(rank: int, world_size: int, folder: Path) -> list[str]:
+    with processes.logged() as lines:
+        assert checkpoint.StateFiles(rank, world_size).load(folder) is not None
+    return lines
+
+
+@pytest.mark.slow
+def test_one_rank_is_told_that_residuals_are_not_used(tmp_path: Path) -> None:
+    save_all(tmp_path, [state(0), state(1)])
+    ((line,),) = processes.run(1, _loaded_by_one, tmp_path)
+    assert line.endswith("the residuals of 2 ranks at step 7 are not used: one rank sends nothing")
 
 
 def test_no_files(tmp_path: Path) -> None:
