@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "exact, gradients in int8": {"sparsity": 0, "value_dtype": "int8", "parameters": "exact"},
     "exact, gradients in int4": {"sparsity": 0, "value_dtype": "int4", "parameters": "exact"},
     "exact, gradients 0.9": {"sparsity": 0.9, "parameters": "exact"},
-    "exact, gradients 0.99": {"parameters": "exact"},
+    "exact, gradients 0.99": {"sparsity": 0.99, "parameters": "exact"},
 }
 
 
