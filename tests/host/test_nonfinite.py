@@ -31,7 +31,7 @@ def test_a_rank_without_gradients_asks_on_the_same_device(
     """The group has no CPU transport; ``meta`` stands for its device."""
     asked = []
 
-    def all_reduce(tensor: Tensor, _: Any) -> None:
+    def all_reduce(tensor: Tensor, *_: Any) -> None:
         asked.append(tensor.device.type)
 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
