@@ -23,7 +23,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -130,7 +129,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
     attached = None
     if section is not None:
         attached = dct_plugin.attach(model, optimizer, {"data_parallel": section})
-    generator, first, sent, seconds = torch.Generator().manual_seed(run.seed), 0, 0, 0.0
+    generator, first, sent = torch.Generator().manual_seed(run.seed), 0, 0
     kept = folder / f"{run}.rank{rank}.pt"
     if kept.exists():
         state = torch.load(kept, weights_only=False)
@@ -139,8 +138,8 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
         if attached is not None:
             attached.load_state_dict(state["dct"])
         generator.set_state(state["generator"])
-        first, sent, seconds = state["step"], state["sent"], state["seconds"]
-    counter, began = InterfaceCounter(["lo"]), time.perf_counter()
+        first, sent = state["step"], state["sent"]
+    counter = InterfaceCounter(["lo"])
     dist.barrier()
     counter.start()
     for step in range(first, run.steps):
@@ -160,7 +159,6 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
                 "generator": generator.get_state(),
                 "step": step + 1,
                 "sent": sent + counter.tx,
-                "seconds": seconds + time.perf_counter() - began,
             }
             torch.save(state, kept.with_suffix(".new"))
             dist.barrier()
