@@ -161,7 +161,7 @@ def _with_the_option(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_the_option_fsdp(tmp_path: Path) -> None:
-    """What docs/huggingface-reference.md says of it, with Accelerate's choice of FSDP made for CPUs."""
+    """It does what docs/huggingface-reference.md says; the test makes Accelerate choose FSDP on CPUs."""
     pages = run(2, _with_the_option, str(tmp_path))
     for found in pages:
         assert found["plain FSDP2"]
