@@ -3,12 +3,13 @@
 A 16-bit weight changes in a step only if its master moved far enough. All ranks hold bitwise what a gather of
 all weights would give them. A message has payloads of changes for each part of the weights
 (:mod:`dct_plugin.codecs.changes`). If they are not smaller than the weights, or a payload has no room for its
-changes, or the message is longer than its slot, the weights follow as they are.
+changes, the weights follow as they are.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -91,9 +92,9 @@ class ChangesToAll(OwnersToAll):
         backend, rank, sums = self.group.backend, self.group.rank, []
         others = [owner for owner in range(self.group.world_size) if owner != rank and plan.views_of(owner)]
         for owners in _together(plan, others):
-            outs = [part for owner in owners for part in _parts(plan, owner)]
-            places = [slots.bounds[owner] for owner in owners]
-            spans = _spans(tuple(tuple([part.numel() for part in _parts(plan, owner)]) for owner in owners))
+            parts, places = [_parts(plan, owner) for owner in owners], [slots.bounds[each] for each in owners]
+            outs = [*itertools.chain(*parts)]
+            spans = _spans(tuple([tuple([part.numel() for part in each]) for each in parts]))
             add = backend.prepare_sum(slots.received, places, outs, 1.0, spans, spare=True, bits=1)
             sums.append((owners, add))
 

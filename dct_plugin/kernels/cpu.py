@@ -269,9 +269,8 @@ class CpuBackend(Backend):
 
     def encode_changes(self, wanted: Tensor, held: Tensor, writer: MessageWriter) -> list[Stats]:
         began, sizes, numel = time.perf_counter_ns(), (c_uint64 * (len(BANDS) + 2))(), wanted.numel()
-        room, out = changes_bound(numel), writer.reserve(changes_bound(numel))
-        scratch = self._memory(14 * numel, torch.uint8)
-        self._call("dct_encode_changes", wanted, held, numel, out, room, scratch, sizes)
+        out, scratch = writer.reserve(changes_bound(numel)), self._memory(14 * numel, torch.uint8)
+        self._call("dct_encode_changes", wanted, held, numel, out, out.numel(), scratch, sizes)
         *nbytes, sent, changed = sizes
         writer.advance(sum(nbytes))
         elapsed = time.perf_counter_ns() - began

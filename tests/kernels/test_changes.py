@@ -57,10 +57,9 @@ def message(kernels: Backend, held: Tensor, wanted: Tensor) -> Tensor | None:
     return None if lacks else writer.message.clone()
 
 
-def moved(kernels: Backend, held: Tensor, *messages: Tensor) -> Tensor:
+def moved(kernels: Backend, held: Tensor, by: Tensor) -> Tensor:
     found = held.view(torch.int16).clone()
-    for each in messages:
-        kernels.sum_messages([each], [found] * len(BANDS))
+    kernels.sum_messages([by], [found] * len(BANDS))
     return found
 
 

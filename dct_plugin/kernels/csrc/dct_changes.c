@@ -36,8 +36,7 @@ API int32_t dct_encode_changes(const uint16_t *wanted, const uint16_t *held, uin
     float *val = (float *)(idx + numel);
     int16_t *moved = (int16_t *)(val + numel);
     const uint64_t changed = find_changes(wanted, held, numel, all, moved);
-    for (int b = 0; b < BANDS; b++) sizes[b] = 0;
-    sizes[BANDS] = 0;
+    memset(sizes, 0, (BANDS + 1) * sizeof *sizes);
     sizes[BANDS + 1] = changed;
     uint64_t sent[BANDS] = {0};
     int first = 1;

@@ -1656,12 +1656,10 @@ API int32_t dct_sum_messages(dct_message_t *messages, int32_t n, const dct_targe
             nonfinite |= flagged;
         }
         if (status != OK) break;
-        if (to->dtype == OUT_PLACES && (nonfinite || n > 1)) {
+        if (to->dtype == OUT_PLACES && (nonfinite || n != 1))
             status = ERR_VALUE;
-            break;
-        }
-        if (to->dtype == OUT_PLACES)
-            for (int p = 0; p < n; p++) move_places(&kept[p], to);
+        else if (to->dtype == OUT_PLACES)
+            move_places(kept, to);
         else if (nonfinite)
             fill_nan(to);
         else if (!direct)
