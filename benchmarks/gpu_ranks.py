@@ -37,7 +37,7 @@ from dct_plugin.embedding import ShardedTables
 from dct_plugin.integrations.host import lost_peers
 from dct_plugin.kernels import register_backend
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
+from dct_plugin.kernels.triton.backend import TritonBackend
 from dct_plugin.transport import lost_ranks, slots
 
 #: Seconds that a case may take, and the time limit of the groups in which a rank fails.
@@ -141,7 +141,7 @@ def _case(rank: int, folder: str, name: str) -> None:
 def _joined(rank: int, ranks: int, folder: str, limit: timedelta) -> str:
     """Join the default process group; return the name of the kernels."""
     stand_in()
-    register_backend("plain", lambda: _Plain(WRITTEN))
+    register_backend("plain", _Plain)
     os.environ.setdefault("LOCAL_RANK", "0")
     if not DRY:
         torch.cuda.set_device(0)

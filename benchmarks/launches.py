@@ -97,7 +97,7 @@ def variations() -> None:
     """Launch one kernel with addresses and numbers that Triton compiles it anew for."""
     table, positions = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
     found = {
-        launched(selection_kernels.skips, 3, table[first:], positions, table, 0, count)
+        launched(selection_kernels.compact, 3, table[first:], positions, table, 0, count)
         for first, count in itertools.product((0, 1), (1, 16, 1 << 31, 1 << 40))
     }
     assert len(found) == 2 * 2, len(found)

@@ -1,25 +1,22 @@
-"""Payload: one compressed tensor as one contiguous uint8 tensor, wire format version 1 (little endian).
+"""Payload: one compressed tensor as one contiguous uint8 tensor, wire format version 2 (little endian).
 
 ====== ==== ===============================================================================================
 offset type field
 ====== ==== ===============================================================================================
 0      u16  magic 0xDC7A
-2      u8   version, 1
-3      u8   index encoding (:class:`~dct_plugin.codecs.index.IndexEncoding`)
-4      u8   value dtype (:class:`~dct_plugin.codecs.values.ValueDtype`)
-5      u8   flags; bit 0: the tensor held a non-finite entry, or one of magnitude >= 2**126
-            (then encoding and nnz are 0 and there is no body)
-6      u8   parameter (Rice k, else 0)
-7      u8   reserved, 0
-8      u64  numel
-16     u64  nnz
-24     u64  index_nbytes
-32     u32  check1: sum of w_i modulo 2**32
-36     u32  check2: sum of (i + 1) * w_i modulo 2**32
-40          index section, then value section (its size follows from nnz and value dtype)
+2      u8   version, 2
+3      u8   value dtype (:class:`~dct_plugin.codecs.values.ValueDtype`)
+4      u8   flags; bit 0: the tensor held a non-finite entry, or one of magnitude >= 2**126
+            (then nnz is 0 and there is no body)
+5      u8   3 bytes, 0
+8      u32  numel
+12     u32  nnz
+16     u32  check1: sum of w_i modulo 2**32
+20     u32  check2: sum of (i + 1) * w_i modulo 2**32
+24          index section (:mod:`.index`), then value section: their sizes follow from numel, nnz, value dtype
 ====== ==== ===============================================================================================
 
-``w_i`` are the 32-bit words of bytes 0..31, then those of the body padded with zeros to a multiple of 4.
+``w_i`` are the 32-bit words of bytes 0..15, then those of the body padded with zeros to a multiple of 4.
 A message is a concatenation of payloads: each one says how long it is.
 """
 
@@ -36,18 +33,18 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
-from .index import MAX_NUMEL, IndexEncoding, check_section, index_bound
+from .index import index_bound, index_form
 from .values import ValueDtype, value_nbytes
 
 MAGIC = 0xDC7A
-FORMAT_VERSION = 1
-HEADER_NBYTES = 40
+FORMAT_VERSION = 2
+HEADER_NBYTES = 24
 FLAG_NONFINITE = 1
 # Entries of this magnitude count as overflow: sums of a few of them, and the residual arithmetic, stay finite
 # below it.
 OVERFLOW_MAGNITUDE = 2.0**126
 
-_CHECKED = struct.Struct("<HBBBBBBQQQ")
+_CHECKED = struct.Struct("<HBBB3xII")
 _CHECKS = struct.Struct("<II")
 _WORDS_AT_ONCE = 1 << 20
 
@@ -58,20 +55,16 @@ if sys.byteorder != "little":  # pragma: no cover
 class Header(NamedTuple):
     """The fields of a payload's header. ``parse`` has checked them against each other."""
 
-    encoding: IndexEncoding
     value_dtype: ValueDtype
     nonfinite: bool
-    param: int
     numel: int
     nnz: int
-    index_nbytes: int
     check1: int = 0
     check2: int = 0
 
-    @classmethod
-    def flagged(cls, value_dtype: ValueDtype, numel: int) -> Header:
-        """Return the header of a tensor with a non-finite entry; there is nothing else in its payload."""
-        return cls(IndexEncoding.DENSE, value_dtype, True, 0, numel, 0, 0)
+    @property
+    def index_nbytes(self) -> int:
+        return index_form(self.nnz, self.numel).nbytes
 
     @property
     def value_nbytes(self) -> int:
@@ -83,7 +76,7 @@ class Header(NamedTuple):
         return HEADER_NBYTES + self.index_nbytes + self.value_nbytes
 
     def pack(self) -> bytes:
-        """Return the 40 bytes, with the checksums that this header has."""
+        """Return the 24 bytes, with the checksums that this header has."""
         return self._pack_checked() + _CHECKS.pack(self.check1, self.check2)
 
     def with_checks(self, body: Tensor) -> Header:
@@ -93,16 +86,14 @@ class Header(NamedTuple):
 
     def _pack_checked(self) -> bytes:
         flags = FLAG_NONFINITE if self.nonfinite else 0
-        small = (self.encoding, self.value_dtype, flags, self.param, 0)
-        fields = (*small, self.numel, self.nnz, self.index_nbytes)
-        return _CHECKED.pack(MAGIC, FORMAT_VERSION, *fields)
+        return _CHECKED.pack(MAGIC, FORMAT_VERSION, self.value_dtype, flags, self.numel, self.nnz)
 
     @classmethod
     def parse(cls, data: bytes, available: int | None = None) -> Header:
         """Read and check the header of a payload.
 
         Args:
-            data: at least the first 40 bytes.
+            data: at least the first 24 bytes.
             available: bytes from the payload's start to the end of the buffer; nothing the header announces
                 may pass it.
         Raises:
@@ -110,32 +101,29 @@ class Header(NamedTuple):
         """
         if len(data) < HEADER_NBYTES:
             raise PayloadError(f"payload is truncated: {len(data)} bytes, a header has {HEADER_NBYTES}")
-        magic, version, enc, vdt, flags, param, reserved, *sizes = _CHECKED.unpack_from(data)
-        numel, nnz, index_nbytes = sizes
+        magic, version, dtype, flags, numel, nnz = _CHECKED.unpack_from(data)
         check1, check2 = _CHECKS.unpack_from(data, _CHECKED.size)
         if magic != MAGIC:
             raise PayloadError(f"not a payload: magic is 0x{magic:04X}, expected 0x{MAGIC:04X}")
         if version != FORMAT_VERSION:
             raise PayloadError(f"payload has format version {version}, expected {FORMAT_VERSION}")
         try:
-            encoding, value_dtype = IndexEncoding.parse(enc), ValueDtype.parse(vdt)
+            value_dtype = ValueDtype.parse(dtype)
         except ValueError as error:
             raise PayloadError(str(error)) from None
-        if flags & ~FLAG_NONFINITE or reserved:
-            raise PayloadError(f"flags 0x{flags:02X}, reserved byte {reserved}: unknown")
-        header = cls(encoding, value_dtype, bool(flags), param, numel, nnz, index_nbytes, check1, check2)
-        if not header.nonfinite:
-            check_section(encoding, param, index_nbytes, nnz, numel)
-        elif encoding or nnz or index_nbytes or param or numel > MAX_NUMEL:
-            raise PayloadError("a non-finite payload has no body")
+        if flags & ~FLAG_NONFINITE or any(data[5:8]):
+            raise PayloadError(f"flags 0x{flags:02X}, reserved bytes {data[5:8].hex()}: unknown")
+        header = cls(value_dtype, bool(flags), numel, nnz, check1, check2)
+        if nnz > (0 if header.nonfinite else numel):
+            raise PayloadError(f"nnz {nnz} of numel {numel} is impossible, flags 0x{flags:02X}")
         if available is not None and header.nbytes > available:
             raise PayloadError(f"payload is truncated: {header.nbytes} bytes announced, {available} there")
         return header
 
 
 def checksum(checked: bytes, body: Tensor) -> tuple[int, int]:
-    """Return both checksums of the header's first 32 bytes followed by ``body``, uint8 [any]."""
-    words = struct.unpack("<8I", checked)
+    """Return both checksums of the header's first 16 bytes followed by ``body``, uint8 [any]."""
+    words = struct.unpack("<4I", checked)
     check1, check2 = sum(words), sum((i + 1) * w for i, w in enumerate(words))
     # Sums wrap modulo 2**64, which keeps them right modulo 2**32.
     for lo in range(0, body.numel(), 4 * _WORDS_AT_ONCE):
@@ -143,7 +131,7 @@ def checksum(checked: bytes, body: Tensor) -> tuple[int, int]:
         padded = torch.zeros(-(-part.numel() // 4) * 4, dtype=torch.uint8, device=body.device)
         padded[: part.numel()] = part
         w = padded.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-        first = 9 + lo // 4
+        first = 5 + lo // 4
         place = torch.arange(first, first + w.numel(), dtype=torch.int64, device=body.device)
         check1 += int(w.sum())
         check2 += int((w * place).sum())
@@ -151,12 +139,17 @@ def checksum(checked: bytes, body: Tensor) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=8192)  # asked for every tensor in every step
-def payload_bound(numel: int, capacity: int | None, value_dtype: int, encoding: int | None = None) -> int:
+def payload_bound(numel: int, capacity: int | None, value_dtype: int) -> int:
     """Return the largest size in bytes of a payload of ``numel`` entries that keeps at most ``capacity``
-    (None: all).
+    (None: any number).
     """
     nnz = numel if capacity is None else max(0, min(capacity, numel))
-    return HEADER_NBYTES + index_bound(numel, nnz, encoding) + value_nbytes(nnz, value_dtype)
+    return HEADER_NBYTES + index_bound(numel, nnz) + value_nbytes(nnz, value_dtype)
+
+
+def dense_payload_nbytes(numel: int, value_dtype: int) -> int:
+    """Return the bytes of a payload that keeps all of ``numel`` entries."""
+    return HEADER_NBYTES + value_nbytes(numel, value_dtype)
 
 
 def write_payload(out: Tensor, header: Header, *sections: Tensor) -> int:
@@ -171,7 +164,7 @@ def write_payload(out: Tensor, header: Header, *sections: Tensor) -> int:
 
 
 def header_bytes(data: Tensor) -> bytes:
-    """Return the first (at most) 40 bytes of a uint8 tensor on any device."""
+    """Return the first (at most) 24 bytes of a uint8 tensor on any device."""
     return data[:HEADER_NBYTES].cpu().numpy().tobytes()
 
 
@@ -278,10 +271,6 @@ class Payload:
     @property
     def density(self) -> float:
         return self.nnz / self.numel if self.numel else 0.0
-
-    @property
-    def encoding(self) -> str:
-        return self.header.encoding.label
 
     @property
     def value_dtype(self) -> str:

@@ -19,7 +19,7 @@ KERNEL_ERRORS = {
     3: "value section holds scales that no encoder writes",
     4: "index section holds an index outside the tensor",
     5: "index section does not hold as many entries as the header says",
-    6: "block16 offsets are not ascending",
+    6: "index section holds positions that do not ascend",
     7: "header is damaged, or does not fit the tensor or the message",
 }
 

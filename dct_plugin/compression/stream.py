@@ -17,9 +17,15 @@ import torch
 from torch import Tensor
 
 from ..codecs.copies import refuse_capture
-from ..codecs.index import IndexEncoding
 from ..codecs.message import ONE, Key, MessageWriter
-from ..codecs.payload import Header, Payload, header_bytes, parse_payload, payload_bound
+from ..codecs.payload import (
+    Header,
+    Payload,
+    dense_payload_nbytes,
+    header_bytes,
+    parse_payload,
+    payload_bound,
+)
 from ..codecs.stats import Stats, Totals, read_stats
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
@@ -488,16 +494,15 @@ def encode_at(
     (:func:`values_nbytes`).
     """
     values = flat[kernels.positions(mask, flat.numel())]
-    dense, nnz = IndexEncoding.DENSE, values.numel()
-    nbytes = payload_bound(nnz, nnz, value_dtype, dense)
-    message = torch.empty(nbytes, dtype=torch.uint8, device=flat.device)
-    return message, kernels.compress(Job(values, None, 0.0, message, value_dtype=value_dtype, encoding=dense))
+    message = torch.empty(
+        dense_payload_nbytes(values.numel(), value_dtype), dtype=torch.uint8, device=flat.device
+    )
+    return message, kernels.compress(Job(values, None, 0.0, message, value_dtype=value_dtype))
 
 
 def values_nbytes(mask: Tensor, value_dtype: ValueDtype) -> int:
     """Return the bytes of the values at the positions of the payload ``mask``."""
-    nnz = Header.parse(header_bytes(mask), mask.numel()).nnz
-    return payload_bound(nnz, nnz, value_dtype, IndexEncoding.DENSE)
+    return dense_payload_nbytes(Header.parse(header_bytes(mask), mask.numel()).nnz, value_dtype)
 
 
 def add_payload(kernels: Sums, payload: Payload | Tensor, out: Tensor) -> None:

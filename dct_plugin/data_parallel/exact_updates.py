@@ -95,7 +95,7 @@ class ChangesToAll(OwnersToAll):
             parts, places = [_parts(plan, owner) for owner in owners], [slots.bounds[each] for each in owners]
             outs = [*itertools.chain(*parts)]
             spans = _spans(tuple([tuple([part.numel() for part in each]) for each in parts]))
-            add = backend.prepare_sum(slots.received, places, outs, 1.0, spans, spare=True, bits=1)
+            add = backend.prepare_sum(slots.received, places, outs, 1.0, spans, spare=True)
             sums.append((owners, add))
 
         def add_up() -> Tensor:

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..codecs.index import IndexEncoding
+from ..codecs.index import index_form
 from ..errors import PayloadError
 from ..kernels import Selection
 
-_HEADER = struct.Struct("<HBBIIIIIII")
+_HEADER = struct.Struct("<HBBIIIIII")
 _MAGIC = 0xDC7D
-_VERSION = 1
+_VERSION = 2
 _ONE_HOT = 2
 #: The largest request: 2**28 ids of a batch. The number of another rank's samples is not known beforehand.
 MOST_BYTES = 2**30
@@ -100,14 +100,17 @@ def write_request(request: RowRequest, first_rows: Sequence[int], kernels: Selec
         first_rows: First row of each of the owner's tables in its shard, and the number of rows.
         kernels: For tensors on the host.
     """
-    encoding, param, index = kernels.encode_indices(request.rows, first_rows[-1])
+    index = kernels.encode_indices(request.rows, first_rows[-1])
     one_hot = request.bags.one_hot
     bag_counts = request.counts[sum(request.as_rows) :]
     ids = (request.bags.ids - request.per_id(first_rows)).numpy()
     integers = [ids, np.array(bag_counts), *([] if one_hot else [request.bags.lengths.numpy()])]
-    head = bytes(request.as_rows) + bytes([encoding, param])
-    body = head + index.numpy().tobytes() + b"".join(each.astype("<i4").tobytes() for each in integers)
-    counts = len(request.as_rows), len(request.rows), index.numel(), len(request.bags.ids), len(body)
+    body = (
+        bytes(request.as_rows)
+        + index.numpy().tobytes()
+        + b"".join(each.astype("<i4").tobytes() for each in integers)
+    )
+    counts = len(request.as_rows), len(request.rows), len(request.bags.ids), len(body)
     fields = _MAGIC, _VERSION, _ONE_HOT if one_hot else 0, request.samples, *counts
     check = zlib.crc32(body, zlib.crc32(_HEADER.pack(*fields, 0)))
     return torch.frombuffer(bytearray(_HEADER.pack(*fields, check) + body), dtype=torch.uint8)
@@ -120,17 +123,16 @@ def read_request(message: Tensor, first_rows: Sequence[int], kernels: Selection)
         PayloadError: The message is damaged, or about other tables.
     """
     fields, body = _checked(message.cpu().numpy().tobytes())
-    flags, samples, tables, nnz, index_size, id_count = fields
+    flags, samples, tables, nnz, id_count = fields
     if tables != len(first_rows) - 1:
         raise PayloadError(f"it is about {tables} tables, this rank has {len(first_rows) - 1}")
     reader = _Reader(body)
     as_rows = [bool(flag) for flag in reader.take(tables)]
-    encoding, param = reader.take(2)
-    if encoding > max(IndexEncoding):
-        raise PayloadError(f"index encoding {encoding} is unknown")
-    index = bytearray(reader.take(index_size))
+    if nnz > first_rows[-1]:
+        raise PayloadError(f"it names {nnz} rows, this rank has {first_rows[-1]}")
+    index = bytearray(reader.take(index_form(nnz, first_rows[-1]).nbytes))
     positions = torch.frombuffer(index, dtype=torch.uint8) if index else NO_BYTES
-    rows = kernels.decode_indices(encoding, param, positions, nnz, first_rows[-1])
+    rows = kernels.decode_indices(positions, nnz, first_rows[-1])
     ids = reader.integers(id_count)
     bag_counts = reader.integers(tables - sum(as_rows)).tolist()
     if min(bag_counts, default=0) < 0:
@@ -154,7 +156,7 @@ def read_request(message: Tensor, first_rows: Sequence[int], kernels: Selection)
 
 
 def _checked(data: bytes) -> tuple[Sequence[int], bytes]:
-    """Check header and checksum; returns flags, samples, tables, rows, bytes of the index, ids; the body."""
+    """Check header and checksum; returns flags, samples, tables, rows, ids; the body."""
     if len(data) < _HEADER.size:
         raise PayloadError(f"{len(data)} bytes, a request has at least {_HEADER.size}")
     *fields, check = _HEADER.unpack_from(data)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..codecs import planes
 from ..codecs.changes import BANDS, distances
-from ..codecs.index import CODECS, IndexEncoding, decode_indices, encode_indices
+from ..codecs.index import decode_indices, encode_indices
 from ..codecs.message import ONE, Key, MessageWriter
 from ..codecs.payload import HEADER_NBYTES, Payload
 from ..codecs.stats import Stats
@@ -34,12 +34,10 @@ class Selection(ABC):
     """Kernels that choose the entries of a tensor that cross, and write them.
 
     Attributes:
-        encodings: The index encodings that they write; they take the smallest.
         value_dtypes: The types of values that they write.
     """
 
     name: str
-    encodings: Collection[IndexEncoding] = tuple(CODECS)
     value_dtypes: ClassVar[Collection[ValueDtype]] = tuple(ValueDtype)
 
     @staticmethod
@@ -86,7 +84,7 @@ class Selection(ABC):
         section = body[: header.index_nbytes]
         if header.nonfinite:
             return torch.empty(0, dtype=torch.int64, device=body.device)
-        return self.decode_indices(header.encoding, header.param, section, header.nnz, numel)
+        return self.decode_indices(section, header.nnz, numel)
 
     @abstractmethod
     def sample_threshold(
@@ -105,15 +103,13 @@ class Selection(ABC):
         :meth:`sample_threshold`.
         """
 
-    def encode_indices(
-        self, idx: Tensor, numel: int, encoding: int | None = None
-    ) -> tuple[IndexEncoding, int, Tensor]:
+    def encode_indices(self, idx: Tensor, numel: int) -> Tensor:
         """See :func:`dct_plugin.codecs.index.encode_indices`."""
-        return encode_indices(idx, numel, encoding, among=self.encodings)
+        return encode_indices(idx, numel)
 
-    def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
+    def decode_indices(self, data: Tensor, nnz: int, numel: int) -> Tensor:
         """See :func:`dct_plugin.codecs.index.decode_indices`."""
-        return decode_indices(encoding, param, data, nnz, numel)
+        return decode_indices(data, nnz, numel)
 
     def encode_changes(self, wanted: Tensor, held: Tensor, writer: MessageWriter) -> list[Stats]:
         """Append the payloads of a part of changed weights to a message (:mod:`dct_plugin.codecs.changes`).
@@ -195,7 +191,7 @@ class Sums(ABC):
         spans: Spans | None = None,
         *,
         spare: bool = False,
-        bits: int = 2,
+        bits: int = 1,
     ) -> Callable[[], Tensor]:
         """Return a function that does what :meth:`sum_messages` does, for messages that arrive in slots.
 

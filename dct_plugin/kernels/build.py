@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 SOURCE = Path(__file__).with_name("csrc") / "dct_kernels.c"
 PREBUILT = Path(__file__).with_name("_dct_kernels.so")
 # No -march: the library runs on every machine that shares the cache; it picks its instructions at run time.

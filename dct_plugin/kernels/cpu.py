@@ -7,7 +7,7 @@ import platform
 import threading
 import time
 from collections.abc import Sequence
-from ctypes import byref, c_float, c_int32, c_int64, c_uint64
+from ctypes import byref, c_float, c_int32, c_uint64
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.changes import BANDS, changes_bound
-from ..codecs.index import IndexEncoding, check_positions, check_section
+from ..codecs.index import check_positions, check_section, index_form
 from ..codecs.message import Key, MessageWriter
 from ..codecs.payload import Payload, verify_checksum
 from ..codecs.stats import Stats
@@ -38,7 +38,7 @@ class _Compress(ctypes.Structure):
         *fields("P", "grad residual left out"),
         *fields("Q", "numel capacity start"),
         *fields("f", "tau"),
-        *fields("i", "grad_dtype value_dtype encoding dense threads clear nonfinite"),
+        *fields("i", "grad_dtype value_dtype dense threads clear nonfinite"),
         *fields("Q", "nbytes nnz above select_ns encode_ns"),
     ]
 
@@ -57,8 +57,8 @@ _SIGNATURES = {
     "dct_decode_add": "PP",
     "dct_positions": "PP",
     "dct_sum_messages": "PiPifPP",
-    "dct_encode_indices": "PQQPP",
-    "dct_decode_indices": "iiPQQQP",
+    "dct_encode_indices": "PQQP",
+    "dct_decode_indices": "PQQP",
     "dct_sample_threshold": "PiPQdQQP",
     "dct_exact_threshold": "PiPQQP",
     "dct_pack": "PPPQIiii",
@@ -68,8 +68,8 @@ _SIGNATURES = {
 }
 
 
-#: Capacity, start, threshold, type of the values, encoding, and whether zeros are left.
-_Numbers: TypeAlias = tuple[int, int, float, int, int, bool]
+#: Capacity, start, threshold, type of the values, and whether zeros are left.
+_Numbers: TypeAlias = tuple[int, int, float, int, bool]
 
 
 def _threads_for(threads: int | None, numel: int) -> int:
@@ -118,8 +118,7 @@ class CpuBackend(Backend):
         return ISA_NAMES[self._library.status("dct_isa", ISA_NAMES.index(name))]
 
     def compress(self, job: Job) -> Stats:
-        encoding = -1 if job.encoding is None else job.encoding
-        numbers = job.capacity, job.start, float(applied_tau(job.tau)), job.value_dtype, encoding, job.clear
+        numbers = job.capacity, job.start, float(applied_tau(job.tau)), job.value_dtype, job.clear
         return _stats(self._compress(job.grad, job.residual, job.residual_out, job.out, numbers))
 
     def _compress(
@@ -128,12 +127,12 @@ class CpuBackend(Backend):
         """Compress vectors that were checked. Every call counts here: a model has hundreds of tensors."""
         if not grad.is_cpu:
             passed(grad)  # raises
-        numel, (capacity, start, tau, value_dtype, encoding, clear) = grad.numel(), numbers
+        numel, (capacity, start, tau, value_dtype, clear) = grad.numel(), numbers
         threads = _threads_for(self.threads, numel)
         call = _Compress(
             *(grad.data_ptr(), residual.data_ptr() if residual is not None else None),
             *(left.data_ptr() if left is not None else None, out.data_ptr(), numel, capacity, start, tau),
-            *(GRAD_CODES[grad.dtype], value_dtype, encoding, tau == 0.0, threads, clear),
+            *(GRAD_CODES[grad.dtype], value_dtype, tau == 0.0, threads, clear),
         )
         if status := self._library.functions.dct_compress(byref(call), 1):
             check(status)
@@ -146,7 +145,7 @@ class CpuBackend(Backend):
             parts, numel, tau = job.parts, job.grad.numel(), float(applied_tau(job.tau)) if job.tau else 0.0
             most = numel if tau == 0.0 else min(parts.capacities[0], numel)
             out = writer.reserve(parts.nbytes[0], receivers[0])
-            numbers = most, job.turn % max(numel, 1), tau, parts.value_dtype, -1, job.clear
+            numbers = most, job.turn % max(numel, 1), tau, parts.value_dtype, job.clear
             call = self._compress(job.grad, job.residual, left, out, numbers)
             writer.advance(call.nbytes, receivers[0])
             return [_stats(call)]
@@ -165,7 +164,7 @@ class CpuBackend(Backend):
         calls["numel"], calls["capacity"] = numel, numel if tau == 0.0 else np.minimum(most, numel)
         calls["start"], calls["tau"] = job.turn % np.maximum(numel, 1), tau
         calls["grad_dtype"], calls["value_dtype"] = GRAD_CODES[job.grad.dtype], job.parts.value_dtype
-        calls["encoding"], calls["dense"], calls["clear"] = -1, tau == 0.0, job.clear
+        calls["dense"], calls["clear"] = tau == 0.0, job.clear
         calls["threads"] = [_threads_for(self.threads, each) for each in numel.tolist()]
         self._call("dct_compress", calls, len(calls))
         sizes = calls["nbytes"].tolist()
@@ -276,20 +275,16 @@ class CpuBackend(Backend):
         elapsed = time.perf_counter_ns() - began
         return [Stats(sum(nbytes), sent, changed, False, ns=(0, elapsed), sizes=nbytes)]
 
-    def encode_indices(
-        self, idx: Tensor, numel: int, encoding: int | None = None
-    ) -> tuple[IndexEncoding, int, Tensor]:
-        check_positions(idx, numel, encoding)
+    def encode_indices(self, idx: Tensor, numel: int) -> Tensor:
+        check_positions(idx, numel)
         positions = idx.numpy().astype(np.uint32)
-        plan = (c_int64 * 3)(-1 if encoding is None else encoding, 0, 0)
-        self._call("dct_encode_indices", positions, positions.size, numel, plan, None)
-        data = torch.empty(plan[2], dtype=torch.uint8)
-        self._call("dct_encode_indices", positions, positions.size, numel, plan, data)
-        return IndexEncoding(plan[0]), plan[1], data
+        data = torch.empty(index_form(positions.size, numel).nbytes, dtype=torch.uint8)
+        self._call("dct_encode_indices", positions, positions.size, numel, data)
+        return data
 
-    def decode_indices(self, encoding: int, param: int, data: Tensor, nnz: int, numel: int) -> Tensor:
+    def decode_indices(self, data: Tensor, nnz: int, numel: int) -> Tensor:
         check_vector("data", data, (torch.uint8,))
-        enc = check_section(encoding, param, data.numel(), nnz, numel)
+        check_section(data, nnz, numel)
         positions = np.empty(nnz, dtype=np.uint32)
-        self._call("dct_decode_indices", enc, param, data, data.numel(), nnz, numel, positions)
+        self._call("dct_decode_indices", data, nnz, numel, positions)
         return torch.from_numpy(positions.astype(np.int64))

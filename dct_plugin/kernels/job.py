@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..codecs.index import CODECS, MAX_NUMEL, IndexEncoding
+from ..codecs.index import MAX_NUMEL
 from ..codecs.message import Key
-from ..codecs.payload import payload_bound
+from ..codecs.payload import dense_payload_nbytes, payload_bound
 from ..codecs.values import ValueDtype
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,13 +40,13 @@ class Job:
         tau: The threshold, > 0, may be inf; the number 0 sends every entry (dense, ``capacity`` ignored). A
             number is rounded to fp32. A tensor is not read: it is taken to be positive and raised to
             :data:`SMALLEST_TAU`.
-        out: uint8, at least ``payload_bound(numel, capacity, value_dtype, encoding)`` bytes.
+        out: uint8, at least ``payload_bound(numel, capacity, value_dtype)`` bytes; if every entry is sent,
+            ``dense_payload_nbytes(numel, value_dtype)``.
         residual_out: fp32 [numel] that becomes the new residual: ``residual`` itself (default), or apart from
             it.
         capacity: The most entries that the payload may hold.
         start: The position from which on entries are kept if more than ``capacity`` pass the threshold.
         value_dtype: The type of the values in the payload.
-        encoding: Force an index encoding (tests, benchmarks).
         clear: Leave zeros in ``grad``, where the sum of all ranks can be added up then
             (:meth:`.backend.Backend.sum_messages`).
 
@@ -62,7 +62,6 @@ class Job:
     capacity: int = MAX_NUMEL
     start: int = 0
     value_dtype: ValueDtype = ValueDtype.FP32
-    encoding: IndexEncoding | None = None
     clear: bool = False
 
     def __post_init__(self) -> None:
@@ -83,14 +82,10 @@ class Job:
             raise ValueError(f"capacity is {self.capacity}; it must be at least 0")
         dense = not isinstance(tau, Tensor) and tau == 0.0
         capacity = numel if dense else min(int(self.capacity), numel)
-        encoding = self.encoding
-        if encoding is not None:
-            encoding = IndexEncoding.parse(encoding)
-            # Any number of entries may be kept, none for example, and the encoding has to hold them.
-            if not CODECS[encoding].can_hold(numel if dense else 0, numel):
-                raise ValueError(f"index encoding {encoding.label} cannot be forced here")
         check_vector("out", self.out, (torch.uint8,))
-        needed = payload_bound(numel, capacity, value_dtype, encoding)
+        needed = (
+            dense_payload_nbytes(numel, value_dtype) if dense else payload_bound(numel, capacity, value_dtype)
+        )
         if self.out.numel() < needed:
             raise ValueError(f"out has {self.out.numel()} bytes, this payload may need {needed}")
         device = grad.device
@@ -103,7 +98,6 @@ class Job:
         assign(self, "capacity", capacity)
         assign(self, "start", int(self.start) % max(numel, 1))
         assign(self, "value_dtype", value_dtype)
-        assign(self, "encoding", encoding)
 
     @property
     def numel(self) -> int:

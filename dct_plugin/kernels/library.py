@@ -46,7 +46,7 @@ class PayloadStructure(ctypes.Structure):
     _fields_ = [
         *fields("P", "data"),
         *fields("Q", "nbytes numel nnz index_nbytes"),
-        *fields("i", "encoding param value_dtype"),
+        *fields("i", "value_dtype"),
         *fields("I", "check1 check2"),
     ]
 

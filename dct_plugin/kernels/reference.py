@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..codecs.changes import move
 from ..codecs.copies import to_device
-from ..codecs.index import CODECS, IndexEncoding
 from ..codecs.payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload, write_payload
 from ..codecs.splitmix import shift_right, signed, splitmix64
 from ..codecs.stats import KERNEL_ERRORS, Stats
@@ -102,16 +101,9 @@ def overflow_flags(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class ReferenceBackend(Backend):
-    """Plain torch kernels; see :class:`~dct_plugin.kernels.backend.Backend`.
-
-    Args:
-        encodings: index encodings among which the smallest is taken.
-    """
+    """Plain torch kernels; see :class:`~dct_plugin.kernels.backend.Backend`."""
 
     name = "reference"
-
-    def __init__(self, encodings: Collection[IndexEncoding] = tuple(CODECS)) -> None:
-        self.encodings = encodings
 
     def compress(self, job: Job) -> Stats:
         grad, residual, numel, tau = job.grad, job.residual, job.numel, applied_tau(job.tau)
@@ -122,7 +114,7 @@ class ReferenceBackend(Backend):
             if job.clear:
                 grad.zero_()
             selected = time.perf_counter_ns()
-            nbytes = write_payload(job.out, Header.flagged(job.value_dtype, numel))
+            nbytes = write_payload(job.out, Header(job.value_dtype, True, numel, 0))
             return _stats(nbytes, 0, 0, True, tau, began, selected)
 
         acc = self._accumulate(grad, residual, job.residual_out)
@@ -147,14 +139,8 @@ class ReferenceBackend(Backend):
                 job.residual_out.copy_(left)
             else:
                 job.residual_out[idx] = left
-        if idx is None and job.encoding in (None, IndexEncoding.DENSE):
-            encoding, param, index = IndexEncoding.DENSE, 0, body[:0]
-        else:
-            if idx is None:
-                idx = torch.arange(numel, dtype=torch.int64, device=grad.device)
-            encoding, param, index = self.encode_indices(idx, numel, job.encoding)
-        header = Header(encoding, job.value_dtype, False, param, numel, nnz, index.numel())
-        nbytes = write_payload(job.out, header, index, body)
+        index = body[:0] if idx is None else self.encode_indices(idx, numel)
+        nbytes = write_payload(job.out, Header(job.value_dtype, False, numel, nnz), index, body)
         if job.clear:
             grad.zero_()
         return _stats(nbytes, nnz, above, False, tau, began, selected)
@@ -174,7 +160,7 @@ class ReferenceBackend(Backend):
         header = opened.header
         section = opened.data[HEADER_NBYTES + header.index_nbytes : header.nbytes]
         values = decode_values(section, header.nnz, header.value_dtype)
-        if header.encoding is IndexEncoding.DENSE:
+        if header.nnz == header.numel:
             out.add_(values)
         else:
             index = self.positions(opened, out.numel())

@@ -1,4 +1,4 @@
-"""Wire format: header, index encodings, value types; what is malformed is refused and changes nothing."""
+"""Wire format: header, positions, value types; what is malformed is refused and changes nothing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dct_plugin.codecs.index import (
-    ANY_POSITIONS,
-    CODECS,
-    IndexEncoding,
-    check_section,
-    decode_indices,
-    encode_indices,
-    index_bound,
-)
+from dct_plugin.codecs.index import decode_indices, encode_indices, index_bound, index_form
 from dct_plugin.codecs.payload import HEADER_NBYTES, Header, Payload, checksum, parse_payload, payload_bound
 from dct_plugin.codecs.values import VALUE_CODECS, ValueDtype, decode_values, encode_values
 from dct_plugin.errors import PayloadError
@@ -29,7 +21,8 @@ from dct_plugin.kernels.backend import Backend, mask_of
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
 
-SPARSE = list(ANY_POSITIONS)
+#: Kept entries of 300: Elias-Fano code, a bitmap, and no section.
+KEPT = {"few": 12, "many": 150, "all": 300}
 SIZES = [0, 1, 255, 256, 257, 65535, 65536, 65537]
 
 
@@ -69,29 +62,30 @@ def supports(numel: int) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("encoding", [None, *SPARSE])
-def test_indices_round_trip(backend: Backend, numel: int, encoding: IndexEncoding | None) -> None:
+def test_indices_round_trip(backend: Backend, numel: int) -> None:
     for idx in supports(numel):
-        chosen, param, data = backend.encode_indices(idx, numel, encoding)
-        assert encoding in (None, chosen)
-        assert data.numel() <= index_bound(numel, idx.numel(), encoding)
-        assert torch.equal(backend.decode_indices(chosen, param, data, idx.numel(), numel), idx)
+        data = backend.encode_indices(idx, numel)
+        assert data.numel() == index_form(idx.numel(), numel).nbytes <= index_bound(numel, idx.numel())
+        assert torch.equal(backend.decode_indices(data, idx.numel(), numel), idx)
 
 
-@pytest.mark.parametrize("numel", SIZES)
-def test_smallest_encoding_is_chosen(backend: Backend, numel: int) -> None:
-    for idx in supports(numel):
-        chosen, _, data = backend.encode_indices(idx, numel)
-        if idx.numel() == numel:
-            assert (chosen, data.numel()) == (IndexEncoding.DENSE, 0)
-            continue
-        sizes = {e: backend.encode_indices(idx, numel, e)[2].numel() for e in SPARSE}
-        assert data.numel() == min(sizes.values())
-        assert chosen == min(SPARSE, key=lambda e: (sizes[e], e))
+def test_the_number_of_lower_bits_makes_the_code_smallest() -> None:
+    for numel in (2, 65, 1000, 70_001):
+        for nnz in {1, 2, numel // 100, numel // 10, numel // 3} - {0, numel}:
+            sizes = [-(-(nnz + ((numel - 1) >> lower)) // 8) + -(-nnz * lower // 8) for lower in range(1, 17)]
+            # Either end of a code fills a byte: another number may fit a byte better.
+            assert index_form(nnz, numel).nbytes <= min(*sizes, -(-numel // 8)) + 1
 
 
-@pytest.mark.parametrize("encoding", [None, IndexEncoding.BLOCK16, IndexEncoding.RICE])
-def test_positions_beyond_two_to_the_31(backend: Backend, encoding: IndexEncoding | None) -> None:
+@pytest.mark.parametrize("numel", [1, 9, 300, 5000])
+def test_the_bound_holds_for_every_smaller_number(numel: int) -> None:
+    largest = 0
+    for nnz in range(numel + 1):
+        largest = max(largest, index_form(nnz, numel).nbytes)
+        assert largest <= index_bound(numel, nnz)
+
+
+def test_positions_beyond_two_to_the_31(backend: Backend) -> None:
     numel = 2**32 - 1
     edges = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 65536, 2**32 - 3, 2**32 - 2]
     spread = torch.randint(0, numel, (2000,), generator=torch.Generator().manual_seed(3))
@@ -100,15 +94,8 @@ def test_positions_beyond_two_to_the_31(backend: Backend, encoding: IndexEncodin
         torch.cat([spread, torch.tensor(edges)]).unique(),
         torch.tensor([numel - 1]),
     ):
-        chosen, param, data = backend.encode_indices(idx, numel, encoding)
-        assert torch.equal(backend.decode_indices(chosen, param, data, idx.numel(), numel), idx)
-
-
-def test_positions_beyond_two_to_the_31_by_gaps() -> None:
-    numel, idx = 2**32 - 1, torch.tensor([2**31 + 5, 2**32 - 2])
-    backend = CpuBackend()
-    chosen, param, data = backend.encode_indices(idx, numel, IndexEncoding.GAPS8)
-    assert torch.equal(backend.decode_indices(chosen, param, data, 2, numel), idx)
+        data = backend.encode_indices(idx, numel)
+        assert torch.equal(backend.decode_indices(data, idx.numel(), numel), idx)
 
 
 @given(data=st.data())
@@ -116,27 +103,28 @@ def test_positions_beyond_two_to_the_31_by_gaps() -> None:
 def test_both_implementations_write_the_same_indices(data: st.DataObject) -> None:
     numel = data.draw(st.integers(1, 3000))
     idx = torch.tensor(sorted(data.draw(st.sets(st.integers(0, numel - 1), max_size=300))), dtype=torch.int64)
-    encoding = data.draw(st.sampled_from([None, *SPARSE]))
-    compiled = CpuBackend()
-    expected, found = encode_indices(idx, numel, encoding), compiled.encode_indices(idx, numel, encoding)
-    assert found[:2] == expected[:2]
-    assert torch.equal(found[2], expected[2])
+    assert torch.equal(CpuBackend().encode_indices(idx, numel), encode_indices(idx, numel))
 
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_arbitrary_index_sections_are_decoded_alike_or_refused_alike(data: st.DataObject) -> None:
     numel = data.draw(st.sampled_from([1, 9, 64, 300, 70000]))
-    encoding = data.draw(st.sampled_from(SPARSE))
-    param = data.draw(st.integers(0, 31)) if encoding is IndexEncoding.RICE else 0
+    nnz = data.draw(st.integers(0, min(numel, 40)))
+    size = index_form(nnz, numel).nbytes
     byte = st.one_of(st.integers(0, 255), st.sampled_from([0, 1, 128, 255]))
-    section = bytes(data.draw(st.lists(byte, max_size=40)))
-    nnz = data.draw(st.integers(0, 40))
+    if data.draw(st.booleans()):  # few of all sections are good ones
+        idx = data.draw(st.sets(st.integers(0, numel - 1), min_size=nnz, max_size=nnz))
+        section = bytearray(encode_indices(torch.tensor(sorted(idx), dtype=torch.int64), numel).tolist())
+        if size:
+            section[data.draw(st.integers(0, size - 1))] ^= data.draw(st.sampled_from([0, 1, 3, 6, 128]))
+    else:
+        section = bytearray(data.draw(st.lists(byte, min_size=min(size, 60), max_size=min(size, 60) + 1)))
     results: list[list[int] | None] = []
     for decode in (decode_indices, CpuBackend().decode_indices):
-        tensor = torch.from_numpy(np.frombuffer(section, dtype=np.uint8).copy())
+        tensor = torch.from_numpy(np.frombuffer(bytes(section), dtype=np.uint8).copy())
         try:
-            results.append(decode(encoding, param, tensor, nnz, numel).tolist())
+            results.append(decode(tensor, nnz, numel).tolist())
         except PayloadError:
             results.append(None)
     assert results[0] == results[1]
@@ -146,53 +134,41 @@ def test_arbitrary_index_sections_are_decoded_alike_or_refused_alike(data: st.Da
 
 
 @pytest.mark.parametrize(
-    ("encoding", "param", "section", "nnz", "numel"),
+    ("section", "nnz", "numel"),
     [
-        (IndexEncoding.BITMAP, 0, [0x01], 2, 8),  # fewer bits than announced
-        (IndexEncoding.BITMAP, 0, [0x07], 2, 8),  # more
-        (IndexEncoding.BITMAP, 0, [0x80], 1, 7),  # past the end
-        (IndexEncoding.BITMAP, 0, [0x01, 0x00], 1, 8),  # too long
-        (IndexEncoding.GAPS8, 0, [7], 1, 7),  # out of range
-        (IndexEncoding.GAPS8, 0, [255, 255], 1, 600),  # ends in an escape
-        (IndexEncoding.GAPS8, 0, [1, 255], 1, 600),
-        (IndexEncoding.GAPS8, 0, [1, 2], 1, 600),  # more entries than announced
-        (IndexEncoding.GAPS8, 0, [0], 0, 600),
-        (IndexEncoding.BLOCK16, 0, [2, 0, 0, 0, 5, 0, 5, 0], 2, 8),  # not ascending
-        (IndexEncoding.BLOCK16, 0, [1, 0, 0, 0, 8, 0], 1, 8),  # out of range
-        (IndexEncoding.BLOCK16, 0, [2, 0, 0, 0, 5, 0], 1, 8),  # counts do not add up
-        (IndexEncoding.BLOCK16, 0, [255, 255, 255, 255, 2, 0, 0, 0, 5, 0], 1, 65537),  # counts wrap around
-        (IndexEncoding.RICE, 0, [0x01], 2, 8),  # too few codes
-        (IndexEncoding.RICE, 0, [0x03], 1, 8),  # trailing bit
-        (IndexEncoding.RICE, 3, [0x00], 1, 100),  # no terminating bit
-        (IndexEncoding.RICE, 0, [0x80], 1, 7),  # out of range
-        (IndexEncoding.RICE, 31, [0x01] * 4, 1, 100),  # parameter
-        (IndexEncoding.RICE, 30, [0xFF] * 4, 1, 100),  # a gap of nearly 2**30
-        (IndexEncoding.DENSE, 0, [], 7, 8),
-        (IndexEncoding.BITMAP, 0, [0xFF], 9, 8),  # nnz > numel
-        (IndexEncoding.GAPS8, 3, [1], 1, 8),  # parameter of another encoding
+        ([0x01], 2, 8),  # a bitmap with fewer bits than announced
+        ([0x07], 2, 8),  # with more
+        ([0x80], 3, 7),  # past the end
+        ([0x01, 0x00], 2, 8),  # too long
+        ([0b00000011, 0, 0, 0], 1, 200),  # Elias-Fano code, one position: two bits
+        ([0, 0], 1, 200),  # none
+        ([0b00000100, 0], 1, 200),  # a bit behind the bitmap of two bits
+        ([0b00000001, 0x80], 1, 200),  # lower bits: 7, then a bit that no encoder sets
+        ([0b00000010, 0b01111111], 1, 200),  # position 255 of 200
+        ([0b00011, 0b001001], 2, 100),  # 9 and 9: positions that do not ascend; 5 lower bits
+        ([], 7, 8),
+        ([0xFF], 9, 8),  # more positions than entries
+        ([0xFF], 8, 8),  # a section where all are kept
+        ([0x00], 0, 8),  # where none is
     ],
 )
-def test_malformed_index_sections(
-    backend: Backend, encoding: IndexEncoding, param: int, section: list[int], nnz: int, numel: int
-) -> None:
+def test_malformed_index_sections(backend: Backend, section: list[int], nnz: int, numel: int) -> None:
     with pytest.raises(PayloadError):
-        backend.decode_indices(encoding, param, torch.tensor(section, dtype=torch.uint8), nnz, numel)
+        backend.decode_indices(torch.tensor(section, dtype=torch.uint8), nnz, numel)
 
 
 @pytest.mark.parametrize("bad", [[3, 3], [4, 1], [-1, 2], [0, 8]])
 def test_positions_that_cannot_be_encoded(backend: Backend, bad: list[int]) -> None:
     with pytest.raises(ValueError, match="ascending"):
         backend.encode_indices(torch.tensor(bad), 8)
-    with pytest.raises(ValueError, match="dense"):
-        backend.encode_indices(torch.tensor([1]), 8, IndexEncoding.DENSE)
     with pytest.raises(ValueError, match="numel"):
         backend.encode_indices(torch.tensor([1]), 2**32)
 
 
 def test_a_huge_count_is_refused_before_memory_is_asked_for(backend: Backend) -> None:
-    for encoding in SPARSE:
+    for nnz in (1, 2**31, 2**32 - 2, 2**32):
         with pytest.raises(PayloadError):
-            backend.decode_indices(encoding, 0, torch.zeros(8, dtype=torch.uint8), 2**32 - 2, 2**32 - 1)
+            backend.decode_indices(torch.zeros(7, dtype=torch.uint8), nnz, 2**32 - 1)
 
 
 # ---- values ----------------------------------------------------------------------------------------
@@ -289,7 +265,7 @@ def test_values_no_encoder_writes(backend: Backend, dtype: ValueDtype, section: 
         decode_values(tensor, 1, dtype)
     with pytest.raises(PayloadError):
         decode_values(tensor[:-1], 1, dtype)
-    payload = assemble(Header(IndexEncoding.DENSE, dtype, False, 0, 1, 1, 0), section)
+    payload = assemble(Header(dtype, False, 1, 1), section)
     out = torch.zeros(1)
     with pytest.raises(PayloadError):
         backend.decode_add(payload, out)
@@ -308,23 +284,19 @@ def assemble(header: Header, body: bytes) -> torch.Tensor:
 def resealed(data: bytes) -> bytes:
     """The same bytes with right checksums."""
     body = torch.from_numpy(np.frombuffer(data[HEADER_NBYTES:], dtype=np.uint8).copy())
-    return data[:32] + struct.pack("<II", *checksum(data[:32], body)) + data[40:]
+    return data[:16] + struct.pack("<II", *checksum(data[:16], body)) + data[24:]
 
 
 def sample_payload(
-    backend: Backend,
-    numel: int = 300,
-    kept: int = 12,
-    dtype: int = ValueDtype.BF16,
-    encoding: int | None = None,
+    backend: Backend, numel: int = 300, kept: int = 12, dtype: int = ValueDtype.BF16
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A payload and what it decodes to."""
     grad = torch.zeros(numel)
     generator = torch.Generator().manual_seed(numel + kept)
     where = torch.randperm(numel, generator=generator)[:kept]
     grad[where] = torch.randn(kept, generator=generator).sign() * (1 + torch.rand(kept, generator=generator))
-    out = torch.empty(payload_bound(numel, None, dtype, encoding), dtype=torch.uint8)
-    stats = backend.compress(Job(grad, None, 0.5, out, value_dtype=dtype, encoding=encoding))
+    out = torch.empty(payload_bound(numel, None, dtype), dtype=torch.uint8)
+    stats = backend.compress(Job(grad, None, 0.5, out, value_dtype=dtype))
     assert stats.nnz == kept
     decoded = torch.zeros(numel)
     backend.decode_add(out[: stats.nbytes], decoded)
@@ -336,20 +308,18 @@ def test_payload_attributes(backend: Backend) -> None:
     payload = Payload.from_tensor(data)
     assert (payload.numel, payload.nnz, payload.nbytes) == (300, 12, data.numel())
     assert payload.density == 12 / 300
-    assert (payload.encoding, payload.value_dtype, payload.nonfinite) == ("rice", "bf16", False)
+    assert (payload.value_dtype, payload.nonfinite) == ("bf16", False)
     again = Payload.from_bytes(payload.to_bytes())
     assert torch.equal(again.data, data)
     assert again.header == payload.header
 
 
-def test_a_payload_written_by_version_1_stays_readable(backend: Backend) -> None:
+def test_a_payload_written_by_version_2_stays_readable(backend: Backend) -> None:
     """Every byte is fixed; a change of the format needs a new version number."""
     grad = torch.tensor([0.0, 1.5, 0.0, -2.0, 0.0, 0.25, 0.0, 0.0, 3.0])
     out = torch.empty(payload_bound(9, None, ValueDtype.BF16), dtype=torch.uint8)
     nbytes = backend.compress(Job(grad, None, 1.0, out, value_dtype=ValueDtype.BF16)).nbytes
-    expected = (
-        "7adc01040100010009000000000000000300000000000000010000000000000097dd8204f426c4084fc03f00c04040"
-    )
+    expected = "7adc0201000000000900000003000000909d0381d36147c10a01c03f00c04040"
     assert bytes(out[:nbytes].tolist()).hex() == expected
     decoded = torch.zeros(9)
     assert backend.decode_add(torch.frombuffer(bytearray.fromhex(expected), dtype=torch.uint8), decoded) == 3
@@ -389,9 +359,6 @@ def test_size_at_99_percent_sparsity(backend: Backend, numel: int) -> None:
     assert torch.equal(decoded, grad)
 
 
-CASES = [(encoding, dtype) for encoding in [*SPARSE, IndexEncoding.DENSE] for dtype in ValueDtype]
-
-
 def refuse(backend: Backend, data: torch.Tensor, numel: int) -> None:
     """Assert that a payload is refused everywhere and that the output is untouched."""
     out = torch.full((numel,), 1.25)
@@ -402,11 +369,11 @@ def refuse(backend: Backend, data: torch.Tensor, numel: int) -> None:
         mask_of(backend, data, numel)
 
 
-@pytest.mark.parametrize(("encoding", "dtype"), CASES)
-def test_every_truncation_is_refused(backend: Backend, encoding: IndexEncoding, dtype: ValueDtype) -> None:
-    numel, kept = (40, 40) if encoding is IndexEncoding.DENSE else (300, 12)
-    data, _ = sample_payload(backend, numel, kept, dtype, None if kept == numel else encoding)
-    assert Payload.from_tensor(data).header.encoding is encoding
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("dtype", list(ValueDtype), ids=lambda value: value.label)
+def test_every_truncation_is_refused(backend: Backend, kept: str, dtype: ValueDtype) -> None:
+    numel = 300
+    data, _ = sample_payload(backend, numel, KEPT[kept], dtype)
     for length in range(data.numel()):
         refuse(backend, data[:length].clone(), numel)
         with pytest.raises(PayloadError):
@@ -414,10 +381,11 @@ def test_every_truncation_is_refused(backend: Backend, encoding: IndexEncoding, 
     refuse(backend, torch.cat([data, data[:1]]), numel)
 
 
-@pytest.mark.parametrize(("encoding", "dtype"), CASES)
-def test_every_changed_byte_is_refused(backend: Backend, encoding: IndexEncoding, dtype: ValueDtype) -> None:
-    numel, kept = (40, 40) if encoding is IndexEncoding.DENSE else (300, 12)
-    data, _ = sample_payload(backend, numel, kept, dtype, None if kept == numel else encoding)
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("dtype", list(ValueDtype), ids=lambda value: value.label)
+def test_every_changed_byte_is_refused(backend: Backend, kept: str, dtype: ValueDtype) -> None:
+    numel = 300
+    data, _ = sample_payload(backend, numel, KEPT[kept], dtype)
     for at in range(data.numel()):
         for flip in (0x01, 0x80, 0xFF):
             changed = data.clone()
@@ -431,8 +399,8 @@ def test_changed_payloads_with_right_checksums(data: st.DataObject) -> None:
     """Past the checksum: both implementations take the same payloads, and these decode to finite values."""
     reference, compiled = ReferenceBackend(), CpuBackend()
     numel = 300
-    encoding = data.draw(st.sampled_from(SPARSE))
-    original, _ = sample_payload(compiled, numel, 12, data.draw(st.sampled_from(list(ValueDtype))), encoding)
+    kept = data.draw(st.sampled_from([*KEPT.values()]))
+    original, _ = sample_payload(compiled, numel, kept, data.draw(st.sampled_from(list(ValueDtype))))
     changed = bytearray(original.tolist())
     for _ in range(data.draw(st.integers(1, 3))):
         changed[data.draw(st.integers(0, len(changed) - 1))] ^= data.draw(st.integers(1, 255))
@@ -454,20 +422,17 @@ def test_changed_payloads_with_right_checksums(data: st.DataObject) -> None:
     ("offset", "replacement", "message"),
     [
         (0, b"\x7a\xdd", "magic"),
-        (2, b"\x02", "version 2"),
-        (3, b"\x06", "index encoding 6"),
-        (4, b"\x08", "value dtype 8"),
-        (5, b"\x02", "flags"),
-        (6, b"\x1f", "parameter 31"),
+        (2, b"\x01", "version 1"),
+        (3, b"\x08", "value dtype 8"),
+        (4, b"\x02", "flags"),
+        (4, b"\x01", "impossible"),
+        (5, b"\x01", "reserved"),
         (7, b"\x01", "reserved"),
-        (8, struct.pack("<Q", 299), "299"),
-        (8, struct.pack("<Q", 2**32), "impossible"),
-        (8, struct.pack("<Q", 2**64 - 1), "impossible"),
-        (16, struct.pack("<Q", 301), "impossible"),
-        (16, struct.pack("<Q", 2**63), "impossible"),
-        (16, struct.pack("<Q", 11), "impossible|bytes"),
-        (24, struct.pack("<Q", 2**64 - 1), "impossible"),
-        (24, struct.pack("<Q", 11), "impossible|bytes"),
+        (8, struct.pack("<I", 299), "299"),
+        (8, struct.pack("<I", 2**32 - 1), "truncated|bytes"),
+        (12, struct.pack("<I", 301), "impossible"),
+        (12, struct.pack("<I", 2**32 - 1), "impossible"),
+        (12, struct.pack("<I", 11), "bytes"),
     ],
 )
 def test_wrong_header_fields_are_named(
@@ -527,27 +492,16 @@ def test_bounds_hold_for_every_choice(backend: Backend) -> None:
 def test_unknown_names_list_the_allowed_ones(name: str | int) -> None:
     with pytest.raises(ValueError, match="fp32, bf16, fp16, int8, int4, int2, log4, sign"):
         ValueDtype.parse(name)
-    with pytest.raises(ValueError, match="dense, bitmap, gaps8, block16, rice"):
-        IndexEncoding.parse(name)
-
-
-def test_section_sizes_are_checked_for_every_encoding() -> None:
-    assert check_section(IndexEncoding.GAPS8, 0, 3, 2, 600) is IndexEncoding.GAPS8
-    with pytest.raises(PayloadError):
-        check_section(IndexEncoding.GAPS8, 0, 5, 2, 600)
 
 
 # ---- tables ----------------------------------------------------------------------------------------
 
 
-def test_every_encoding_and_value_type_has_one_codec() -> None:
-    assert [codec.encoding for codec in CODECS.values()] == list(CODECS) == list(IndexEncoding)
+def test_every_value_type_has_one_codec() -> None:
     assert list(VALUE_CODECS) == list(ValueDtype)
 
 
 def test_numbers_on_the_wire_are_stable() -> None:
-    encodings = {"dense": 0, "bitmap": 1, "gaps8": 2, "block16": 3, "rice": 4}
-    assert {member.label: int(member) for member in IndexEncoding} == encodings
     assert {member.label: int(member) for member in ValueDtype} == {
         "fp32": 0,
         "bf16": 1,
@@ -560,13 +514,10 @@ def test_numbers_on_the_wire_are_stable() -> None:
     }
 
 
-def test_compiled_kernels_number_encodings_and_value_types_alike() -> None:
-    source = build.SOURCE.read_text()
-    for prefix, members in (("ENC", IndexEncoding), ("VALUE", ValueDtype)):
-        (names,) = re.findall(rf"enum {{ (?:{prefix}_AUTO = -1, )?({prefix}_\w+, .*?) }};", source)
-        expected = [f"{prefix}_{member.name}" for member in members]
-        expected += ["VALUE_COUNT"] if prefix == "VALUE" else []
-        assert names.split(", ") == expected
+def test_compiled_kernels_number_value_types_alike() -> None:
+    (names,) = re.findall(r"enum { (VALUE_\w+, .*?) };", build.SOURCE.read_text())
+    expected = [*(f"VALUE_{member.name}" for member in ValueDtype), "VALUE_COUNT"]
+    assert names.split(", ") == expected
 
 
 def test_lossless_value_types() -> None:

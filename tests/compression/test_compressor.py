@@ -77,7 +77,7 @@ def test_sparsity_zero_is_lossless() -> None:
     compressor = Compressor(sparsity=0.0, value_dtype="fp32")
     gradient = torch.randn(1000)
     payload = compressor.compress(gradient)
-    assert payload.encoding == "dense"
+    assert payload.density == 1
     assert torch.equal(compressor.decompress(payload), gradient)
 
 

@@ -26,7 +26,7 @@ from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.errors import DesyncError, PayloadError
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
+from dct_plugin.kernels.triton.backend import TritonBackend
 from dct_plugin.metrics import Metrics
 from dct_plugin.transport import bounded_table
 
@@ -56,7 +56,7 @@ class _Plain(ReferenceBackend):
 
 
 def settings(name: str, **more: Any) -> tuple[DataParallelConfig, KernelConfig]:
-    kernels.register_backend("plain", lambda: _Plain(WRITTEN))
+    kernels.register_backend("plain", _Plain)
     kernels.register_backend("interpreted", TritonBackend)
     # A threshold that is not measured again lets a larger gradient's entries pass, up to the capacity.
     options = {"sparsity": 0.95, "min_numel": 1000, "expert": {"threshold": "fixed"}, **more}
@@ -172,7 +172,7 @@ def _update(
     rank: int, world_size: int, name: str, dtype: torch.dtype, sizes: dict[str, int], steps: int = STEPS
 ) -> tuple[Any, list[list[str]], list[str]]:
     """Masters that drift, much faster in step 3, in which thresholds are not measured."""
-    kernels.register_backend("plain", lambda: _Plain(WRITTEN))
+    kernels.register_backend("plain", _Plain)
     kernels.register_backend("interpreted", TritonBackend)
     parameters = {"sparsity": 0.95, "value_dtype": "int8"}
     config = DataParallelConfig(min_numel=100, expert={"threshold": "fixed"}, parameters=parameters)

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="triton is for Linux only")
 from dct_plugin import kernels
 from dct_plugin.codecs import stats
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
+from dct_plugin.kernels.triton.backend import TritonBackend
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +37,7 @@ def _train(rank: int, world_size: int, backend: str) -> Any:
     from dct_plugin.integrations.autoload import autoload
 
     autoload()
-    kernels.register_backend("plain", lambda: _Plain(WRITTEN))
+    kernels.register_backend("plain", _Plain)
     kernels.register_backend("interpreted", TritonBackend)
     os.environ["LOCAL_RANK"] = str(rank)
     waits, copied = 0, stats.to_host

@@ -16,7 +16,7 @@ from dct_plugin import kernels
 from dct_plugin.config import EmbeddingChannelConfig, KernelConfig
 from dct_plugin.embedding import Bags, ShardedTables
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
+from dct_plugin.kernels.triton.backend import TritonBackend
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,7 +33,7 @@ LAYERS: list[dict[str, Any]] = [
 
 def _train(rank: int, world_size: int) -> list[list[Tensor]]:
     """Return the results of every layer, with either kind of kernels."""
-    kernels.register_backend("plain", lambda: ReferenceBackend(WRITTEN))
+    kernels.register_backend("plain", ReferenceBackend)
     kernels.register_backend("interpreted", TritonBackend)
     found = []
     for layers in LAYERS:

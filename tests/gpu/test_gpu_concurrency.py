@@ -18,10 +18,10 @@ from dct_plugin.config import DataParallelConfig, KernelConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.integrations.host.overlap import Overlap
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
+from dct_plugin.kernels.triton.backend import TritonBackend
 
 pytestmark = NEEDS_GPU
-REFERENCE = ReferenceBackend(WRITTEN)
+REFERENCE = ReferenceBackend()
 SEEDS = range(100)
 
 

@@ -22,7 +22,7 @@ from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.kernels.reference import ReferenceBackend
-from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
+from dct_plugin.kernels.triton.backend import TritonBackend
 from dct_plugin.transport import Exchange
 
 #: What streams remember besides a residual in fp32.
@@ -42,7 +42,7 @@ class _Plain(ReferenceBackend):
 
 def plain() -> KernelConfig:
     """The reference on the CPU, with the encodings that Triton writes."""
-    kernels.register_backend("plain", lambda: _Plain(WRITTEN))
+    kernels.register_backend("plain", _Plain)
     return KernelConfig(backend="plain")
 
 

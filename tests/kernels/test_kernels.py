@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.kernel_cases import GRAD_DTYPES, Case, agree, cases, same_bits
 from torch import Tensor
 
-from dct_plugin.codecs.index import MAX_NUMEL, IndexEncoding
+from dct_plugin.codecs.index import MAX_NUMEL
 from dct_plugin.codecs.message import Key, MessageWriter
 from dct_plugin.codecs.payload import Payload, payload_bound
 from dct_plugin.codecs.stats import Stats
@@ -228,7 +228,7 @@ def test_overflow_leaves_the_residual_bitwise_alone(
             assert same_bits(in_place, residual)
             compress(backend, grad, residual, tau, residual_out=apart)
             assert same_bits(apart, residual)
-            assert stats.counts == (40, 0, 0, True)
+            assert stats.counts == (24, 0, 0, True)
             assert bool(decoded(backend, payload, 10_000).isnan().all())
     CPU.threads = None
 
@@ -258,7 +258,7 @@ def test_threshold_is_inclusive_and_infinity_keeps_nothing(backend: Backend) -> 
     assert stats.nnz == 2
     assert decoded(backend, payload, 4).tolist() == [1.0, -1.0, 0.0, 0.0]
     stats, payload = compress(backend, grad, None, math.inf)
-    assert (stats.nnz, stats.nbytes) == (0, 40)
+    assert (stats.nnz, stats.nbytes) == (0, 24)
 
 
 def test_a_positive_tau_never_selects_zeros(backend: Backend) -> None:
@@ -271,7 +271,7 @@ def test_tau_zero_sends_everything_dense(backend: Backend) -> None:
     grad = torch.tensor([0.0, -0.0, 1.0, 1e-45])
     stats, payload = compress(backend, grad, None, 0.0, capacity=1)
     assert (stats.nnz, stats.above) == (4, 4)
-    assert Payload.from_tensor(payload).encoding == "dense"
+    assert Payload.from_tensor(payload).density == 1
     assert torch.equal(decoded(backend, payload, 4), grad)
 
 
@@ -516,8 +516,6 @@ def test_sample_positions_cover_the_tensor_evenly() -> None:
         ({"out": torch.zeros(1000)}, TypeError),
         ({"capacity": -1}, ValueError),
         ({"value_dtype": 8}, ValueError),
-        ({"encoding": 6}, ValueError),
-        ({"encoding": IndexEncoding.DENSE}, ValueError),
     ],
 )
 def test_arguments_that_do_not_fit_change_nothing(

@@ -113,9 +113,9 @@ class _NoPacking(TritonBackend):
 @pytest.mark.parametrize(
     ("check", "factory", "said"),
     [
-        ("selection", _WrongPayload, "selection: int4, bitmap: 1 of "),
-        ("selection", _WrongResidual, "selection: fp32, dense: 1 of 3001 entries differ"),
-        ("decoding", _WrongValue, "decoding: fp32, dense: 1 of 3001 entries differ"),
+        ("selection", _WrongPayload, "selection: int4, threshold 0.4: 1 of "),
+        ("selection", _WrongResidual, "selection: fp32, threshold 0.0: 1 of 3001 entries differ"),
+        ("decoding", _WrongValue, "decoding: fp32, threshold 0.0: 1 of 3001 entries differ"),
         ("sums", _WrongSum, "sums: 1 of 3001 entries differ"),
         ("batches and slots", _WrongSlot, "batches and slots: a message in a slot is refused"),
         ("thresholds", _WrongThreshold, "thresholds: torch.float32: 1 of 1 entries differ"),

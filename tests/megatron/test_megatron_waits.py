@@ -33,9 +33,9 @@ def _waits(rank: int, world_size: int, backend: str) -> tuple[list[torch.Tensor]
     from dct_plugin.config import DCTConfig
     from dct_plugin.integrations.megatron import hooks
     from dct_plugin.kernels.reference import ReferenceBackend
-    from dct_plugin.kernels.triton.backend import WRITTEN, TritonBackend
+    from dct_plugin.kernels.triton.backend import TritonBackend
 
-    kernels.register_backend("plain", lambda: ReferenceBackend(WRITTEN))
+    kernels.register_backend("plain", ReferenceBackend)
     kernels.register_backend("interpreted", TritonBackend)
     hooks.install(
         DCTConfig.parse(

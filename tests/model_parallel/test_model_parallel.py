@@ -328,8 +328,8 @@ def test_the_documented_sizes_of_messages(capsys: pytest.CaptureFixture[str]) ->
     torch.manual_seed(1)
     exec(code, {})
     sizes = [tuple(map(int, line.split())) for line in capsys.readouterr().out.splitlines()]
-    assert {size[:2] for size in sizes} == {(19_866, 13_106)}
-    assert "19 866" in page
+    assert {size[:2] for size in sizes} == {(17_400, 13_106)}
+    assert "17 400" in page
     assert "13 106" in page
     assert all(12_000 < size[2] <= 13_106 for size in sizes)
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dct_plugin.codecs.index import MAX_NUMEL, IndexEncoding
+from dct_plugin.codecs.index import MAX_NUMEL
 from dct_plugin.codecs.payload import payload_bound
 from dct_plugin.codecs.stats import Stats
 from dct_plugin.codecs.values import ValueDtype
@@ -38,7 +38,6 @@ class Case:
     capacity: int | None
     start: int
     value_dtype: ValueDtype
-    encoding: IndexEncoding | None
     clear: bool
 
     def run(self, backend: Backend, device: str = "cpu") -> tuple[Stats, Tensor, Tensor | None]:
@@ -46,9 +45,7 @@ class Case:
         grad = self.grad.to(device, copy=True)
         residual = None if self.residual is None else self.residual.to(device, copy=True)
         left = residual if self.in_place else torch.full_like(grad, 5.0, dtype=torch.float32)
-        bound = payload_bound(
-            grad.numel(), None if self.tau == 0 else self.capacity, self.value_dtype, self.encoding
-        )
+        bound = payload_bound(grad.numel(), None if self.tau == 0 else self.capacity, self.value_dtype)
         guard = 64
         out = torch.full((bound + guard,), 0xA5, dtype=torch.uint8, device=device)
         stats = backend.compress(
@@ -61,7 +58,6 @@ class Case:
                 capacity=MAX_NUMEL if self.capacity is None else self.capacity,
                 start=self.start,
                 value_dtype=self.value_dtype,
-                encoding=self.encoding,
                 clear=self.clear,
             )
         )
@@ -104,7 +100,6 @@ def cases(draw: st.DrawFn, sizes: Sequence[int] = SIZES) -> Case:
         capacity=draw(st.sampled_from([None, None, 0, 1, kept // 2, 2 * kept + 1])),
         start=draw(st.integers(0, numel + 3)),
         value_dtype=draw(st.sampled_from(list(ValueDtype))),
-        encoding=draw(st.sampled_from([None, None, *[IndexEncoding(e) for e in (1, 2, 3, 4)]])),
         clear=draw(st.booleans()),
     )
 

@@ -44,16 +44,15 @@ FORMS: dict[str, list[dict[str, Any]]] = {
         ),
     ],
     "settle": [
-        {**_FEEDBACK, "ENTRIES": -1, "VALUE": _INT4, "PUT_BACK": put_back, "CLEAR": clear, "ALIGNED": True}
+        {**_FEEDBACK, "SELECTED": True, "VALUE": _INT4, "PUT_BACK": put_back, "CLEAR": clear, "ALIGNED": True}
         for put_back, clear in ((True, True), (True, False), (False, True))
     ],
     "compact": [{}],
-    "skips": [{}],
     "write": [
         {
             "GRAD": 0,
             "HAS_RESIDUAL": False,
-            "ENTRIES": -1,
+            "SELECTED": True,
             "ACCUMULATED": True,
             "VALUE": value,
             "HAS_LEFT": True,
@@ -65,7 +64,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
             "words": None,
             "GRAD": _BF16,
             "HAS_RESIDUAL": True,
-            "ENTRIES": 0,
+            "SELECTED": False,
             "ACCUMULATED": False,
             "VALUE": _BF16,
             "HAS_LEFT": True,

@@ -51,12 +51,12 @@ API int32_t dct_encode_changes(const uint16_t *wanted, const uint16_t *held, uin
             n += distance >= first && distance <= last;
         }
         first = last + 1;
-        const index_plan_t plan = plan_indices(idx, n, numel, ENC_AUTO);
-        sent[b] = HEADER + plan.nbytes + values_nbytes(n, a.value_dtype);
+        const index_form_t form = index_form(n, numel);
+        sent[b] = HEADER + form.nbytes + values_nbytes(n, a.value_dtype);
         if (sent[b] > room) return OK;
-        encode_indices(idx, n, numel, plan, out + HEADER);
-        write_values(&a, idx, val, n, out + HEADER + plan.nbytes);
-        write_header(out, plan.encoding, a.value_dtype, 0, plan.param, numel, n, plan.nbytes, sent[b]);
+        encode_indices(idx, n, form, out + HEADER);
+        write_values(&a, idx, val, n, out + HEADER + form.nbytes);
+        write_header(out, a.value_dtype, 0, numel, n, sent[b]);
         out += sent[b];
         room -= sent[b];
     }

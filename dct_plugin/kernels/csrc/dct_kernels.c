@@ -24,7 +24,7 @@
 #include <arm_neon.h>
 #endif
 
-#define DCT_ABI_VERSION 2
+#define DCT_ABI_VERSION 3
 #define API __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 #define BLOCK 4096      /* entries handled at once: gradient, residual and scratch stay in the first-level cache */
@@ -32,7 +32,8 @@
 #define GROUP 256       /* values of int8, int4 and int2 that share scales */
 #define LOG_GROUP 1024  /* values of log4 that share an exponent */
 #define LOG_BLOCK 32    /* and a scale above it */
-#define HEADER 40
+#define HEADER 24
+#define MOST_LOWER 16   /* lower bits of a position behind the bitmap of Elias-Fano code */
 #define MAX_THREADS 64
 #define PREFETCH_AHEAD 512 /* entries */
 #define SCATTER_AHEAD 32   /* entries */
@@ -42,7 +43,6 @@
 
 enum { GRAD_FP32, GRAD_BF16, GRAD_FP16, OUT_PLACES };
 enum { VALUE_FP32, VALUE_BF16, VALUE_FP16, VALUE_INT8, VALUE_INT4, VALUE_INT2, VALUE_LOG4, VALUE_SIGN, VALUE_COUNT };
-enum { ENC_AUTO = -1, ENC_DENSE, ENC_BITMAP, ENC_GAPS8, ENC_BLOCK16, ENC_RICE };
 enum { ISA_GENERIC, ISA_AVX2, ISA_AVX512, ISA_NEON = 1 };
 
 /* Return codes; kernels/cpu.py turns them into exceptions. */
@@ -898,176 +898,19 @@ static void add_values(float *out, const uint32_t *idx, const uint8_t *p, uint64
 
 static int bit_length(uint64_t x) { return x ? 64 - __builtin_clzll(x) : 0; }
 
-static inline uint32_t gap_at(const uint32_t *idx, uint64_t j) { return j ? idx[j] - idx[j - 1] - 1 : idx[0]; }
-
+/* How nnz of numel positions are written (codecs/index.py). */
 typedef struct {
-    int encoding, param;
+    uint64_t bits;  /* of the bitmap; 0: there is no section */
+    uint64_t lower; /* bits of each position behind it; 0: the bitmap has a bit per entry */
     uint64_t nbytes;
-} index_plan_t;
+} index_form_t;
 
-/* The encoding to use for these positions (the smallest, or the one asked for), its parameter and its size. */
-static index_plan_t plan_indices(const uint32_t *idx, uint64_t nnz, uint64_t numel, int encoding) {
-    if (encoding == ENC_DENSE || (encoding == ENC_AUTO && nnz == numel))
-        return (index_plan_t){encoding == ENC_AUTO ? ENC_DENSE : encoding, 0, 0};
-    if (encoding == ENC_AUTO && nnz > numel - nnz) { /* most entries: a bit each, up to the last one, is the least */
-        const uint64_t rice = ceil_div((uint64_t)idx[nnz - 1] + 1, 8), bitmap = ceil_div(numel, 8);
-        return rice < bitmap ? (index_plan_t){ENC_RICE, 0, rice} : (index_plan_t){ENC_BITMAP, 0, bitmap};
-    }
-    /* Rice: floor(log2(mean gap)) and its neighbours */
-    const int b = nnz ? bit_length((numel - nnz) / nnz) : 0;
-    int k[3];
-    for (int c = 0; c < 3; c++) {
-        k[c] = b - 2 + c;
-        k[c] = k[c] < 0 ? 0 : k[c] > 30 ? 30 : k[c];
-    }
-    const int k0 = k[0], k1 = k[1], k2 = k[2];
-    uint64_t escapes = 0, quotients[3] = {0, 0, 0};
-    if (nnz) {
-        escapes = idx[0] / 255u;
-        for (int c = 0; c < 3; c++) quotients[c] = idx[0] >> k[c];
-        uint64_t q0 = 0, q1 = 0, q2 = 0, e = 0;
-        for (uint64_t j = 1; j < nnz; j++) {
-            const uint32_t gap = idx[j] - idx[j - 1] - 1;
-            e += gap / 255u;
-            q0 += gap >> k0;
-            q1 += gap >> k1;
-            q2 += gap >> k2;
-        }
-        escapes += e;
-        quotients[0] += q0;
-        quotients[1] += q1;
-        quotients[2] += q2;
-    }
-    int param = 0;
-    uint64_t rice_bits = UINT64_MAX;
-    for (int c = 0; c < 3; c++) {
-        const uint64_t bits = nnz * (uint64_t)(k[c] + 1) + quotients[c];
-        if (nnz && bits < rice_bits) rice_bits = bits, param = k[c];
-    }
-    if (!nnz) rice_bits = 0;
-    const index_plan_t plans[] = {
-        {ENC_BITMAP, 0, ceil_div(numel, 8)},
-        {ENC_GAPS8, 0, nnz + escapes},
-        {ENC_BLOCK16, 0, 4 * ceil_div(numel, 65536) + 2 * nnz},
-        {ENC_RICE, param, ceil_div(rice_bits, 8)},
-    };
-    if (encoding != ENC_AUTO) return plans[encoding - ENC_BITMAP];
-    index_plan_t best = plans[0];
-    for (int c = 1; c < 4; c++)
-        if (plans[c].nbytes < best.nbytes) best = plans[c];
-    return best;
-}
-
-/* Writes exactly nbytes. */
-static void encode_rice(const uint32_t *idx, uint64_t nnz, int k, uint8_t *out, uint64_t nbytes) {
-    const uint32_t low_mask = (1u << k) - 1u;
-    const uint8_t *end = out + nbytes;
-    uint64_t pending = 0;
-    unsigned count = 0; /* bits in pending, at most 7 between codes */
-    uint32_t next = 0;  /* first entry not yet passed */
-    for (uint64_t j = 0; j < nnz; j++) {
-        const uint32_t gap = idx[j] - next;
-        uint32_t zeros = gap >> k;
-        next = idx[j] + 1;
-        const uint64_t code = 1u | (uint64_t)(gap & low_mask) << 1;
-        if (zeros + (uint32_t)k < 56 && end - out >= 8) { /* the usual case, without a branch on whole bytes */
-            pending |= code << (count + zeros);
-            count += zeros + 1 + (unsigned)k;
-            store64(out, pending);
-            out += count >> 3;
-            pending >>= count & ~7u;
-            count &= 7;
-            continue;
-        }
-        for (count += zeros % 8, zeros /= 8;; zeros--) { /* whole bytes, most of them zero */
-            if (count >= 8) *out++ = (uint8_t)pending, pending >>= 8, count -= 8;
-            if (!zeros) break;
-            *out++ = (uint8_t)pending;
-            pending >>= 8;
-        }
-        pending |= code << count;
-        for (count += 1 + (unsigned)k; count >= 8; count -= 8, pending >>= 8) *out++ = (uint8_t)pending;
-    }
-    if (count) *out = (uint8_t)pending;
-}
-
-static void encode_indices(const uint32_t *idx, uint64_t nnz, uint64_t numel, index_plan_t plan, uint8_t *out) {
-    if (plan.encoding == ENC_BITMAP) {
-        if (plan.nbytes) memset(out, 0, plan.nbytes);
-        for (uint64_t j = 0; j < nnz;) { /* a word at once: bits that follow each other would wait for each other */
-            const uint64_t at = idx[j] >> 6, left = plan.nbytes - 8 * at;
-            uint64_t word = 0;
-            for (; j < nnz && idx[j] >> 6 == at; j++) word |= 1ull << (idx[j] & 63u);
-            memcpy(out + 8 * at, &word, left < 8 ? left : 8);
-        }
-    } else if (plan.encoding == ENC_GAPS8) {
-        for (uint64_t j = 0; j < nnz; j++) {
-            uint32_t gap = gap_at(idx, j);
-            for (; gap >= 255; gap -= 255) *out++ = 255;
-            *out++ = (uint8_t)gap;
-        }
-    } else if (plan.encoding == ENC_BLOCK16) {
-        const uint64_t blocks = ceil_div(numel, 65536);
-        uint64_t j = 0;
-        for (uint64_t block = 0; block < blocks; block++) {
-            const uint64_t first = j;
-            while (j < nnz && idx[j] >> 16 == block) j++;
-            store32(out + 4 * block, (uint32_t)(j - first));
-        }
-        out += 4 * blocks;
-        for (j = 0; j < nnz; j++) store16(out + 2 * j, (uint16_t)idx[j]);
-    } else if (plan.encoding == ENC_RICE) {
-        encode_rice(idx, nnz, plan.param, out, plan.nbytes);
-    }
-}
-
-static int decode_gaps8(const uint8_t *p, uint64_t nbytes, uint64_t nnz, uint64_t numel, uint32_t *idx) {
-    uint64_t position = 0, found = 0; /* position: first entry not yet passed */
-    for (uint64_t i = 0; i < nbytes; i++) {
-        if (p[i] == 255) {
-            position += 255;
-            continue;
-        }
-        position += p[i];
-        if (position >= numel) return ERR_RANGE;
-        if (found == nnz) return ERR_COUNT;
-        idx[found++] = (uint32_t)position++;
-    }
-    if (found != nnz) return ERR_COUNT;
-    return nbytes && p[nbytes - 1] == 255 ? ERR_TRAILING : OK;
-}
-
-static int decode_block16(const uint8_t *p, uint64_t nnz, uint64_t numel, uint32_t *idx) {
-    const uint64_t blocks = ceil_div(numel, 65536);
-    const uint8_t *offsets = p + 4 * blocks;
-    uint64_t found = 0;
-    for (uint64_t block = 0; block < blocks; block++) {
-        const uint32_t count = load32(p + 4 * block);
-        if (count > nnz - found) return ERR_COUNT;
-        uint32_t disorder = 0;
-        for (uint32_t i = 0; i < count; i++) {
-            const uint16_t low = load16(offsets + 2 * (found + i));
-            if (i) disorder |= low <= load16(offsets + 2 * (found + i - 1));
-            idx[found + i] = (uint32_t)(block << 16) | low;
-        }
-        if (disorder) return ERR_ORDER;
-        found += count;
-    }
-    if (found != nnz) return ERR_COUNT;
-    return nnz && idx[nnz - 1] >= numel ? ERR_RANGE : OK;
-}
-
-static int decode_bitmap(const uint8_t *p, uint64_t nbytes, uint64_t nnz, uint64_t numel, uint32_t *idx) {
-    uint64_t found = 0;
-    for (uint64_t at = 0; at < nbytes; at += 8) {
-        uint64_t word = 0;
-        memcpy(&word, p + at, nbytes - at < 8 ? nbytes - at : 8);
-        const uint64_t count = (uint64_t)__builtin_popcountll(word);
-        if (count > nnz - found) return ERR_COUNT;
-        for (; word; word &= word - 1) idx[found++] = (uint32_t)(8 * at) + (uint32_t)__builtin_ctzll(word);
-    }
-    if (found != nnz) return ERR_COUNT;
-    return nnz && idx[nnz - 1] >= numel ? ERR_RANGE : OK;
+static index_form_t index_form(uint64_t nnz, uint64_t numel) {
+    if (nnz == 0 || nnz == numel) return (index_form_t){0, 0, 0};
+    const uint64_t most = (uint64_t)bit_length((numel - 1) / nnz) - 1, lower = most < MOST_LOWER ? most : MOST_LOWER;
+    const uint64_t bits = nnz + ((numel - 1) >> lower);
+    const uint64_t code = ceil_div(bits, 8) + ceil_div(nnz * lower, 8), bitmap = ceil_div(numel, 8);
+    return code < bitmap ? (index_form_t){bits, lower, code} : (index_form_t){numel, 0, bitmap};
 }
 
 /* 64 bits of a section from bit position on, zeros past its end. */
@@ -1081,65 +924,88 @@ static inline uint64_t bits_at(const uint8_t *p, uint64_t nbytes, uint64_t bit) 
     return word >> (bit & 7);
 }
 
-static int decode_rice(const uint8_t *p, uint64_t nbytes, int k, uint64_t nnz, uint64_t numel, uint32_t *idx) {
-    const uint64_t total = 8 * nbytes, most = numel >> k;
-    const uint32_t low_mask = (1u << k) - 1u;
-    uint64_t bit = 0, position = 0;
-    for (uint64_t j = 0; j < nnz; j++) {
-        uint64_t zeros = 0, word = bits_at(p, nbytes, bit);
-        while (!(word & 0x1FFFFFFFFFFFFFFull)) { /* 57 bits are valid whatever the bit offset */
-            zeros += 57;
-            bit += 57;
-            if (bit >= total || zeros > most + 57) return ERR_COUNT;
-            word = bits_at(p, nbytes, bit);
-        }
-        const int run = __builtin_ctzll(word);
-        zeros += (uint64_t)run;
-        bit += (uint64_t)run + 1;
-        if (zeros > most) return ERR_RANGE;
-        /* run + 1 + k <= 57: the low bits are in this word already */
-        word = run + 1 + k <= 57 ? word >> (run + 1) : bits_at(p, nbytes, bit);
-        bit += (uint64_t)k;
-        if (bit > total) return ERR_COUNT;
-        position += (zeros << k) | (word & low_mask);
-        if (position >= numel) return ERR_RANGE;
-        idx[j] = (uint32_t)position++;
-    }
-    if (ceil_div(bit, 8) != nbytes) return ERR_TRAILING;
-    return bit & 7 && p[nbytes - 1] >> (bit & 7) ? ERR_TRAILING : OK;
+/* The bit of the j-th position in the bitmap. */
+static inline uint64_t bit_of(const uint32_t *idx, uint64_t j, uint64_t lower) {
+    return lower ? (idx[j] >> lower) + j : idx[j];
 }
 
-/* Check an index section and write its positions to idx [nnz]. Its size has been checked against nnz and numel. */
-API int32_t dct_decode_indices(int32_t encoding, int32_t param, const uint8_t *p, uint64_t nbytes, uint64_t nnz,
-                               uint64_t numel, uint32_t *idx) {
-    switch (encoding) {
-    case ENC_DENSE:
+/* Writes exactly form.nbytes. */
+static void encode_indices(const uint32_t *idx, uint64_t nnz, index_form_t form, uint8_t *out) {
+    const uint64_t size = ceil_div(form.bits, 8), lower = form.lower;
+    if (!form.bits) return;
+    memset(out, 0, size);
+    for (uint64_t j = 0; j < nnz;) { /* a word at once: bits that follow each other would wait for each other */
+        const uint64_t at = bit_of(idx, j, lower) >> 6, left = size - 8 * at;
+        uint64_t word = 0, bit;
+        for (; j < nnz && (bit = bit_of(idx, j, lower)) >> 6 == at; j++) word |= 1ull << (bit & 63u);
+        memcpy(out + 8 * at, &word, left < 8 ? left : 8);
+    }
+    if (!lower) return;
+    const uint64_t mask = (1ull << lower) - 1;
+    uint64_t pending = 0;
+    unsigned count = 0; /* bits in pending, at most 31 between positions */
+    out += size;
+    for (uint64_t j = 0; j < nnz; j++) {
+        pending |= (idx[j] & mask) << count;
+        count += (unsigned)lower;
+        if (count >= 32) {
+            store32(out, (uint32_t)pending);
+            out += 4;
+            pending >>= 32;
+            count -= 32;
+        }
+    }
+    for (; count; count = count > 8 ? count - 8 : 0, pending >>= 8) *out++ = (uint8_t)pending;
+}
+
+/* Check an index section and write its positions to idx [nnz]. Its size is that of the form. */
+API int32_t dct_decode_indices(const uint8_t *p, uint64_t nnz, uint64_t numel, uint32_t *idx) {
+    const index_form_t form = index_form(nnz, numel);
+    const uint64_t size = ceil_div(form.bits, 8), lower = form.lower;
+    if (!form.bits) {
         for (uint64_t j = 0; j < nnz; j++) idx[j] = (uint32_t)j;
         return OK;
-    case ENC_BITMAP: return decode_bitmap(p, nbytes, nnz, numel, idx);
-    case ENC_GAPS8: return decode_gaps8(p, nbytes, nnz, numel, idx);
-    case ENC_BLOCK16: return decode_block16(p, nnz, numel, idx);
-    case ENC_RICE: return decode_rice(p, nbytes, param, nnz, numel, idx);
-    default: return ERR_COUNT;
     }
+    uint64_t found = 0;
+    for (uint64_t at = 0; at < size; at += 8) {
+        uint64_t word = 0;
+        memcpy(&word, p + at, size - at < 8 ? size - at : 8);
+        const uint64_t count = (uint64_t)__builtin_popcountll(word);
+        if (count > nnz - found) return ERR_COUNT;
+        if (size - at <= 8 && word && 8 * at + 63 - (uint64_t)__builtin_clzll(word) >= form.bits) return ERR_RANGE;
+        for (; word; word &= word - 1) {
+            const uint64_t bit = 8 * at + (uint64_t)__builtin_ctzll(word);
+            idx[found] = (uint32_t)(lower ? bit - found : bit);
+            found++;
+        }
+    }
+    if (found != nnz) return ERR_COUNT;
+    if (!lower) return OK;
+    const uint8_t *rest = p + size;
+    const uint64_t rest_size = form.nbytes - size, mask = (1ull << lower) - 1;
+    uint32_t disorder = 0, before = 0;
+    for (uint64_t j = 0; j < nnz; j++) {
+        idx[j] = idx[j] << lower | (uint32_t)(bits_at(rest, rest_size, lower * j) & mask);
+        disorder |= j && idx[j] <= before;
+        before = idx[j];
+    }
+    if (lower * nnz % 8 && rest[rest_size - 1] >> (lower * nnz % 8)) return ERR_TRAILING;
+    if (idx[nnz - 1] >= numel) return ERR_RANGE;
+    return disorder ? ERR_ORDER : OK;
 }
 
-/* Size, encoding and parameter for positions; with out, write them too. plan: {encoding in and out, param, nbytes}. */
-API int32_t dct_encode_indices(const uint32_t *idx, uint64_t nnz, uint64_t numel, int64_t *plan, uint8_t *out) {
-    const index_plan_t chosen = plan_indices(idx, nnz, numel, (int)plan[0]);
-    plan[0] = chosen.encoding;
-    plan[1] = chosen.param;
-    plan[2] = (int64_t)chosen.nbytes;
-    if (out) encode_indices(idx, nnz, numel, chosen, out);
+/* Write the section of these positions. */
+API int32_t dct_encode_indices(const uint32_t *idx, uint64_t nnz, uint64_t numel, uint8_t *out) {
+    encode_indices(idx, nnz, index_form(nnz, numel), out);
     return OK;
 }
 
 /* ---- payload --------------------------------------------------------------------------------------------------- */
 
-/* Checksums of the header's first 32 bytes and the body. */
+/* Checksums of the header's first 16 bytes and the body. */
 static void checksum(const uint8_t *payload, uint64_t nbytes, uint32_t *check1, uint32_t *check2) {
     uint32_t sum = 0, weighted = 0;
-    for (uint32_t i = 0; i < 8; i++) {
+    for (uint32_t i = 0; i < 4; i++) {
         const uint32_t w = load32(payload + 4 * i);
         sum += w;
         weighted += (i + 1) * w;
@@ -1149,30 +1015,25 @@ static void checksum(const uint8_t *payload, uint64_t nbytes, uint32_t *check1, 
     for (uint64_t i = 0; i < words; i++) {
         const uint32_t w = load32(body + 4 * i);
         sum += w;
-        weighted += ((uint32_t)i + 9u) * w;
+        weighted += ((uint32_t)i + 5u) * w;
     }
     uint32_t last = 0;
     if (size % 4) memcpy(&last, body + 4 * words, size % 4);
     *check1 = sum + last;
-    *check2 = weighted + ((uint32_t)words + 9u) * last;
+    *check2 = weighted + ((uint32_t)words + 5u) * last;
 }
 
-static void write_header(uint8_t *out, int encoding, int dtype, int nonfinite, int param, uint64_t numel, uint64_t nnz,
-                         uint64_t index_nbytes, uint64_t nbytes) {
+static void write_header(uint8_t *out, int dtype, int nonfinite, uint64_t numel, uint64_t nnz, uint64_t nbytes) {
     uint32_t check1, check2;
     store16(out, 0xDC7A);
-    out[2] = 1;
-    out[3] = (uint8_t)encoding;
-    out[4] = (uint8_t)dtype;
-    out[5] = nonfinite ? 1 : 0;
-    out[6] = (uint8_t)param;
-    out[7] = 0;
-    store64(out + 8, numel);
-    store64(out + 16, nnz);
-    store64(out + 24, index_nbytes);
+    out[2] = 2;
+    out[3] = (uint8_t)dtype;
+    store32(out + 4, nonfinite ? 1 : 0);
+    store32(out + 8, (uint32_t)numel);
+    store32(out + 12, (uint32_t)nnz);
     checksum(out, nbytes, &check1, &check2);
-    store32(out + 32, check1);
-    store32(out + 36, check2);
+    store32(out + 16, check1);
+    store32(out + 20, check2);
 }
 
 /* ---- compress -------------------------------------------------------------------------------------------------- */
@@ -1185,7 +1046,7 @@ typedef struct {
     uint8_t *out;
     uint64_t numel, capacity, start;
     float tau;
-    int32_t grad_dtype, value_dtype, encoding, dense, threads;
+    int32_t grad_dtype, value_dtype, dense, threads;
     int32_t clear; /* leave zeros in grad */
     /* out */
     int32_t nonfinite;
@@ -1358,7 +1219,7 @@ static void write_values(const dct_compress_t *a, const uint32_t *idx, const flo
     }
 }
 
-/* tau = 0 without a forced encoding: every entry, no positions, no scratch. */
+/* tau = 0: every entry, no positions, no scratch. */
 static void compress_dense(dct_compress_t *a) {
     const uint64_t bits = value_bits(a->value_dtype);
     uint8_t *values = a->out + HEADER, *body = values + scales_nbytes(a->numel, a->value_dtype);
@@ -1372,7 +1233,7 @@ static void compress_dense(dct_compress_t *a) {
     }
     a->nnz = a->above = a->numel;
     a->nbytes = HEADER + values_nbytes(a->numel, a->value_dtype);
-    write_header(a->out, ENC_DENSE, a->value_dtype, 0, 0, a->numel, a->numel, 0, a->nbytes);
+    write_header(a->out, a->value_dtype, 0, a->numel, a->numel, a->nbytes);
 }
 
 static void refuse(dct_compress_t *a) {
@@ -1384,7 +1245,7 @@ static void refuse(dct_compress_t *a) {
     a->nonfinite = 1;
     a->nbytes = HEADER;
     a->nnz = a->above = 0;
-    write_header(a->out, ENC_DENSE, a->value_dtype, 1, 0, a->numel, 0, 0, HEADER);
+    write_header(a->out, a->value_dtype, 1, a->numel, 0, HEADER);
 }
 
 static int32_t compress(dct_compress_t *a) {
@@ -1402,7 +1263,7 @@ static int32_t compress(dct_compress_t *a) {
     s.check_inside = !a->dense && !(a->left && a->left == a->residual);
     if (!s.check_inside) parallel(a->threads, find_overflow, &s);
 
-    if (!s.overflow && a->dense && a->encoding <= ENC_DENSE) {
+    if (!s.overflow && a->dense) {
         a->select_ns = now_ns() - began;
         compress_dense(a);
         a->encode_ns = now_ns() - began - a->select_ns;
@@ -1431,13 +1292,12 @@ static int32_t compress(dct_compress_t *a) {
         a->select_ns = now_ns() - began;
         if (status == OK) {
             const segment_t *head = &s.segments[0];
-            const index_plan_t plan = plan_indices(head->idx, a->nnz, a->numel, a->encoding);
-            uint8_t *index = a->out + HEADER, *values = index + plan.nbytes;
-            encode_indices(head->idx, a->nnz, a->numel, plan, index);
+            const index_form_t form = index_form(a->nnz, a->numel);
+            uint8_t *index = a->out + HEADER, *values = index + form.nbytes;
+            encode_indices(head->idx, a->nnz, form, index);
             write_values(a, head->idx, head->val, a->nnz, values);
-            a->nbytes = HEADER + plan.nbytes + values_nbytes(a->nnz, a->value_dtype);
-            write_header(a->out, plan.encoding, a->value_dtype, 0, plan.param, a->numel, a->nnz, plan.nbytes,
-                         a->nbytes);
+            a->nbytes = HEADER + form.nbytes + values_nbytes(a->nnz, a->value_dtype);
+            write_header(a->out, a->value_dtype, 0, a->numel, a->nnz, a->nbytes);
         }
     }
     a->encode_ns = now_ns() - began - a->select_ns;
@@ -1461,7 +1321,7 @@ API int32_t dct_compress(dct_compress_t *calls, int32_t count) {
 typedef struct {
     const uint8_t *data;
     uint64_t nbytes, numel, nnz, index_nbytes;
-    int32_t encoding, param, value_dtype;
+    int32_t value_dtype;
     uint32_t check1, check2;
 } dct_payload_t;
 
@@ -1474,10 +1334,10 @@ static int check_sums(const dct_payload_t *p) {
 /* Positions of a payload in fresh memory (NULL when dense). */
 static int positions_of(const dct_payload_t *p, uint32_t **idx) {
     *idx = NULL;
-    if (p->encoding == ENC_DENSE) return OK;
+    if (p->nnz == p->numel) return OK;
     *idx = malloc(4 * p->nnz + 4);
     if (!*idx) return ERR_MEMORY;
-    return dct_decode_indices(p->encoding, p->param, p->data + HEADER, p->index_nbytes, p->nnz, p->numel, *idx);
+    return dct_decode_indices(p->data + HEADER, p->nnz, p->numel, *idx);
 }
 
 /* out[index] += value. All is checked before anything is written. */
@@ -1505,42 +1365,21 @@ typedef struct {
     int32_t dtype;
 } dct_target_t;
 
-/* Sizes that the encoding's sections can have (codecs/index: section_sizes). */
-static int section_fits(const dct_payload_t *p) {
-    const uint64_t nnz = p->nnz, rest = p->numel - p->nnz, codes = nnz * (uint64_t)(p->param + 1);
-    uint64_t low = 0, high = 0;
-    switch (p->encoding) {
-    case ENC_DENSE:
-        if (rest) return 0;
-        break;
-    case ENC_BITMAP: low = high = ceil_div(p->numel, 8); break;
-    case ENC_GAPS8: low = nnz, high = nnz + rest / 255; break;
-    case ENC_BLOCK16: low = high = 4 * ceil_div(p->numel, 65536) + 2 * nnz; break;
-    case ENC_RICE: low = ceil_div(codes, 8), high = ceil_div(codes + (rest >> p->param), 8); break;
-    default: return 0;
-    }
-    return low <= p->index_nbytes && p->index_nbytes <= high && p->param <= (p->encoding == ENC_RICE ? 30 : 0);
-}
-
 /* The payload of numel entries at the front of a message, which then goes on behind it. */
 static int take_payload(dct_message_t *message, uint64_t numel, dct_payload_t *p, int *nonfinite) {
     const uint8_t *data = message->data;
-    if (message->nbytes < HEADER || load16(data) != 0xDC7A || data[2] != 1 || data[4] >= VALUE_COUNT || data[5] > 1 ||
-        data[7])
+    if (message->nbytes < HEADER || load16(data) != 0xDC7A || data[2] != 2 || data[3] >= VALUE_COUNT ||
+        load32(data + 4) > 1)
         return ERR_HEADER;
     *p = (dct_payload_t){.data = data,
-                         .numel = load64(data + 8),
-                         .nnz = load64(data + 16),
-                         .index_nbytes = load64(data + 24),
-                         .encoding = data[3],
-                         .param = data[6],
-                         .value_dtype = data[4],
-                         .check1 = load32(data + 32),
-                         .check2 = load32(data + 36)};
-    *nonfinite = data[5];
-    if (p->numel != numel || p->nnz > numel || numel > UINT32_MAX || p->index_nbytes > message->nbytes)
-        return ERR_HEADER;
-    if (*nonfinite ? p->encoding || p->param || p->nnz || p->index_nbytes : !section_fits(p)) return ERR_HEADER;
+                         .numel = load32(data + 8),
+                         .nnz = load32(data + 12),
+                         .value_dtype = data[3],
+                         .check1 = load32(data + 16),
+                         .check2 = load32(data + 20)};
+    *nonfinite = data[4];
+    if (p->numel != numel || p->nnz > (*nonfinite ? 0 : numel)) return ERR_HEADER;
+    p->index_nbytes = index_form(p->nnz, numel).nbytes;
     p->nbytes = HEADER + p->index_nbytes + values_nbytes(p->nnz, p->value_dtype);
     if (p->nbytes > message->nbytes) return ERR_HEADER;
     message->data += p->nbytes;
@@ -1562,7 +1401,7 @@ static int open_kept(kept_t *kept) {
     int status = check_sums(p);
     if (status == OK) status = check_values(values_of(p), p->nnz, p->value_dtype);
     kept->idx = NULL;
-    if (status != OK || p->encoding == ENC_DENSE) return status;
+    if (status != OK || p->nnz == p->numel) return status;
     if (p->nnz >= kept->room) {
         free(kept->memory);
         kept->room = p->nnz + p->nnz / 4 + 1;
@@ -1573,7 +1412,7 @@ static int open_kept(kept_t *kept) {
         }
     }
     kept->idx = kept->memory;
-    return dct_decode_indices(p->encoding, p->param, p->data + HEADER, p->index_nbytes, p->nnz, p->numel, kept->idx);
+    return dct_decode_indices(p->data + HEADER, p->nnz, p->numel, kept->idx);
 }
 
 static inline void store_scaled(const dct_target_t *to, uint64_t i, float x) {
@@ -1681,7 +1520,7 @@ API int32_t dct_sum_messages(dct_message_t *messages, int32_t n, const dct_targe
 API int32_t dct_positions(const dct_payload_t *p, uint32_t *idx) {
     const int status = check_sums(p);
     if (status != OK) return status;
-    return dct_decode_indices(p->encoding, p->param, p->data + HEADER, p->index_nbytes, p->nnz, p->numel, idx);
+    return dct_decode_indices(p->data + HEADER, p->nnz, p->numel, idx);
 }
 
 /* ---- thresholds ------------------------------------------------------------------------------------------------ */

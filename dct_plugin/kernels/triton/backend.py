@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...codecs.index import IndexEncoding
 from ...codecs.message import Key, MessageWriter, order_of
 from ...codecs.payload import Payload
 from ...codecs.slots import first_words
@@ -42,9 +41,6 @@ try:
     from .selection_kernels import VALUE_DTYPES
 except ImportError as error:  # no such package, or not for this platform
     raise OSError(f"triton cannot be imported: {error}") from error
-
-#: Index encodings that the kernels write; the smallest is taken. Rice code can only be read from its start.
-WRITTEN = (IndexEncoding.DENSE, IndexEncoding.BITMAP, IndexEncoding.GAPS8, IndexEncoding.BLOCK16)
 
 _COPIED = reading.COPIED.value
 _FIGURES_NBYTES = 32  # of a payload
@@ -75,7 +71,6 @@ class TritonBackend(Backend):
     batches = True
     lengths_on_host = False
     message_entries = math.inf  # one launch writes the payloads of a whole bucket
-    encodings = WRITTEN
     value_dtypes = VALUE_DTYPES
     planes = planes
 
@@ -84,7 +79,7 @@ class TritonBackend(Backend):
             raise OSError("torch is built for ROCm, for which the kernels were not made")
         self._errors: dict[tuple[torch.device, int], Tensor] = {}
         self._waiting = _Waiting()
-        self._reference = ReferenceBackend(WRITTEN)
+        self._reference = ReferenceBackend()
 
     def __repr__(self) -> str:
         return f"TritonBackend(triton={triton.__version__!r})"
@@ -98,9 +93,6 @@ class TritonBackend(Backend):
         return math.ceil((1.25 if of_part else 1.125) * wanted + 3.0 * math.sqrt(wanted)) + 1
 
     def compress(self, job: Job) -> Stats:
-        if job.encoding is IndexEncoding.RICE:
-            self._waiting.launch()
-            return self._reference.compress(job)
         return self._batch(job.grad.device).compress(job)
 
     def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
@@ -137,8 +129,6 @@ class TritonBackend(Backend):
         check_vector("out", out, (torch.float32,))
         self._waiting.launch()
         opened = open_payload(payload, out.numel(), verify=False)
-        if opened.header.encoding is IndexEncoding.RICE:
-            return self._reference.decode_add(opened, out)
         with launched_on(out.device):
             OpenedMessages.of(opened, out).add(1.0, wrong=self._error(out.device))
         return opened.nnz
@@ -146,8 +136,6 @@ class TritonBackend(Backend):
     def positions(self, payload: Payload | Tensor, numel: int) -> Tensor:
         self._waiting.launch()
         opened = open_payload(payload, numel, verify=False)
-        if opened.header.encoding is IndexEncoding.RICE:
-            return self._reference.positions(opened, numel)
         with launched_on(opened.data.device):
             positions, wrong = OpenedMessages.of(opened).entries(opened)
         error = self._error(wrong.device)
@@ -205,7 +193,7 @@ class TritonBackend(Backend):
         spans: Spans | None = None,
         *,
         spare: bool = False,
-        bits: int = 2,
+        bits: int = 1,
     ) -> Callable[[], Tensor]:
         if not outs:
             return lambda: first_words(buffer, bounds)

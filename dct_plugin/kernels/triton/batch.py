@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ...codecs.copies import refuse_capture, to_device
-from ...codecs.index import IndexEncoding
 from ...codecs.message import ONE, Key, MessageWriter
 from ...codecs.splitmix import signed
 from ...codecs.stats import Figures, Stats
@@ -32,8 +31,6 @@ from .launch import launch
 ROOM, MOST_ENTRIES = 256, 1 << 26
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
-_SELECTED = -1  # which entries a kernel writes: those that were selected, in the smallest encoding
-_DENSE = int(IndexEncoding.DENSE)
 _LANES = 1 << 14  # samples that the search for a threshold looks at in one step, at most
 _ALIGNMENT = 16
 TILE, BLOCK, CHUNK = device.TILE.value, device.BLOCK.value, device.CHUNK.value
@@ -79,8 +76,8 @@ def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
 class _Variant(NamedTuple):
     """The constants that the kernels of a payload are compiled for."""
 
-    entries: int
-    """:data:`_DENSE` (all), :data:`_SELECTED`, or the index encoding of the selected ones."""
+    selected: bool
+    """True if the entries that pass the threshold are written, not all."""
     grad: int
     residual: bool
     left: bool
@@ -148,7 +145,7 @@ class Batch:
     def compress(self, job: Job) -> Stats:
         """See :meth:`.backend.Backend.compress`."""
         parts = Parts.whole(job.numel, job.capacity, job.value_dtype)
-        return self._add(job, parts, job.start, out=job.out.data_ptr(), encoding=job.encoding)
+        return self._add(job, parts, job.start, out=job.out.data_ptr())
 
     def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
         """See :meth:`.backend.Backend.compress_parts`."""
@@ -163,7 +160,6 @@ class Batch:
         receivers: Key = ONE,
         *,
         out: int = 0,
-        encoding: IndexEncoding | None = None,
     ) -> Stats:
         """Note the payloads of a tensor, which a ``writer`` places, or which lie at the address ``out``."""
         count = len(parts.bounds)
@@ -171,9 +167,9 @@ class Batch:
         left = residual if job.residual_out is None else job.residual_out
         at, source = grad.data_ptr(), 0 if residual is None else residual.data_ptr()
         target = source if left is residual else 0 if left is None else left.data_ptr()
-        dense = not isinstance(job.tau, Tensor) and job.tau == 0.0 and encoding in (None, IndexEncoding.DENSE)
+        dense = not isinstance(job.tau, Tensor) and job.tau == 0.0
         variant = (  # a plain tuple, since it is made for each tensor
-            _DENSE if dense else _SELECTED if encoding is None else int(encoding),
+            not dense,
             GRAD_CODES[grad.dtype],
             residual is not None,
             left is not None,
@@ -186,7 +182,7 @@ class Batch:
         stats = Stats.on_device(self._figures, self._payloads, count, tau=applied)
         if writer is not None:  # this may fail: nothing is noted then
             out = writer.place(receivers, parts.nbytes, parts.total, stats)
-        columns = [at, source, target, out, 0, 0, turn, 0, 0, 0, 0, 0, self._payloads, slot, bits, 0]
+        columns = [at, source, target, out, 0, 0, turn, 0, 0, 0, 0, self._payloads, slot, bits, 0, 0]
         self._noted.writes.setdefault(variant, []).append((job, parts, columns))
         self._tensors += 1
         self._payloads += count
@@ -335,27 +331,23 @@ class Batch:
         state: Tensor,
         counts: Tensor,
     ) -> None:
-        tiles, blocks, chunks, entry_chunks, room = units
+        tiles, blocks, chunks, room = units
         types = {"GRAD": variant.grad, "HAS_RESIDUAL": variant.residual}
         aligned = {**types, "ALIGNED": variant.aligned}
-        selected = variant.entries != _DENSE
-        scratch, places = None, (0, 0)
-        if variant.in_place or not selected:
+        scratch, words = None, 0
+        if variant.in_place or not variant.selected:
             launch(device.overflow, tiles, table, state, count, GRAD=variant.grad, ALIGNED=variant.aligned)
-        if selected:
+        if variant.selected:
             words = blocks * (BLOCK // 32)
-            places = words, words + room
-            scratch = self._empty(words + room + blocks, torch.int32)
+            scratch = self._empty(words + room, torch.int32)
             options = {"HAS_LEFT": variant.left, "IN_PLACE": variant.in_place, **aligned}
             launch(device.select, tiles, table, scratch, state, self._taus, count, **options)
-            launch(device.compact, blocks, table, scratch, state, *places, count, num_warps=8)
-            if variant.entries in (_SELECTED, IndexEncoding.GAPS8):
-                launch(device.skips, entry_chunks, table, scratch, state, places[0], count)
-        constants = {"ENTRIES": variant.entries, "VALUE": variant.value}
-        accumulated = selected and variant.left
+            launch(device.compact, blocks, table, scratch, state, words, count, num_warps=8)
+        constants = {"SELECTED": variant.selected, "VALUE": variant.value}
+        accumulated = variant.selected and variant.left
         if accumulated:  # one form of the kernel serves all types of gradients
             types = {"GRAD": 0, "HAS_RESIDUAL": False}
-        written = table, scratch, state, *places, count
+        written = table, scratch, state, words, count
         options = {"ACCUMULATED": accumulated, "HAS_LEFT": variant.left, **types, **constants}
         launch(device.write, chunks, *written, **options, num_warps=8)  # gathers: more warps hide their loads
         put_back = variant.left and not variant.in_place
@@ -377,15 +369,15 @@ def _undo(job: Job | PartedJob) -> None:
 
 def _state_size(rows: int, units: Sequence[int]) -> int:
     """Return the numbers of ``state``: even, as kernels are compiled for memory at multiples of 16 bytes."""
-    return -(-(rows * STATE + sum([counts_and_sums(each, rows) for each in units[1::2]])) // 2) * 2
+    return -(-(rows * STATE + counts_and_sums(units[1], rows)) // 2) * 2
 
 
 def _rows(variant: _Variant, writes: Sequence[_Write]) -> tuple[np.ndarray, list[int]]:
     """Return the rows of payloads of one variant, and the totals of their units of work: tiles, blocks,
-    chunks of the body and of entries, positions.
+    chunks of the body, positions.
     """
     of, size = tuple([parts for _, parts, _ in writes]), GRAD_DTYPES[variant.grad].itemsize
-    layout, units, which = _layout(of, size, dense=variant.entries == _DENSE)
+    layout, units, which = _layout(of, size, dense=not variant.selected)
     return layout + table_of([*(columns for *_, columns in writes), _NOTHING_ADDED], ROW)[which], units
 
 
@@ -404,14 +396,12 @@ def _layout(of: tuple[Parts, ...], size: int, *, dense: bool) -> tuple[np.ndarra
     """
     counts = [len(each.numbers) for each in of]
     start, numel, most = np.concatenate([each.numbers for each in of]).T
-    if dense:
-        units = [_programs(numel, CHUNK), 0 * numel, 0 * numel]
-    else:
-        body = np.maximum(most, -(-numel // 32))
-        units = [_programs(body, CHUNK), _programs(most, CHUNK), most]
+    # A chunk of the body is one of entries, of words of the bitmap, and of pairs of bytes behind it.
+    chunks = _programs(numel if dense else np.maximum(most, -(-numel // 32)), CHUNK)
     rows = np.zeros((len(numel) + 1, ROW), dtype=np.int64)
     rows[:-1, NUMEL:START] = np.stack([numel, most], axis=1)
-    work = np.stack([_programs(numel, TILE), _programs(numel, BLOCK), *units], axis=1)
+    room = 0 * most if dense else most
+    work = np.stack([_programs(numel, TILE), _programs(numel, BLOCK), chunks, room], axis=1)
     rows[1:, TILES:SLOT] = np.cumsum(work, axis=0)
     rows[:-1, SLOT] = np.concatenate([*map(np.arange, counts)])
     rows[:-1, :OUT_AT] = np.outer(start, [size, 4, 4])

@@ -25,15 +25,12 @@ from .selection_kernels import (
     BAD_POSITION,
     BAD_VALUE,
     BF16,
-    BITMAP,
     BLOCK,
-    BLOCK16,
+    CHECKED_WORDS,
     CHUNK,
     COUNTED,
-    DENSE,
     FP16,
     FP32,
-    GAPS8,
     GROUP,
     HEADER,
     INT2,
@@ -41,12 +38,13 @@ from .selection_kernels import (
     LOG4,
     LOG_BLOCK,
     MAGIC_AND_VERSION,
+    NO_BITMAP,
     ROW,
     SIGN,
-    STEP,
-    _as_position,
     _before,
     _bits_set,
+    _count_below,
+    _index_form,
     _levels_of,
     _load_bytes,
     _load_grad,
@@ -63,11 +61,11 @@ from .selection_kernels import (
     _value_nbytes,
 )
 
-#: Places in a row: where the payload's body begins in the buffer, its encoding, the type of the values, kept
-#: entries, bytes of the index section, what becomes of the output (see below); two checksums that the body
-#: has to have, and has; what is wrong; the first unit of work of the checks, of the positions; where
-#: its positions begin.
-BODY, KIND, VALUE, COUNT, INDEX, STATE, WANTED = map(tl.constexpr, range(7))
+#: Places in a row: where the payload's body begins in the buffer, the lower bits of positions behind the
+#: bitmap, the type of the values, kept entries, bytes of the index section, what becomes of the output (see
+#: below); two checksums that the body has to have, and has; what is wrong; the first unit of work of the
+#: checks, of the positions; where its positions begin.
+BODY, LOWER, VALUE, COUNT, INDEX, STATE, WANTED = map(tl.constexpr, range(7))
 FOUND, WRONG, CHECKS, SCANS, PLACE = map(tl.constexpr, (8, 10, 11, 12, 13))
 
 #: What becomes of an output: the payload is added, or (flagged, or missing from a sum) it becomes NaN.
@@ -111,37 +109,23 @@ def _field(byte, lane, FIRST: tl.constexpr, BYTES: tl.constexpr):
 def _read_header(buffer, at, end, numel):
     """Return the fields of a payload's header, and whether it is damaged.
 
-    The fields: encoding, value type, kept entries, bytes of the index section, flag, and the two checksums
-    that the body has to have. A header is damaged, too, if it is not of a tensor of ``numel`` entries, or if
-    the payload goes beyond ``end``.
+    The fields: value type, kept entries, flag, and the two checksums that the body has to have. A header is
+    damaged, too, if it is not of a tensor of ``numel`` entries, or if the payload goes beyond ``end``.
     """
-    lane = tl.arange(0, 64)
+    lane = tl.arange(0, 32)
     byte = tl.load(buffer + at + lane, mask=(at + lane < end) & (lane < HEADER), other=0).to(tl.int64)
-    part = tl.where(lane < 32, byte << ((lane % 4) * 8), 0)
-    wanted1 = _field(byte, lane, 32, 4) - tl.sum(part, 0)
-    wanted2 = _field(byte, lane, 36, 4) - tl.sum(part * (lane // 4 + 1), 0)
-    kind = _field(byte, lane, 3, 1)
-    value = _field(byte, lane, 4, 1)
-    flagged = _field(byte, lane, 5, 1)
-    param = _field(byte, lane, 6, 1)
-    entries = _field(byte, lane, 8, 8)
-    nnz = _field(byte, lane, 16, 8)
-    index = _field(byte, lane, 24, 8)
-    low = nnz * 0
-    low = tl.where(kind == BITMAP, (numel + 7) // 8, low)
-    low = tl.where(kind == GAPS8, nnz, low)
-    low = tl.where(kind == BLOCK16, (numel + BLOCK - 1) // BLOCK * 4 + 2 * nnz, low)
-    high = tl.where(kind == GAPS8, nnz + (numel - nnz) // 255, low)
-    least = tl.where(kind == DENSE, numel, 0)
-    bad = (_field(byte, lane, 0, 3) != MAGIC_AND_VERSION) | (kind > BLOCK16) | (value > SIGN)
-    bad = bad | (flagged > 1) | (param != 0) | (_field(byte, lane, 7, 1) != 0) | (entries != numel)
-    body_bad = (nnz < least) | (nnz > numel) | (index < low) | (index > high)
-    flag_bad = (kind != 0) | (nnz != 0) | (index != 0)
-    bad = bad | (((flagged == 0) & body_bad) | ((flagged != 0) & flag_bad))
+    part = tl.where(lane < 4 * CHECKED_WORDS, byte << ((lane % 4) * 8), 0)
+    wanted1 = _field(byte, lane, 16, 4) - tl.sum(part, 0)
+    wanted2 = _field(byte, lane, 20, 4) - tl.sum(part * (lane // 4 + 1), 0)
+    value = _field(byte, lane, 3, 1)
+    flagged = _field(byte, lane, 4, 4)
+    nnz = _field(byte, lane, 12, 4)
+    bad = (_field(byte, lane, 0, 3) != MAGIC_AND_VERSION) | (value > SIGN) | (flagged > 1)
+    bad = bad | (_field(byte, lane, 8, 4) != numel) | (nnz > tl.where(flagged != 0, 0, numel))
     nnz = tl.where(bad, 0, nnz)
-    index = tl.where(bad, 0, index)
+    _bits, _lower, index = _index_form(nnz, numel)
     bad = bad | (at + HEADER + index + _value_nbytes(nnz, value) > end)
-    return kind, value, nnz, index, flagged, wanted1, wanted2, bad
+    return value, nnz, flagged, wanted1, wanted2, bad
 
 
 @triton.jit(do_not_specialize=["bounds_at", "count", "stride", "room"])
@@ -186,20 +170,19 @@ def open_messages(
     while row < count:
         here = rows + row * ROW
         numel = tl.load(meta + META * row)
-        kind, value, nnz, index, flagged, wanted1, wanted2, bad = _read_header(buffer, at, end, numel)
+        value, nnz, flagged, wanted1, wanted2, bad = _read_header(buffer, at, end, numel)
         exists = row < payloads
-        bad = bad | ((kind != DENSE) & (places + nnz > room))
+        bad = bad | ((nnz < numel) & (places + nnz > room))
         bad = (bad | (broken != 0)) & (absent == 0) & exists
         gone = bad | (absent != 0) | (exists == 0)
         broken = tl.where(bad, 1, broken)
-        kind = tl.where(gone, 0, kind)
         nnz = tl.where(gone, 0, nnz)
-        index = tl.where(gone, 0, index)
+        bits, lower, index = _index_form(nnz, numel)
         nbytes = tl.where(gone, 0, index + _value_nbytes(nnz, value))
         state = tl.where((flagged != 0) & (bad == 0), POISONED, ADDED)
         state = tl.where(absent != 0, ABSENT, state)
         tl.store(here + BODY, at + HEADER)
-        tl.store(here + KIND, kind)
+        tl.store(here + LOWER, lower)
         tl.store(here + VALUE, value)
         tl.store(here + COUNT, nnz)
         tl.store(here + INDEX, index)
@@ -211,9 +194,8 @@ def open_messages(
         tl.store(here + WRONG, tl.where(bad, BAD_HEADER, 0).to(tl.int64))
         _store_units(here, checks, scans, places)
         checks += ((nbytes + 3) // 4 + CHUNK - 1) // CHUNK
-        blocks = tl.where((kind == BITMAP) | (kind == BLOCK16), (numel + BLOCK - 1) // BLOCK, 0)
-        scans += tl.where(kind == GAPS8, (index + CHUNK - 1) // CHUNK, blocks)
-        places += tl.where(kind == DENSE, 0, nnz)
+        scans += (bits + BLOCK - 1) // BLOCK
+        places += tl.where(nnz < numel, nnz, 0)
         at = tl.where(exists, tl.where(gone, end, at + HEADER + nbytes), at)
         row += 1
     last = rows + count * ROW
@@ -244,18 +226,18 @@ def _check(buffer, rows, count, unit):
             at = word * 4 + i
             content += tl.load(body + at, mask=at < nbytes, other=0).to(tl.int64) << (8 * i)
         tl.atomic_add(here + FOUND, tl.sum(content, 0) & 0xFFFFFFFF)
-        tl.atomic_add(here + FOUND + 1, tl.sum(content * (9 + word), 0) & 0xFFFFFFFF)
+        tl.atomic_add(here + FOUND + 1, tl.sum(content * (CHECKED_WORDS + 1 + word), 0) & 0xFFFFFFFF)
 
 
 @triton.jit
-def _bitmap_words(index, word, numel):
-    """Load words of a bitmap, uint32; return also whether one has bits outside the tensor."""
-    size = (numel + 7) // 8
+def _bitmap_words(index, word, bits):
+    """Load words of a bitmap, uint32; return also whether one has bits behind its end."""
+    size = (bits + 7) // 8
     content = tl.zeros(word.shape, tl.int32)
     for i in tl.static_range(4):
         at = word * 4 + i
         content = content | (tl.load(index + at, mask=at < size, other=0).to(tl.int32) << (8 * i))
-    outside = tl.maximum(tl.minimum(word * 32 + 32 - numel, 32), 0)
+    outside = tl.maximum(tl.minimum(word * 32 + 32 - bits, 32), 0)
     allowed = tl.where(outside < 32, (tl.full(content.shape, 0xFFFFFFFF, tl.int64) >> outside), 0)
     stray = (content.to(tl.uint32, bitcast=True).to(tl.int64) & ~allowed) != 0
     inside = (content.to(tl.int64) & allowed).to(tl.int32).to(tl.uint32, bitcast=True)
@@ -263,82 +245,50 @@ def _bitmap_words(index, word, numel):
 
 
 @triton.jit
-def _steps(index, nbytes, chunk):
-    """Return how far each byte of a chunk of ``gaps8`` goes, and whether it ends at an entry."""
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    byte = tl.load(index + at, mask=at < nbytes, other=0).to(tl.int64)
-    ends = (at < nbytes) & (byte != 255)
-    return tl.where(at < nbytes, byte, 0) + ends.to(tl.int64), ends.to(tl.int64)
+def _part_of(rows, meta, count, unit):
+    """Return the row of a unit of positions, its entries, kept ones, bits of the bitmap, lower bits of each
+    position, and which part of the bitmap this is.
+    """
+    row = _row_of(rows, count, unit, SCANS)
+    here = rows + row * ROW
+    numel = tl.load(meta + META * row)
+    nnz = tl.load(here + COUNT)
+    bits, lower, _nbytes = _index_form(nnz, numel)
+    return row, here, numel, nnz, bits, lower, unit - tl.load(here + SCANS)
 
 
 @triton.jit(do_not_specialize=["count", "stride", "units", "width", "checks"])
 def scan(buffer, rows, meta, counts, count, stride, units, width, checks):
-    """Write the entries of every unit of positions, and what its bytes step over; before that, in so many
-    programs, the checksums of the bodies.
+    """Write the number of kept entries of every unit of positions; before that, in so many programs, the
+    checksums of the bodies.
 
-    ``counts``, int64 [messages, 2, width], zeros: ``units`` counts, and behind them the sums of those of each
+    ``counts``, int64 [messages, width], zeros: ``units`` counts, and behind them the sums of those of each
     row.
     """
     unit = tl.program_id(0).to(tl.int64)
     message = tl.program_id(1).to(tl.int64)
     rows += message * (count + 1) * ROW
     meta += message * stride
-    counts += message * 2 * width
+    counts += message * width
     if unit < checks:
         _check(buffer, rows, count, unit)
     unit -= checks
-    row = _row_of(rows, count, unit, SCANS)
-    if (row >= 0) & (row < count):
-        here = rows + row * ROW
-        index = buffer + tl.load(here + BODY)
-        first = tl.load(here + SCANS)
-        part = unit - first
-        sums = _sums_of(counts + units, first, row) + part // COUNTED
-        kind = tl.load(here + KIND)
-        numel = tl.load(meta + META * row)
-        entries = part * 0
-        if kind == BITMAP:
-            word = part * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-            content, stray = _bitmap_words(index, word, numel)
-            tl.atomic_max(here + WRONG, tl.where(stray > 0, BAD_POSITION, 0).to(tl.int64))
-            entries = tl.sum(_bits_set(content), 0).to(tl.int64)
-        elif kind == BLOCK16:
-            entries = _as_position(_load_bytes(index, part * 4, part >= 0, 4))
-            # No total of all blocks is right then.
-            entries = tl.where(entries > BLOCK, 1 << 40, entries)
-        else:
-            nbytes = tl.load(here + INDEX)
-            steps, ends = _steps(index, nbytes, part)
-            entries = tl.sum(ends, 0)
-            passed = tl.sum(steps, 0)
-            tl.store(counts + width + unit, passed)
-            tl.atomic_add(sums + width, passed)
-            if part == 0:
-                last = tl.load(index + nbytes - 1, mask=nbytes > 0, other=0)
-                wrong = tl.where((nbytes > 0) & (last == 255), BAD_COUNT, 0)
-                tl.atomic_max(here + WRONG, wrong.to(tl.int64))
+    if (unit >= 0) & (unit < tl.load(rows + count * ROW + SCANS)):
+        row, here, _numel, _nnz, bits, _lower, part = _part_of(rows, meta, count, unit)
+        word = part * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+        content, stray = _bitmap_words(buffer + tl.load(here + BODY), word, bits)
+        tl.atomic_max(here + WRONG, tl.where(stray > 0, BAD_POSITION, 0).to(tl.int64))
+        entries = tl.sum(_bits_set(content), 0).to(tl.int64)
         tl.store(counts + unit, entries)
-        tl.atomic_add(sums, entries)
+        tl.atomic_add(_sums_of(counts + units, unit - part, row) + part // COUNTED, entries)
 
 
 @triton.jit
-def _place_block16(index, positions, here, block, numel, start, count):
-    """Write the positions of a block, the first of which is the ``start``-th of all."""
-    lanes = tl.arange(0, STEP)
-    offsets = index + (numel + BLOCK - 1) // BLOCK * 4 + start * 2
-    done = count * 0
-    worst = tl.zeros((STEP,), tl.int32)
-    while done < count:
-        at = done + lanes
-        mine = at < count
-        offset = _load_bytes(offsets, at * 2, mine, 2)
-        before_it = _load_bytes(offsets, at * 2 - 2, mine & (at > 0), 2)
-        position = block * BLOCK + offset
-        worst = tl.maximum(worst, tl.where(mine & (position >= numel), BAD_POSITION, 0))
-        worst = tl.maximum(worst, tl.where(mine & (at > 0) & (offset <= before_it), BAD_ORDER, 0))
-        tl.store(positions + start + at, position.to(tl.int32), mask=mine)
-        done += STEP
-    tl.atomic_max(here + WRONG, tl.max(worst, 0).to(tl.int64))
+def _lower_of(rest, rank, lower, mask):
+    """Return the lower bits, 1 to 16, of the positions of the ranks given, int64."""
+    bit = rank * lower
+    found = _load_bytes(rest, bit // 8, mask, 3) >> (bit % 8).to(tl.int32)
+    return (found & ((1 << lower.to(tl.int32)) - 1)).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["count", "stride", "units", "width", "room"])
@@ -348,48 +298,45 @@ def place(buffer, rows, meta, counts, positions, count, stride, units, width, ro
     message = tl.program_id(1).to(tl.int64)
     rows += message * (count + 1) * ROW
     meta += message * stride
-    counts += message * 2 * width
-    row = _row_of(rows, count, unit, SCANS)
-    if row < count:
-        here = rows + row * ROW
-        first = tl.load(here + SCANS)
-        mine = tl.load(here + ROW + SCANS) - first
-        part = unit - first
-        nnz = tl.load(here + COUNT)
-        numel = tl.load(meta + META * row)
-        kind = tl.load(here + KIND)
-        index = buffer + tl.load(here + BODY)
-        positions += message * room + tl.load(here + PLACE)
+    counts += message * width
+    if unit < tl.load(rows + count * ROW + SCANS):
+        row, here, numel, nnz, bits, lower, part = _part_of(rows, meta, count, unit)
+        first = unit - part
         sums = _sums_of(counts + units, first, row)
         counts += first
         before = _before(counts, sums, part)
-        wrong = tl.where(_before(counts, sums, mine) != nnz, BAD_COUNT, 0)
-        if kind == BLOCK16:
-            if wrong == 0:
-                _place_block16(index, positions, here, part, numel, before, tl.load(counts + part))
-        elif kind == BITMAP:
-            word = part * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-            content, _stray = _bitmap_words(index, word, numel)
-            set_bits = _bits_set(content)
-            rank = before + (tl.cumsum(set_bits, 0) - set_bits).to(tl.int64)
-            most = tl.max(set_bits, 0)
-            bit = 0
-            while bit < most:
-                low = _lowest(content)
-                position = word * 32 + _bits_set(low - 1)
-                tl.store(positions + rank, position.to(tl.int32), mask=(content != 0) & (rank < nnz))
-                content = content ^ low
-                rank += 1
-                bit += 1
-        else:
-            passed = _before(counts + width, sums + width, part)
-            steps, ends = _steps(index, tl.load(here + INDEX), part)
-            entry = passed + tl.cumsum(steps, 0) - 1
-            number = before + tl.cumsum(ends, 0) - 1
-            kept = ends != 0
-            outside = tl.max((kept & (entry >= numel)).to(tl.int32), 0) > 0
-            wrong = tl.where((wrong == 0) & outside, BAD_POSITION, wrong)
-            tl.store(positions + number, entry.to(tl.int32), mask=kept & (number < nnz))
+        wrong = tl.where(_before(counts, sums, (bits + BLOCK - 1) // BLOCK) != nnz, BAD_COUNT, 0)
+        index = buffer + tl.load(here + BODY)
+        rest = index + (bits + 7) // 8
+        positions += message * room + tl.load(here + PLACE)
+        word = part * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+        content, _stray = _bitmap_words(index, word, bits)
+        set_bits = _bits_set(content)
+        rank = before + (tl.cumsum(set_bits, 0) - set_bits).to(tl.int64)
+        # Where the bit before is set, too, the upper bits of the position before are the same.
+        carried = tl.load(index + word * 4 - 1, mask=(word > 0) & (word * 32 < bits), other=0) >> 7
+        follows = (content << 1) | carried.to(tl.uint32)
+        most = tl.max(set_bits, 0)
+        done = most * 0
+        while done < most:
+            one = _lowest(content)
+            kept = (content != 0) & (rank < nnz)
+            position = word * 32 + _bits_set(one - 1)
+            if lower > 0:
+                low = _lower_of(rest, rank, lower, kept)
+                again = kept & ((follows & one) != 0)
+                worst = tl.where(again & (_lower_of(rest, rank - 1, lower, again) >= low), BAD_ORDER, 0)
+                position = ((position - rank) << lower) + low
+                worst = tl.maximum(worst, tl.where(kept & (position >= numel), BAD_POSITION, 0))
+                wrong = tl.maximum(wrong, tl.max(worst, 0))
+            tl.store(positions + rank, position.to(tl.int32), mask=kept)
+            content = content ^ one
+            rank += 1
+            done += 1
+        if (part == 0) & (lower > 0):
+            used = nnz * lower % 8
+            last = tl.load(rest + (nnz * lower - 1) // 8).to(tl.int64)
+            wrong = tl.where((used > 0) & ((last >> used) > 0), BAD_POSITION, wrong)
         tl.atomic_max(here + WRONG, wrong.to(tl.int64))
 
 
@@ -429,19 +376,6 @@ def _place_of(bits):
     return wide ^ ((wide >> 15) & 0x7FFF)
 
 
-@triton.jit
-def _count_below(positions, count, limit):
-    """Return how many of the ascending positions of each payload are below a limit."""
-    low = count * 0
-    while tl.max(count - low, 0) > 0:
-        middle = (low + count) // 2
-        open_ = low < count
-        below = _as_position(tl.load(positions + middle, mask=open_, other=0)) < limit
-        low = tl.where(open_ & below, middle + 1, low)
-        count = tl.where(open_ & (below == 0), middle, count)
-    return low
-
-
 @triton.jit(do_not_specialize=["first_error", "error_stride", "messages", "count", "stride", "room"])
 def add(
     buffer, rows, meta, positions, beside, errors, first_error, error_stride, scale, messages, count, stride,
@@ -478,11 +412,11 @@ def add(
         of = rows + each * width
         poisoned = tl.load(of + STATE, mask=there, other=ADDED) == POISONED
         nnz = tl.where(poisoned, end, tl.load(of + COUNT, mask=there, other=0))
-        sparse = tl.load(of + KIND, mask=there, other=0) != DENSE
+        sparse = tl.load(of + LOWER, mask=there, other=NO_BITMAP) != NO_BITMAP
         places = positions + each * room + tl.load(of + PLACE, mask=there, other=0)
         searched = tl.where(sparse, nnz, 0)
-        begins = tl.where(sparse, _count_below(places, searched, first), first)
-        ends = tl.where(sparse, _count_below(places, searched, end), tl.minimum(nnz, end))
+        begins = tl.where(sparse, _count_below(places, searched, first, 0, False), first)
+        ends = tl.where(sparse, _count_below(places, searched, end, 0, False), tl.minimum(nnz, end))
         message = group
         while message < tl.minimum(group + SEARCHED, beyond):
             here = rows + message * width
@@ -504,7 +438,7 @@ def add(
                         read = _values(body, tl.load(here + INDEX), at, tl.load(here + COUNT), kept, kind)
                 if SCALED:
                     read *= scale
-                if tl.load(here + KIND) != DENSE:
+                if tl.load(here + LOWER) != NO_BITMAP:
                     at = _places(positions + message * room + tl.load(here + PLACE), at, kept, False)
                 for kind in tl.static_range(3):
                     if sum_form == kind:  # a position occurs once in a payload: no atomics

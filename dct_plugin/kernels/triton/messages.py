@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...codecs.index import IndexEncoding
 from ...codecs.payload import Payload
 from ..checks import scales_first
 from ..job import OUT_CODES, Spans
@@ -42,7 +41,7 @@ class UnopenedMessages(NamedTuple):
     """The messages are in slots (:mod:`dct_plugin.codecs.slots`)."""
     spare: bool = False
     """Tensors stay as they are where a message is missing; else they become NaN."""
-    bits: int = 2
+    bits: int = 1
     """See :meth:`.backend.Backend.prepare_sum`."""
 
     def table(self) -> np.ndarray:
@@ -64,11 +63,11 @@ class UnopenedMessages(NamedTuple):
         rows = torch.empty(several, count + 1, _ROW, dtype=torch.int64, device=where)
         heads = torch.empty(several, device.WORDS.value, dtype=torch.int64, device=where)
         absent = device.ADDED if spare else device.POISONED
-        units = layout.blocks + longest // CHUNK + count
         arguments = buffer, table, rows, heads, targets.size, count, stride, room
         constants = {"SLOTS": slots, "ABSENT": absent.value}
         launch(device.open_messages, several, *arguments, **constants, num_warps=1)  # a walk without barriers
-        counts = torch.zeros(several, 2, counts_and_sums(units, count), dtype=torch.int64, device=where)
+        units = max(layout.blocks, 1)
+        counts = torch.zeros(several, counts_and_sums(units, count), dtype=torch.int64, device=where)
         positions = torch.empty(several, room, dtype=torch.int32, device=where)
         sizes, checks = (count, stride, units, counts.shape[-1]), -(-longest // (4 * CHUNK)) + count
         launch(device.scan, (checks + units, several), buffer, rows, table, counts, *sizes, checks)
@@ -108,7 +107,7 @@ class OpenedMessages(NamedTuple):
         row = self.rows[0, 0]
         damaged = (((row[_FOUND : _FOUND + 2] ^ row[_WANTED : _WANTED + 2]) & 0xFFFFFFFF) != 0).any()
         wrong = torch.where(damaged & (row[_WRONG] == 0), device.BAD_CHECKSUM.value, row[_WRONG])
-        if payload.header.encoding is IndexEncoding.DENSE:
+        if payload.nnz == payload.numel:
             positions = torch.arange(payload.nnz, device=self.buffer.device)
         else:
             positions = self.positions[0, : payload.nnz].to(torch.int64) & 0xFFFFFFFF

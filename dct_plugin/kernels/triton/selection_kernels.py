@@ -17,31 +17,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...codecs.index import IndexEncoding
+from ...codecs import index
 from ...codecs.stats import KERNEL_ERRORS
 from ...codecs.values import ValueDtype
 
-#: Entries of a program of the selection, and of a block of positions (that of ``block16``).
+#: Entries of a program of the selection, and bits of a block of a bitmap.
 TILE = tl.constexpr(4096)
 BLOCK = tl.constexpr(65536)
 #: Kept entries, words or bytes of a program of everything else; whole groups of values that share scales.
 CHUNK = tl.constexpr(1024)
 GROUP = tl.constexpr(256)
 LOG_BLOCK = tl.constexpr(32)
-HEADER = tl.constexpr(40)
+HEADER = tl.constexpr(24)
+CHECKED_WORDS = tl.constexpr(4)  # of the header, under the checksums
 
 #: Places in ``state``: whether the input overflows, selected entries below ``start`` in its block, checksums
-#: of the body, what ``compact`` found, and the bytes that ``skips`` found. Behind the last job's, there are
-#: counts of selected entries per block (:func:`_counts_of`), and of bytes per chunk (:func:`_skips_of`).
-FLAG, BEFORE, CHECK1, CHECK2, NNZ, ABOVE, SKIPPED = map(tl.constexpr, range(7))
+#: of the body, and what ``compact`` found. Behind the last job's, there are counts of selected entries per
+#: block (:func:`_counts_of`).
+FLAG, BEFORE, CHECK1, CHECK2, NNZ, ABOVE = map(tl.constexpr, range(6))
 STATE = tl.constexpr(16)  # its size
 
 ROW = tl.constexpr(16)
 #: Places in a job's row: addresses; sizes; a number from which the start follows (:func:`_start_of`); the
-#: first tile, block, chunk of the body, chunk of entries; where its positions begin; the row of its figures;
-#: the threshold's place on the device, or -1, and its bits.
+#: first tile, block, chunk of the body; where its positions begin; the row of its figures; the threshold's
+#: place on the device, or -1, and its bits.
 GRAD_AT, RESIDUAL_AT, LEFT_AT, OUT_AT, NUMEL, CAPACITY, START = map(tl.constexpr, range(7))
-TILES, BLOCKS, CHUNKS, ENTRY_CHUNKS, ROOM, SLOT, TAU_SLOT, TAU_BITS = map(tl.constexpr, range(7, 15))
+TILES, BLOCKS, CHUNKS, ROOM, SLOT, TAU_SLOT, TAU_BITS = map(tl.constexpr, range(7, 14))
 #: Places in a sample's row; GRAD_AT, RESIDUAL_AT, NUMEL and CHUNKS are the same.
 SAMPLES, SEED, ALL, SHARE, RANK = map(tl.constexpr, (2, 3, 5, 6, 7))
 #: Places in a row of what is done entry by entry: addresses, GRAD_AT first; NUMEL, CHUNKS and SEED are as in
@@ -52,11 +53,14 @@ SECOND_AT, THIRD_AT = map(tl.constexpr, (1, 2))
 _NAMES = ("FP32", "BF16", "FP16", "INT8", "INT4", "INT2", "LOG4", "SIGN")
 VALUE_DTYPES = tuple(ValueDtype[name] for name in _NAMES)
 FP32, BF16, FP16, INT8, INT4, INT2, LOG4, SIGN = map(tl.constexpr, map(int, VALUE_DTYPES))
-DENSE, BITMAP, GAPS8, BLOCK16, RICE = map(tl.constexpr, map(int, IndexEncoding))
+#: Lower bits of a position behind the bitmap: none, as it has a bit per entry; and the mark of a payload of
+#: all entries or none, which has no bitmap (codecs/index.py).
+BITMAP, NO_BITMAP = map(tl.constexpr, (0, -1))
+MOST_LOWER = tl.constexpr(index.MOST_LOWER)
 #: What is wrong with a payload, see :data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`.
 BAD_CHECKSUM, BAD_VALUE, _, BAD_POSITION, BAD_COUNT, BAD_ORDER, BAD_HEADER = map(tl.constexpr, KERNEL_ERRORS)
 
-MAGIC_AND_VERSION = tl.constexpr(0x0001DC7A)
+MAGIC_AND_VERSION = tl.constexpr(0x0002DC7A)
 OVERFLOW = tl.constexpr(2.0**126)
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 BFLOAT16_MAX = tl.constexpr(3.3895313892515355e38)
@@ -69,16 +73,11 @@ PACK_LARGEST = tl.constexpr(127 * 2.0**121)
 SMALLEST_TAU = tl.constexpr(2.0**-126)
 #: Adding and subtracting it rounds to the nearest integer, ties to even, below 2**22.
 ROUNDER = tl.constexpr(12582912.0)
-#: Programs that only walk over counts take this many at once.
-STEP = tl.constexpr(1024)
 #: Counts that have a sum beside them.
 COUNTED = tl.constexpr(128)
 
 
 _LOOK = tl.constexpr(256)
-#: Escapes of a gap that every entry of a chunk writes itself.
-FEW_ESCAPES = tl.constexpr(4)
-
 
 # ---- helpers ------------------------------------------------------------------------------------------
 
@@ -245,7 +244,7 @@ def _put(body, at, bits, mask, COUNT: tl.constexpr):
         place = at + i
         part = tl.where(mask, byte.to(tl.int64) << (8 * (place & 3)), 0)
         check1 += part
-        check2 += part * (9 + (place >> 2))
+        check2 += part * (CHECKED_WORDS + 1 + (place >> 2))
     return check1, check2
 
 
@@ -383,7 +382,7 @@ def select(
 
 @triton.jit(do_not_specialize=["count", "blocks"])
 def settle(
-    table, state, counts, errors, count, blocks, ENTRIES: tl.constexpr, VALUE: tl.constexpr,
+    table, state, counts, errors, count, blocks, SELECTED: tl.constexpr, VALUE: tl.constexpr,
     GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PUT_BACK: tl.constexpr, CLEAR: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -391,7 +390,7 @@ def settle(
     gradients (CLEAR), a program for each of so many blocks; behind those, a program for each header.
     """
     if tl.program_id(0) >= blocks:
-        _seal(table, state, counts, errors, (tl.program_id(0) - blocks).to(tl.int64), ENTRIES, VALUE)
+        _seal(table, state, counts, errors, (tl.program_id(0) - blocks).to(tl.int64), SELECTED, VALUE)
     else:
         number, job, block = _job_of(table, count, BLOCKS)
         numel = tl.load(job + NUMEL)
@@ -449,15 +448,14 @@ def _before(counts, sums, place):
     return tl.sum(total, 0)
 
 
-@triton.jit(do_not_specialize=["positions_at", "counts_at", "count"])
-def compact(table, words, state, positions_at, counts_at, count):
+@triton.jit(do_not_specialize=["positions_at", "count"])
+def compact(table, words, state, positions_at, count):
     """Write the positions of the set bits, ascending; of more than the capacity, those that follow the start.
 
-    Bits that are not kept are cleared. ``words``, int32, are those of all jobs; positions, and the number of
-    those of each block, lie so many numbers behind.
+    Bits that are not kept are cleared. ``words``, int32, are those of all jobs; positions lie so many numbers
+    behind.
     """
     positions = words + positions_at
-    kept_counts = words + counts_at
     job_number, job, block = _job_of(table, count, BLOCKS)
     numel = tl.load(job + NUMEL)
     capacity = tl.load(job + CAPACITY)
@@ -467,7 +465,6 @@ def compact(table, words, state, positions_at, counts_at, count):
     counts, sums = _counts_of(state + count * STATE, table, count, job_number, BLOCKS)
     state += job_number * STATE
     words += first_block * (BLOCK // 32)
-    kept_counts += first_block
     positions += tl.load(job + ROOM)
     before = _before(counts, sums, block)
     above = _before(counts, sums, blocks)
@@ -500,7 +497,6 @@ def compact(table, words, state, positions_at, counts_at, count):
         word = word ^ low
         number += 1
         bit += 1
-    tl.store(kept_counts + block, tl.sum(_bits_set(kept_word), 0))
     if cut:
         tl.store(words + word_at, kept_word.to(tl.int32, bitcast=True), mask=inside)
     if block == 0:
@@ -509,125 +505,93 @@ def compact(table, words, state, positions_at, counts_at, count):
 
 
 @triton.jit
-def _gaps(positions, rank, mask):
-    """Return the numbers of entries between kept ones, int64, for the ranks given."""
-    here = _as_position(tl.load(positions + rank, mask=mask, other=0))
-    back = mask & (rank > 0)
-    before = _as_position(tl.load(positions + rank - 1, mask=back, other=0))
-    return tl.where(mask, here - tl.where(back, before, -1) - 1, 0)
+def _index_form(nnz, numel):
+    """Return how ``nnz`` of ``numel`` positions are written, int64: the bits of the bitmap, the lower bits of
+    each position behind it, and the bytes of the section; see codecs/index.py.
+    """
+    ratio = (numel - 1) // tl.maximum(nnz, 1)
+    lower = nnz * 0
+    for i in tl.static_range(1, MOST_LOWER + 1):
+        lower += (ratio >> i) > 0
+    bits = nnz + ((numel - 1) >> lower)
+    nbytes = (bits + 7) // 8 + (nnz * lower + 7) // 8
+    bitmap = (numel + 7) // 8
+    few = nbytes < bitmap
+    some = (nnz > 0) & (nnz < numel)
+    lower = tl.where(some, tl.where(few, lower, BITMAP), NO_BITMAP)
+    bits = tl.where(some, tl.where(few, bits, numel), 0)
+    return bits, lower, tl.where(some, tl.where(few, nbytes, bitmap), 0)
 
 
 @triton.jit
-def _skips_of(state, table, count, number):
-    """Return pointers to the bytes of long gaps in a job's chunks, and to sums of COUNTED of them."""
-    blocks = tl.load(table + count * ROW + BLOCKS)
-    counts = state + count * STATE + blocks + blocks // COUNTED + count
-    return _counts_of(counts, table, count, number, ENTRY_CHUNKS)
-
-
-@triton.jit(do_not_specialize=["positions_at", "count"])
-def skips(table, words, state, positions_at, count):
-    """Count the bytes that ``gaps8`` needs beyond one per entry: of each chunk of entries, and of all."""
-    number, job, chunk = _job_of(table, count, ENTRY_CHUNKS)
-    counts, sums = _skips_of(state, table, count, number)
-    positions = words + positions_at + tl.load(job + ROOM)
-    state += number * STATE
-    rank = chunk * CHUNK + tl.arange(0, CHUNK)
-    found = tl.sum(_gaps(positions, rank, rank < tl.load(state + NNZ)) // 255, 0)
-    tl.store(counts + chunk, found)
-    tl.atomic_add(sums + chunk // COUNTED, found)
-    tl.atomic_add(state + SKIPPED, found)
-
-
-@triton.jit
-def _index_of(job, state, ENTRIES: tl.constexpr):
-    """Return the encoding of a job's index section, ENTRIES or (-1) the smallest one, and its bytes."""
-    numel = tl.load(job + NUMEL)
-    nnz = tl.load(state + NNZ)
-    bitmap = ((numel + 7) // 8).to(tl.int64)
-    gaps8 = nnz + tl.load(state + SKIPPED)
-    block16 = (numel + BLOCK - 1) // BLOCK * 4 + 2 * nnz
-    encoding = tl.full((), BITMAP if ENTRIES == -1 else ENTRIES, tl.int64)
-    size = bitmap
-    if ENTRIES == -1:
-        encoding = tl.where(gaps8 < size, GAPS8, encoding)
-        size = tl.minimum(gaps8, size)
-        encoding = tl.where(block16 < size, BLOCK16, encoding)
-        size = tl.minimum(block16, size)
-        encoding = tl.where(nnz == numel, DENSE, encoding)
-        size = tl.where(nnz == numel, 0, size)
-    elif ENTRIES == GAPS8:
-        size = gaps8
-    elif ENTRIES == BLOCK16:
-        size = block16
-    return encoding, size
+def _count_below(positions, count, limit, lower, BY_RANK: tl.constexpr):
+    """Return how many ascending positions are below a limit, without their ``lower`` bits, and (BY_RANK) with
+    the number of positions before each added to it.
+    """
+    low = count * 0
+    while tl.max(count - low, 0) > 0:
+        middle = (low + count) // 2
+        open_ = low < count
+        at = _as_position(tl.load(positions + middle, mask=open_, other=0)) >> lower
+        if BY_RANK:
+            at += middle
+        low = tl.where(open_ & (at < limit), middle + 1, low)
+        count = tl.where(open_ & (at >= limit), middle, count)
+    return low
 
 
 # ---- writing a payload --------------------------------------------------------------------------------
 
 
 @triton.jit
-def _write_index(job, words, positions, counts_at, state, counts, sums, chunk, nnz, encoding):
-    """Write a part of a job's index section: of a chunk of entries, of words and of blocks."""
-    lanes = tl.arange(0, CHUNK)
+def _write_index(job, words, positions, state, chunk, nnz, numel):
+    """Write a part of a job's index section: a chunk of words of the bitmap, and of pairs of bytes behind it.
+
+    The bits of a word are found from the first position that has one in it.
+    """
+    bits, lower, nbytes = _index_form(nnz, numel)
     body = _bytes_of(job, OUT_AT) + HEADER
-    numel = tl.load(job + NUMEL)
-    first_block = tl.load(job + BLOCKS)
-    kept_counts = words + counts_at + first_block
-    words += first_block * (BLOCK // 32)
-    rank = chunk * CHUNK + lanes
-    kept = rank < nnz
+    unit = chunk * CHUNK + tl.arange(0, CHUNK)
+    size = (bits + 7) // 8
+    inside = unit * 4 < size
+    word = tl.zeros((CHUNK,), tl.int32)
+    if lower == BITMAP:
+        word = tl.load(words + tl.load(job + BLOCKS) * (BLOCK // 32) + unit, mask=inside, other=0)
+    if lower > 0:
+        rank = _count_below(positions, tl.where(inside, nnz, 0), unit * 32, lower, True)
+        more = chunk >= 0
+        while more:
+            kept = inside & (rank < nnz)
+            position = _as_position(tl.load(positions + rank, mask=kept, other=0))
+            bit = (position >> lower) + rank - unit * 32
+            kept = kept & (bit < 32)
+            word = word | tl.where(kept, 1 << bit.to(tl.int32), 0)
+            rank += 1
+            more = tl.max(kept.to(tl.int32), 0) > 0
     check1 = tl.zeros((CHUNK,), tl.int64)
     check2 = tl.zeros((CHUNK,), tl.int64)
-    if encoding == BITMAP:
-        size = (numel + 7) // 8
-        word = tl.load(words + rank, mask=rank * 4 < size, other=0)
-        for i in tl.static_range(4):
-            a, b = _put(body, rank * 4 + i, word >> (8 * i), rank * 4 + i < size, 1)
+    for i in tl.static_range(4):
+        a, b = _put(body, unit * 4 + i, word >> (8 * i), unit * 4 + i < size, 1)
+        check1 += a
+        check2 += b
+    if lower > 0:  # at most 16 bits of a position
+        for i in tl.static_range(2):
+            at = unit * 2 + i
+            first = at * 8
+            rank = first // lower
+            place = first - rank * lower
+            byte = tl.zeros((CHUNK,), tl.int32)
+            for bit in tl.static_range(8):
+                low = tl.load(positions + rank, mask=rank < nnz, other=0)
+                byte = byte | (((low >> place.to(tl.int32)) & 1) << bit)
+                place += 1
+                rank = tl.where(place == lower, rank + 1, rank)
+                place = tl.where(place == lower, 0, place)
+            a, b = _put(body, size + at, byte, size + at < nbytes, 1)
             check1 += a
             check2 += b
-    if encoding == BLOCK16:
-        blocks = (numel + BLOCK - 1) // BLOCK
-        count = tl.load(kept_counts + rank, mask=rank < blocks, other=0)
-        a, b = _put(body, rank * 4, count, rank < blocks, 4)
-        check1 += a
-        check2 += b
-        low = tl.load(positions + rank, mask=kept, other=0)
-        a, b = _put(body, blocks * 4 + rank * 2, low, kept, 2)
-        check1 += a
-        check2 += b
-    if encoding == GAPS8:
-        gaps = _gaps(positions, rank, kept)
-        skip = gaps // 255
-        before = _before(counts, sums, tl.minimum(chunk, (nnz + CHUNK - 1) // CHUNK))
-        end = rank + before + tl.cumsum(skip, 0)
-        a, b = _put(body, end, (gaps - skip * 255).to(tl.int32), kept, 1)
-        check1 += a
-        check2 += b
-        most = tl.minimum(tl.max(skip, 0), FEW_ESCAPES)
-        step = most * 0
-        escape = tl.full((CHUNK,), 255, tl.int32)
-        while step < most:
-            step += 1
-            a, b = _put(body, end - step, escape, step <= skip, 1)
-            check1 += a
-            check2 += b
-        # The rest of long gaps, one gap after the other with all lanes: a step for each of their escapes
-        # took 1.7 ms in a bucket of 25 MB on an H100, thirty times the selection.
-        lane = tl.min(tl.where(skip > FEW_ESCAPES, lanes, CHUNK), 0)
-        while lane < CHUNK:
-            here = lanes == lane
-            left = tl.sum(tl.where(here, skip, 0), 0)
-            at = tl.sum(tl.where(here, end, 0), 0) - left
-            left -= FEW_ESCAPES
-            while left > 0:
-                a, b = _put(body, at + lanes, escape, lanes < left, 1)
-                check1 += a
-                check2 += b
-                at += CHUNK
-                left -= CHUNK
-            lane = tl.min(tl.where((skip > FEW_ESCAPES) & (lanes > lane), lanes, CHUNK), 0)
     _add_checks(state, check1, check2)
+    return nbytes
 
 
 @triton.jit
@@ -748,36 +712,34 @@ def _put_codes(body, values_at, chunk, code, rank, nnz, VALUE: tl.constexpr):
     return checks
 
 
-@triton.jit(do_not_specialize=["positions_at", "counts_at", "count"])
+@triton.jit(do_not_specialize=["positions_at", "count"])
 def write(
-    table, words, states, positions_at, counts_at, count, ENTRIES: tl.constexpr, ACCUMULATED: tl.constexpr,
+    table, words, state, positions_at, count, SELECTED: tl.constexpr, ACCUMULATED: tl.constexpr,
     VALUE: tl.constexpr, GRAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk of the body: positions and values. What the values do not carry stays in what is left.
 
-    ENTRIES: DENSE writes all entries; another encoding writes those of ``positions`` in it, and -1 in the
-    smallest one.
-    ACCUMULATED: their values are in what is left.
+    SELECTED: The entries of ``positions`` are written, not all.
+    ACCUMULATED: Their values are in what is left.
     """
     number, job, chunk = _job_of(table, count, CHUNKS)
-    state = states + number * STATE
+    state += number * STATE
     if tl.load(state + FLAG) == 0:
         left = _floats_of(job, LEFT_AT, False)
-        nnz = tl.load(job + NUMEL)
+        numel = tl.load(job + NUMEL)
+        nnz = numel
         values_at = nnz * 0
         positions = words
-        if ENTRIES != DENSE:
+        if SELECTED:
             positions = words + positions_at + tl.load(job + ROOM)
             nnz = tl.load(state + NNZ)
-            encoding, values_at = _index_of(job, state, ENTRIES)
-            counts, sums = _skips_of(states, table, count, number)
-            _write_index(job, words, positions, counts_at, state, counts, sums, chunk, nnz, encoding)
+            values_at = _write_index(job, words, positions, state, chunk, nnz, numel)
         rank = chunk * CHUNK + tl.arange(0, CHUNK)
         SHARING_SCALES: tl.constexpr = LOG_BLOCK if VALUE == LOG4 else GROUP
         if VALUE >= INT8:
             rank = tl.reshape(rank, (CHUNK // SHARING_SCALES, SHARING_SCALES))
         kept = rank < nnz
-        at = _places(positions, rank, kept, ENTRIES == DENSE)
+        at = _places(positions, rank, kept, not SELECTED)
         if ACCUMULATED:
             acc = tl.load(left + at, mask=kept, other=0.0)
         else:
@@ -818,7 +780,7 @@ def write(
 
 
 @triton.jit
-def _seal(table, state, counts, errors, number, ENTRIES: tl.constexpr, VALUE: tl.constexpr):
+def _seal(table, state, counts, errors, number, SELECTED: tl.constexpr, VALUE: tl.constexpr):
     """Write a header, and the payload's figures: int64 nbytes, nnz, above, and the flag.
 
     Whatever was wrong with a payload read before goes to the host with them, once: 2 * error + flag.
@@ -829,30 +791,23 @@ def _seal(table, state, counts, errors, number, ENTRIES: tl.constexpr, VALUE: tl
     counts += tl.load(job + SLOT) * 4
     numel = tl.load(job + NUMEL)
     flagged = tl.load(state + FLAG) != 0
-    if ENTRIES == DENSE:
-        encoding = tl.full((), DENSE, tl.int64)
-        nnz = numel
-        above = nnz
-        index_nbytes = tl.full((), 0, tl.int64)
-    else:
-        encoding, index_nbytes = _index_of(job, state, ENTRIES)
+    nnz = numel
+    above = numel
+    if SELECTED:
         nnz = tl.load(state + NNZ)
         above = tl.load(state + ABOVE)
     nnz = tl.where(flagged, 0, nnz)
-    encoding = tl.where(flagged, 0, encoding)
-    index_nbytes = tl.where(flagged, 0, index_nbytes)
+    _bits, _lower, index_nbytes = _index_form(nnz, numel)
     # The words of the header before its checksums.
-    word = tl.arange(0, 8)
-    long = tl.where(word < 4, numel, tl.where(word < 6, nnz, index_nbytes))
-    content = tl.where(word % 2 == 0, long, long >> 32) & 0xFFFFFFFF
-    content = tl.where(word == 0, MAGIC_AND_VERSION | (encoding << 24), content)
-    content = tl.where(word == 1, VALUE + tl.where(flagged, 256, 0), content)
+    word = tl.arange(0, CHECKED_WORDS)
+    content = tl.where(word == 1, flagged.to(tl.int64), MAGIC_AND_VERSION | (VALUE << 24))
+    content = tl.where(word == 2, numel, tl.where(word == 3, nnz, content))
     check1 = tl.load(state + CHECK1) + tl.sum(content, 0)
     check2 = tl.load(state + CHECK2) + tl.sum(content * (word + 1), 0)
     for i in tl.static_range(4):
         tl.store(out + word * 4 + i, ((content >> (8 * i)) & 0xFF).to(tl.uint8))
-        tl.store(out + 32 + i, ((check1 >> (8 * i)) & 0xFF).to(tl.uint8))
-        tl.store(out + 36 + i, ((check2 >> (8 * i)) & 0xFF).to(tl.uint8))
+        tl.store(out + 16 + i, ((check1 >> (8 * i)) & 0xFF).to(tl.uint8))
+        tl.store(out + 20 + i, ((check2 >> (8 * i)) & 0xFF).to(tl.uint8))
     tl.store(counts, index_nbytes + HEADER + _value_nbytes(nnz, nnz * 0 + VALUE))
     tl.store(counts + 1, nnz)
     tl.store(counts + 2, tl.where(flagged, 0, above))

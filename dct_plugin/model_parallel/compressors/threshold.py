@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...codecs.index import IndexEncoding
-from ...codecs.payload import HEADER_NBYTES, payload_bound
+from ...codecs.payload import HEADER_NBYTES, dense_payload_nbytes
 from ...codecs.values import VALUE_GROUP, ValueDtype, value_nbytes
 from ...compression.stream import Encoded, add_at, as_flat, encode_at, values_nbytes, wire_dtype
 from ...config.methods import ThresholdMethod
@@ -118,7 +117,7 @@ class Answers(GradientMessages):
         if kept is not None:
             return values_nbytes(kept, code)
         entries = compressor.entries(shape.numel(), compressor.value_type(dtype))
-        return payload_bound(entries, entries, code, IndexEncoding.DENSE)
+        return dense_payload_nbytes(entries, code)
 
     def encode(self, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Encoded]:
         flat = as_flat(gradient)
