@@ -395,7 +395,7 @@ def parts_of(
     for start, stop in bounds:
         kept = most_kept(wanted(density, stop - start), of_part=len(bounds) > 1)
         capacities.append(stop - start if density >= 1.0 else min(stop - start, kept))
-    return Parts(bounds, capacities, value_dtype)
+    return Parts(bounds, capacities, value_dtype, dense=density >= 1.0)
 
 
 # -- shared by every path ---
@@ -460,8 +460,10 @@ def encode_all(
     """
     numel = flat.numel()
     code = wire_dtype(flat.dtype, dense=True) if value_dtype is None else value_dtype
-    room = writer.reserve(payload_bound(numel, numel, code), receiver)
-    tau = 0.0 if zeros else SMALLEST_TAU
+    tau, nbytes = 0.0, dense_payload_nbytes(numel, code)
+    if not zeros:
+        tau, nbytes = SMALLEST_TAU, payload_bound(numel, numel, code)
+    room = writer.reserve(nbytes, receiver)
     stats = kernels.compress(Job(flat, None, tau, room, capacity=numel, value_dtype=code, clear=clear))
     writer.advance(stats, receiver)
     return Encoded([stats], numel)
@@ -477,11 +479,6 @@ def encode_dense(
     parts = parts_of(bounds, numel, 1.0, dtype, kernels.most_kept)
     job = PartedJob(flat, None, 0.0, None, parts, clear=True)
     return Encoded(kernels.compress_parts(job, writer, receivers), numel)
-
-
-def dense_nbytes(numel: int, dtype: torch.dtype) -> int:
-    """Return the most bytes of what :func:`encode_all` appends, without loss, of so many entries."""
-    return payload_bound(numel, numel, wire_dtype(dtype, dense=True))
 
 
 def encode_at(

@@ -23,8 +23,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..codecs.message import MessageWriter
+from ..codecs.payload import dense_payload_nbytes
 from ..codecs.values import ValueDtype
-from ..compression.stream import add_payload, dense_nbytes, encode_all
+from ..compression.stream import add_payload, encode_all, wire_dtype
 from ..config import DataParallelConfig, NoFeedback, ParametersConfig
 from ..kernels.checks import split_message
 from ..metrics import Record
@@ -258,7 +259,8 @@ class MasterBroadcast(OwnersToAll):
     def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
         group, numels = self.group, [stop - start for _, start, stop in tensor.parts]
         if tensor.small:
-            return [dense_nbytes(numel, tensor.tensor.dtype) for numel in numels]
+            dtype = wire_dtype(tensor.tensor.dtype, dense=True)
+            return [dense_payload_nbytes(numel, dtype) for numel in numels]
         density = group.schedule.density(group.step)
         return [self.most_bytes(None, numel, density)[0] for numel in numels]
 

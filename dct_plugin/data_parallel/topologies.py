@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.message import MessageWriter
-from ..codecs.payload import payload_bound
+from ..codecs.payload import dense_payload_nbytes
 from ..codecs.values import ValueDtype
 from ..compression.stream import as_flat, encode_all, encode_dense
 from ..host_traffic import bytes_sent
@@ -65,7 +65,7 @@ class GradientPhase(Phase):
         if not tensor.small:
             return self.most_bytes(tensor.parts.bounds, tensor.numel, tensor.sparsity.density)
         dtype, numels = self._small_dtype(tensor.tensor), [stop - start for _, start, stop in tensor.parts]
-        return [payload_bound(numel, numel, dtype) for numel in numels]
+        return [dense_payload_nbytes(numel, dtype) for numel in numels]
 
     def _small_dtype(self, tensor: Tensor) -> ValueDtype:
         """Return the type of a small tensor's entries on the wire: its own, without loss."""
@@ -192,7 +192,7 @@ class _Answers(Phase):
     def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
         numels = [stop - start for _, start, stop in tensor.parts]
         if tensor.small:
-            return [payload_bound(numel, numel, _sum_dtype(tensor)) for numel in numels]
+            return [dense_payload_nbytes(numel, _sum_dtype(tensor)) for numel in numels]
         density, dtype = self._density(tensor), self._value_dtype
         return [self.most_bytes(None, numel, density, dtype)[0] for numel in numels]
 

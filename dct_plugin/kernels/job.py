@@ -116,14 +116,25 @@ class Parts:
         bounds: First entry of each part, and the one behind it; together they cover the tensor once.
         capacities: The most entries that each payload may hold; all, where the threshold is 0.
         value_dtype: The type of the values in the payloads.
+        dense: The threshold is 0.
     """
 
     def __init__(
-        self, bounds: Sequence[tuple[int, int]], capacities: Sequence[int], value_dtype: ValueDtype
+        self,
+        bounds: Sequence[tuple[int, int]],
+        capacities: Sequence[int],
+        value_dtype: ValueDtype,
+        *,
+        dense: bool = False,
     ) -> None:
         self.bounds, self.capacities, self.value_dtype = bounds, capacities, value_dtype
         sizes = [(stop - start, most) for (start, stop), most in zip(bounds, capacities, strict=True)]
-        self.nbytes = Key([payload_bound(numel, most, value_dtype) for numel, most in sizes])
+        self.nbytes = Key(
+            [
+                dense_payload_nbytes(numel, value_dtype) if dense else payload_bound(numel, most, value_dtype)
+                for numel, most in sizes
+            ]
+        )
         """The most that each payload needs."""
         self.total, self.numel = sum(self.nbytes), sum([numel for numel, _ in sizes])
 
