@@ -24,9 +24,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.nodes import ranks as node_ranks
+from dct_plugin.data_parallel.reducer import Overlap
 from dct_plugin.integrations.ddp import DCTState, dct_hook
 from dct_plugin.integrations.ddp import state as ddp_state
-from dct_plugin.integrations.host.overlap import Overlap
 from dct_plugin.metrics import Metrics
 from dct_plugin.recommender.links.interleave import Figures, interleaved, warmed
 from dct_plugin.recommender.links.method import Method

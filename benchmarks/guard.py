@@ -27,7 +27,7 @@ from torch import nn
 
 import dct_plugin
 from dct_plugin.data_parallel.residual_checks import ResidualChecks
-from dct_plugin.data_parallel.step_ahead.coverage import Coverage
+from dct_plugin.data_parallel.step_ahead.displaced_weights import Coverage
 from dct_plugin.integrations.host.replica_checksums import ReplicaChecksums
 
 PARTS: dict[type, tuple[str, ...]] = {

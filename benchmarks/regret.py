@@ -32,7 +32,7 @@ import megatron_gpt
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
-from dct_plugin.data_parallel.autotune.decision_rules import DecisionRules
+from dct_plugin.data_parallel.autotune.cost_model import DecisionRules
 from dct_plugin.integrations.ddp import DCTState
 from dct_plugin.rates import rate_name
 from dct_plugin.recommender import on_links

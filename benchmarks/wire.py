@@ -125,7 +125,7 @@ def worker(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from dct_plugin.data_parallel import gather_choice
+    from dct_plugin.data_parallel import exact_updates
     from dct_plugin.kernels import register_backend
     from dct_plugin.metrics.network_counters import InterfaceCounter
     from dct_plugin.recommender.links.team import DATA
@@ -134,7 +134,7 @@ def worker(args: argparse.Namespace) -> None:
     from support.deferred_backend import DeferredBackend
 
     register_backend("deferred", DeferredBackend)
-    gather_choice.clock = lambda: 0.0  # as on a link where exact updates are the faster way
+    exact_updates.clock = lambda: 0.0  # as on a link where exact updates are the faster way
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     results = []

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dct_plugin.config import MetricsConfig
-from dct_plugin.data_parallel import gather_choice
+from dct_plugin.data_parallel import exact_updates
 from dct_plugin.integrations.fsdp import compress_replicas, compress_shards
 from dct_plugin.metrics import Metrics
 from dct_plugin.recommender.links.method import Method
@@ -85,7 +85,7 @@ class OneMesh:
         self._replicas = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
     def open(self, variant: str) -> list[Method]:
-        gather_choice.clock = lambda: 0.0  # as on a link where exact updates are the faster way
+        exact_updates.clock = lambda: 0.0  # as on a link where exact updates are the faster way
         rate, micro = variant.split(", ")
         self._rate, self._micro = float(rate), int(micro.split()[0])
         methods = [Method("bf16", self._training(self._mesh, torch.bfloat16)[0])]

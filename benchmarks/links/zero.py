@@ -10,7 +10,7 @@ import deepspeed
 from deepspeed.utils import groups
 from torch import nn
 
-from dct_plugin.data_parallel import gather_choice
+from dct_plugin.data_parallel import exact_updates
 from dct_plugin.recommender.links.method import Method
 
 from .ddp import ADAMW
@@ -142,7 +142,7 @@ class FineTuning(Zero):
         super().__init__(options)
         x, y = self._data
         self._data = x.bfloat16(), y.bfloat16()
-        gather_choice.PERIOD = 16  # links change between the blocks of a method: it is to choose anew
+        exact_updates.PERIOD = 16  # links change between the blocks of a method: it is to choose anew
 
     def open(self, variant: str) -> list[Method]:
         job = {

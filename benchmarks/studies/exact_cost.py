@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dct_plugin.data_parallel import gather_choice
+from dct_plugin.data_parallel import exact_updates
 
 SIZE = 512
 #: Steps of a trial.
-TRIAL = gather_choice.WHOLE + gather_choice.EXACT
+TRIAL = exact_updates.WHOLE + exact_updates.EXACT
 
 
 def engine_of(lr: float, parameters: str | None) -> Any:
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--always", action="store_true", help="keep exact updates, whatever they cost")
     args = parser.parse_args()
     if args.always:
-        gather_choice.clock = lambda: 0.0
+        exact_updates.clock = lambda: 0.0
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     engines = {"gathers": engine_of(args.lr, None), "exact": engine_of(args.lr, "exact")}
@@ -91,9 +91,9 @@ def main() -> None:
         print(f"| {name} | {processor:.1f} | {wall:.1f} |")
     pairs = [(dense[0], exact[0]) for dense, exact in zip(*steps.values(), strict=True)]
     dense, exact = (sum(column) for column in zip(*pairs[TRIAL:], strict=True))
-    trial = sum(exact - dense for dense, exact in pairs[gather_choice.WHOLE + 1 : TRIAL])
-    trial *= gather_choice.EXACT / (gather_choice.EXACT - 1)  # the first one allocates memory
-    spread = trial / (gather_choice.PERIOD + TRIAL) / statistics.fmean(dense for dense, _ in pairs[TRIAL:])
+    trial = sum(exact - dense for dense, exact in pairs[exact_updates.WHOLE + 1 : TRIAL])
+    trial *= exact_updates.EXACT / (exact_updates.EXACT - 1)  # the first one allocates memory
+    spread = trial / (exact_updates.PERIOD + TRIAL) / statistics.fmean(dense for dense, _ in pairs[TRIAL:])
     print(f"processor time, of gathers: {exact / dense:.3f}, with trials {exact / dense + spread:.4f}")
     print("bytes, of a gather, by step:", " ".join(f"{share:.2f}" for share in shares))
 

@@ -22,8 +22,7 @@ from rich.table import Table
 from .. import processes
 from ..config import DataParallelConfig
 from ..console import print_warning
-from ..data_parallel.autotune.cost_model import Coding, CostModel, Link
-from ..data_parallel.autotune.decision_rules import DecisionRules, gentlest_of_fastest
+from ..data_parallel.autotune.cost_model import Coding, CostModel, DecisionRules, Link, gentlest_of_fastest
 from ..data_parallel.autotune.measurements import unmeasured
 from ..errors import ConfigError, DCTError
 from ..integrations.host.measured_job import SECTION, VARIABLE

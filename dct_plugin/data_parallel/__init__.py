@@ -12,7 +12,7 @@ everywhere.
 
 from __future__ import annotations
 
-from .module_hooks import weights
+from .passes import weights
 from .plan import Shard
 from .reducer import GradientReducer
 

@@ -13,8 +13,7 @@ from ..codecs.copies import to_host
 from ..compression.feedback import unpacked
 from ..kernels.reference import has_overflow, overflow_flags
 from ..metrics import Record
-from ..transport.bounded_table import BoundedTable
-from .plan import PlannedTensor, ReductionPlan
+from .plan import BoundedTable, PlannedTensor, ReductionPlan
 from .stream_group import StreamGroup
 
 

@@ -30,12 +30,11 @@ from ..config import DataParallelConfig, NoFeedback, ParametersConfig
 from ..kernels.checks import split_message
 from ..metrics import Record
 from ..transport.slots import Slots
-from .exact_updates import EXACT_CLASS, ChangesToAll
-from .gather_choice import GatherChoice
+from .exact_updates import EXACT_CLASS, ChangesToAll, GatherChoice
 from .pending_exchanges import exchanges_of
 from .plan import PlannedTensor, ReductionPlan, Shard, Sparsity
 from .stream_group import GroupOptions, Ranks, StreamGroup
-from .topology import OwnersToAll, WrittenTensor, naming_sender
+from .topologies import OwnersToAll, WrittenTensor, naming_sender
 
 
 class ParameterUpdates:
@@ -72,7 +71,7 @@ class ParameterUpdates:
         self._between_nodes = None
         if group.nodes is not None and gathers:
             from .nodes.ranks import NodeRanks
-            from .nodes.updates import UpdatesBetweenNodes
+            from .nodes.sums import UpdatesBetweenNodes
 
             node = NodeRanks(group.nodes, group.device, config.min_numel, group.metrics)
             group.exchanges.append(node.exchange)

@@ -22,13 +22,12 @@ from ..kernels.job import GRAD_DTYPES
 from ..metrics import Record, profiled
 from ..policy.memory import MOST_PENDING
 from ..transport import lost_ranks
-from ..transport.bounded_table import BoundedTable
 from ..transport.exchange import Preparation
 from ..transport.slots import AgreedCapacities, Slots, fail
-from .plan import ReductionPlan
+from .plan import BoundedTable, ReductionPlan
 from .plan_exchange import Chunk, PlanExchange, PlanExchanges, Sent
 from .stream_group import StreamGroup
-from .topology import Phase
+from .topologies import Phase
 
 
 def exchanges_of(

@@ -1,13 +1,17 @@
-"""The plan of a reduction: its tensors, the owners of their parts, and a fingerprint of both."""
+"""The plan of a reduction: its tensors, the owners of their parts, and a fingerprint of both.
+
+Ranks remember plans in a :class:`BoundedTable`, from which all of them drop the same ones.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import zlib
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -250,3 +254,30 @@ class ReductionPlan:
     def views_of(self, rank: int) -> list[Tensor]:
         """Return the parts of the tensors that ``rank`` owns."""
         return [each.view(shard) for each, shard in self.owned_by(rank)]
+
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+#: Sets of tensors that are remembered. A model has as many as it has buckets.
+CAPACITY = 1024
+
+
+class BoundedTable(OrderedDict[_Key, _Value]):
+    """A table of the last :data:`CAPACITY` keys that were asked for or entered: fingerprints, most often.
+
+    Ranks that ask and enter in the same order, as they do in collectives, hold the same entries.
+    """
+
+    def has(self, key: _Key) -> bool:
+        """Return whether there is an entry, which then is the last one to be dropped."""
+        found = key in self
+        if found:
+            self.move_to_end(key)
+        return found
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > CAPACITY:
+            self.popitem(last=False)

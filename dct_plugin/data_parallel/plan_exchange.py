@@ -19,7 +19,7 @@ from ..metrics import TENSOR, Record, profiled
 from ..transport.exchange import Preparation
 from .plan import ReductionPlan
 from .stream_group import StreamGroup
-from .topology import Phase, WrittenTensor
+from .topologies import Phase, WrittenTensor
 
 
 @dataclass

@@ -8,12 +8,10 @@ from typing import TypeAlias
 import torch
 
 from ..codecs.message import Key
-from ..transport.bounded_table import BoundedTable
 from .add_ons import AddOns
-from .plan import Entries, PlannedTensor, ReductionPlan, Shard, Shards, Sparsity, shards_of
+from .plan import BoundedTable, Entries, PlannedTensor, ReductionPlan, Shard, Shards, Sparsity, shards_of
 from .stream_group import StreamGroup
-from .topologies import Topologies
-from .topology import Phase, Topology
+from .topologies import Phase, Topologies, Topology
 
 _ALL = Sparsity(1.0)
 _Names: TypeAlias = tuple[tuple[str, int, torch.dtype], ...]

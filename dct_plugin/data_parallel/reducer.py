@@ -2,12 +2,13 @@
 
 A bucket's way: :class:`Reduction` has its tensors planned (:mod:`.planner`) and the plans exchanged
 (:mod:`.plan_exchange`): a phase of their topology (:mod:`.topologies`) encodes them into messages, which
-travel, and adds those that arrive. Add-ons (:mod:`.add_ons`) see gradients, plans and sums.
+travel, and adds those that arrive. Add-ons (:mod:`.add_ons`) see gradients, plans and sums. With
+:class:`Overlap` messages travel while the backward pass goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import checkpoint
+from ..codecs.copies import SideStream
 from ..compression.stream import as_flat
 from ..config import DataParallelConfig
 from ..console import logger
@@ -31,8 +33,7 @@ from .plan import Entries, ReductionPlan, Shard
 from .plan_exchange import PlanExchange
 from .planner import Planner
 from .stream_group import GroupOptions, Ranks, StreamGroup
-from .topologies import Topologies
-from .topology import Phase
+from .topologies import Phase, Topologies
 
 if TYPE_CHECKING:
     from .nodes.sums import NodeSums
@@ -428,3 +429,68 @@ class Reduction:
         """Surround work whose results the other ranks of the node wait for: they are told of an error."""
         node = self._reducer.group.node
         return nullcontext() if node is None else node.failing_together()
+
+
+class Overlap:
+    """Runs the reductions of one reducer in the order in which they are submitted, the same on all ranks.
+
+    A framework submits a reduction when a bucket is full. Its messages leave at once. They are collected when
+    the next reduction is submitted, or when the framework waits.
+
+    On CUDA they are queued on a stream, from the host's own thread. Kernels of a second thread would come in
+    between those of the model's other communication, in an order that differs from rank to rank.
+
+    Args:
+        reducer: The reducer of the buckets.
+        wanted: False: a reduction is finished when it is submitted.
+        own_stream: Whether reductions get a stream; False where the framework submits on a stream of its own.
+    """
+
+    def __init__(self, reducer: GradientReducer, *, wanted: bool = True, own_stream: bool = True) -> None:
+        self.reducer, self._wanted = reducer, wanted
+        # What is ready goes first: the others wait for it.
+        self._side = SideStream(priority=-1) if wanted and own_stream else None
+        self._open: tuple[Reduction, Callable[[], None]] | None = None
+
+    def submit(
+        self, reduction: Reduction, done: Callable[[], None] = lambda: None, *, last: bool = False
+    ) -> None:
+        """Send the messages of a reduction, after those of the one before were collected.
+
+        Args:
+            reduction: The reduction.
+            done: Called when its messages were collected.
+            last: Collect the messages at once: the host waits for ``done`` next.
+
+        Raises:
+            DesyncError, PayloadError: See :meth:`~dct_plugin.data_parallel.GradientReducer.all_reduce`.
+        """
+        with self._stream():
+            self._collect()
+            reduction.post()
+            self._open = reduction, done
+            if last or not self._wanted:
+                self._collect()
+
+    def wait(self) -> None:
+        """Return when the results of all that was submitted can be used on the current stream.
+
+        Raises:
+            DesyncError, PayloadError: See :meth:`~dct_plugin.data_parallel.GradientReducer.all_reduce`.
+        """
+        with self._stream():
+            self._collect()
+            self.reducer.finish()
+        if self._side is not None:
+            self._side.join()
+
+    def _collect(self) -> None:
+        if self._open is not None:
+            (reduction, done), self._open = self._open, None
+            reduction.finish()
+            done()
+
+    def _stream(self) -> AbstractContextManager[None]:
+        """Surround work of the reducer."""
+        side = self._side
+        return nullcontext() if side is None else side.queue(device=self.reducer.group.device)

@@ -18,9 +18,11 @@ from dct_plugin.config import DataParallelConfig, DCTConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.autotune import add_on, measurements
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
-from dct_plugin.data_parallel.autotune.cost_model import Coding, CostModel, Link
-from dct_plugin.data_parallel.autotune.decision_rules import (
+from dct_plugin.data_parallel.autotune.cost_model import (
+    Coding,
+    CostModel,
     DecisionRules,
+    Link,
     gentlest_of_fastest,
     settings_to_try,
 )

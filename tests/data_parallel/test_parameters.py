@@ -17,7 +17,7 @@ from torch import nn
 from dct_plugin.codecs.message import MessageWriter
 from dct_plugin.codecs.stats import Stats
 from dct_plugin.config import DataParallelConfig, KernelConfig, MetricsConfig, ParametersConfig
-from dct_plugin.data_parallel import gather_choice
+from dct_plugin.data_parallel import exact_updates
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import Shard, shards_in
 from dct_plugin.data_parallel.step_ahead.add_on import MAX_OWNER_FACTOR, StepAhead, Unsent
@@ -316,7 +316,7 @@ def test_exact_updates_are_gathers_bitwise_in_fewer_bytes(world_size: int) -> No
             assert all(walked["same"]), case
             # Headers and sizes beside weights that all changed.
             assert walked["sent"] < 1.001 * walked["dense"] + STEPS * (world_size - 1) * 128, case
-            assert walked["full"] == [step < gather_choice.WHOLE for step in range(STEPS)], case
+            assert walked["full"] == [step < exact_updates.WHOLE for step in range(STEPS)], case
         assert found["bf16 1e-06 1"]["ratio"] > 20
         assert found["bf16 1e-06 1"]["density"] < 0.05
         assert found["bf16 0.0001 1"]["ratio"] > 3
@@ -373,7 +373,7 @@ def _ways(rank: int, world_size: int, nodes: int, path: Path, name: str) -> tupl
         MetricsConfig(path=str(path.with_name(f"{{rank}} {name}"))), rank=rank, world_size=world_size
     )
     updates = ParameterUpdates(config, nodes_of(config, None), metrics=metrics)
-    each, way, times = gather_choice.WHOLE + gather_choice.EXACT + 3, "", TIMES[name]
+    each, way, times = exact_updates.WHOLE + exact_updates.EXACT + 3, "", TIMES[name]
     given_times.give(lambda whole: times(rank, updates.group.step // each, updates.group.step)[not whole], 3)
     for _ in range(5 * each):
         whole = updates.full(torch.bfloat16)

@@ -21,14 +21,13 @@ from dct_plugin import DCTState, dct_hook, kernels
 from dct_plugin.codecs import stats
 from dct_plugin.compression.feedback import unpacked
 from dct_plugin.config import DataParallelConfig, DCTConfig, KernelConfig, MetricsConfig
-from dct_plugin.data_parallel import GradientReducer, Shard, exact_updates
+from dct_plugin.data_parallel import GradientReducer, Shard, exact_updates, plan
 from dct_plugin.data_parallel.parameters import ParameterUpdates
 from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.errors import DesyncError, PayloadError
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import TritonBackend
 from dct_plugin.metrics import Metrics
-from dct_plugin.transport import bounded_table
 
 pytestmark = [
     pytest.mark.slow,
@@ -141,7 +140,7 @@ def test_small_tensors_of_three_ranks_go_to_owners_in_slots_too() -> None:
 
 def _reduce_with_a_small_table(rank: int, world_size: int, name: str) -> tuple[dict[str, Any], int]:
     """The second bucket's sizes replace the first one's in every step."""
-    before, bounded_table.CAPACITY = bounded_table.CAPACITY, 1
+    before, plan.CAPACITY = plan.CAPACITY, 1
     try:
         config, backend = settings(name, exchange="two_phase")
         reducer, kept = GradientReducer(config, kernels=backend), {}
@@ -153,7 +152,7 @@ def _reduce_with_a_small_table(rank: int, world_size: int, name: str) -> tuple[d
             reducer.end_step()
         return kept, len(getattr(reducer.exchanges, "_capacities", ()))
     finally:
-        bounded_table.CAPACITY = before
+        plan.CAPACITY = before
 
 
 def test_sizes_of_few_sets_of_tensors_are_remembered() -> None:

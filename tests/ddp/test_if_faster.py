@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dct_plugin
 from dct_plugin.data_parallel.autotune import add_on
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
-from dct_plugin.data_parallel.autotune.decision_rules import DecisionRules
+from dct_plugin.data_parallel.autotune.cost_model import DecisionRules
 from dct_plugin.data_parallel.autotune.measurements import largest
 from dct_plugin.integrations.host import attachment
 from dct_plugin.policy.settings import Setting

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="needs triton")
 from benchmarks.host_work import LoopedPeers
 from dct_plugin.config import DataParallelConfig, KernelConfig
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.integrations.host.overlap import Overlap
+from dct_plugin.data_parallel.reducer import Overlap
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import TritonBackend
 

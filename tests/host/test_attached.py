@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 import dct_plugin
-from dct_plugin.data_parallel.module_hooks import ModuleHook
-from dct_plugin.data_parallel.passes import calls_of
+from dct_plugin.data_parallel.passes import ModuleHook, calls_of
 from dct_plugin.integrations.host import lost_peers
 
 pytestmark = pytest.mark.slow

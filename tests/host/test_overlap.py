@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dct_plugin.integrations.host.overlap import Overlap
+from dct_plugin.data_parallel.reducer import Overlap
 
 BUCKETS = range(4)
 

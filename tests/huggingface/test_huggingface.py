@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
 from dct_plugin import DCTState
-from dct_plugin.data_parallel.module_hooks import ModuleHook
-from dct_plugin.data_parallel.passes import calls_of
+from dct_plugin.data_parallel.passes import ModuleHook, calls_of
 from dct_plugin.errors import DCTError
 from dct_plugin.integrations.ddp import state as ddp_state
 

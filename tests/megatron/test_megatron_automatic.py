@@ -10,7 +10,7 @@ from support import add_on_of, given_times, processes
 from support.megatron_gpt import Job, Outcome, train
 
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
-from dct_plugin.data_parallel.autotune.decision_rules import DecisionRules
+from dct_plugin.data_parallel.autotune.cost_model import DecisionRules
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)

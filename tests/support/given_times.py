@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from dct_plugin.data_parallel import gather_choice
+from dct_plugin.data_parallel import exact_updates
 from dct_plugin.data_parallel.autotune import measurements
-from dct_plugin.data_parallel.gather_choice import PERIOD, GatherChoice
+from dct_plugin.data_parallel.exact_updates import PERIOD, GatherChoice
 
 _TIMED = GatherChoice.timed
 
@@ -24,8 +24,8 @@ def give(seconds: Callable[[bool], float], period: int = PERIOD) -> None:
             yield measured
             now[0] += seconds(whole)
 
-    gather_choice.clock = lambda: now[0]
-    gather_choice.PERIOD = period
+    exact_updates.clock = lambda: now[0]
+    exact_updates.PERIOD = period
     GatherChoice.timed = timed  # type: ignore[method-assign]
 
 

@@ -5,7 +5,7 @@
 3. The time of a step is predicted with each setting (:mod:`.cost_model`).
 4. The settings with the least predicted times run for some steps each, in turns. Then the best one's other
    types of values run.
-5. The gentlest one of the fastest stays (:mod:`.decision_rules`).
+5. The gentlest one of the fastest stays (:class:`.cost_model.DecisionRules`).
 6. Later steps, and probes of the link, are compared with those of the decision. When they differ, the ranks
    decide again.
 
@@ -38,8 +38,7 @@ from ..add_on import AddOn, ReducerContext
 from ..plan import Sparsity
 from ..stream_group import StreamGroup
 from ..topologies import Topologies
-from .cost_model import CostModel, Link
-from .decision_rules import DecisionRules, gentlest_of_fastest, settings_to_try
+from .cost_model import CostModel, DecisionRules, Link, gentlest_of_fastest, settings_to_try
 from .measurements import (
     PROBE_BYTES,
     GradientSizes,

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ...policy.optimizers import OptimizerFamily, family_of
-from ..module_hooks import ModuleHook
-from ..passes import around_passes
+from ..passes import ModuleHook, around_passes
 from ..step_units import stepping, unwrapped
 
 #: Makes the value in a ``state_dict`` from a name and common weights, 1-D.

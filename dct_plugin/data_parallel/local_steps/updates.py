@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..add_on import ReducerContext
-from ..module_hooks import remove
+from ..passes import remove
 from ..plan import Entries
 from ..stream_group import StreamGroup
 from .outer_step import OuterStep

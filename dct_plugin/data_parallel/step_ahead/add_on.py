@@ -39,14 +39,12 @@ from ...kernels.reference import ReferenceBackend
 from ...metrics import format_bytes
 from ...policy.rules import FEW_COMPRESSORS
 from ..add_on import AddOn, ReducerContext
-from ..module_hooks import register, remove, unregister
+from ..passes import register, remove, unregister
 from ..plan import Entries, Part, PlannedTensor, ReductionPlan, Shard, common
 from ..step_units import StepUnit
-from .coverage import Coverage
-from .displaced_weights import DisplacedWeights, Event, State
+from .displaced_weights import Coverage, DisplacedWeights, Event, State, TrainingPasses
 from .residual_coefficients import INTERVAL, ResidualCoefficients
 from .second_moments import Moments, SecondMoments, sizes
-from .training_passes import TrainingPasses
 
 if TYPE_CHECKING:
     from ..nodes.ranks import NodeRanks
@@ -127,7 +125,7 @@ class StepAhead:
     """Runs a model's training passes at displaced weights. All else sees the weights themselves.
 
     Displaced weights lie in buffers of their own, and a parameter's ``data`` points there from a training
-    forward pass to the end of its backward pass (:mod:`.training_passes`). Nothing is added to the weights
+    forward pass to the end of its backward pass (:mod:`.displaced_weights`). Nothing is added to the weights
     and nothing has to be subtracted from them, so ranks stay bitwise equal.
 
     An owner alone knows what it holds back of its part of the sum (two-phase exchange). So it multiplies this

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from dct_plugin.console import logger
-from dct_plugin.data_parallel.module_hooks import remove
-from dct_plugin.data_parallel.passes import around_backward_passes, around_passes
+from dct_plugin.data_parallel.passes import around_backward_passes, around_passes, remove
 from dct_plugin.errors import ConfigError
 
-from ..host.overlap import Overlap
+from ...data_parallel.reducer import Overlap
 from ..host.steps import OptimizerSteps
 from .parameters import Bucket, ParameterNames
 

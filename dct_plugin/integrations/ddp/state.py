@@ -23,10 +23,10 @@ from dct_plugin.host_traffic import counted_by
 from dct_plugin.policy import Training
 from dct_plugin.transport.nodes import Nodes, layout_of
 
+from ...data_parallel.reducer import Overlap
 from ..host import attachments, startup
 from ..host.attachment import PlainTraining, switched_off
 from ..host.optimizer_attachment import OptimizerAttachment
-from ..host.overlap import Overlap
 from ..host.settings import optimizers_of
 from ..host.startup import nodes_of
 from ..host.steps import FrozenParameters

@@ -21,7 +21,7 @@ from torch import Tensor
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.reducer import Reduction
 
-from ..host.overlap import Overlap
+from ...data_parallel.reducer import Overlap
 from ..host.patching import Function, Patches
 
 

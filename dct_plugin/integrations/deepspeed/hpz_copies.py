@@ -22,9 +22,8 @@ from deepspeed.runtime.zero import partition_parameters
 from torch import Tensor
 
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.module_hooks import remove
 from dct_plugin.data_parallel.parameters import ParameterUpdates
-from dct_plugin.data_parallel.passes import around_passes
+from dct_plugin.data_parallel.passes import around_passes, remove
 from dct_plugin.data_parallel.plan import Part, shards_in
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError

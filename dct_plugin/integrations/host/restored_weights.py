@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.module_hooks import ModuleHook, remove
-from dct_plugin.data_parallel.passes import Handle, around_passes
+from dct_plugin.data_parallel.passes import Handle, ModuleHook, around_passes, remove
 
 from .replica_checksums import checksum
 from .steps import OptimizerSteps

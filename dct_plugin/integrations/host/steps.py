@@ -18,7 +18,7 @@ from dct_plugin.codecs.copies import Mirror, start_to_host, to_host
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.console import listed, logger
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.module_hooks import remove
+from dct_plugin.data_parallel.passes import remove
 from dct_plugin.errors import ConfigError
 from dct_plugin.kernels.reference import overflow_flags
 from dct_plugin.metrics import Metrics

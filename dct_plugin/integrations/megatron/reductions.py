@@ -1,8 +1,8 @@
 """The reducers of Megatron's gradients: one for each process group over which buckets are reduced.
 
 With ``overlap_grad_reduce`` a bucket's reduction starts where Megatron would start it, inside the backward
-pass; :mod:`~dct_plugin.integrations.host.overlap` says where it runs. Every rank has the buckets ready in
-the same order.
+pass; :class:`~dct_plugin.data_parallel.reducer.Overlap` says where it runs. Every rank has the buckets ready
+in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dct_plugin.data_parallel.plan import shards_in
 from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.errors import ConfigError
 
-from ..host.overlap import Overlap
+from ...data_parallel.reducer import Overlap
 from ..host.patching import Function, Patches
 from .buckets import (
     NAME,

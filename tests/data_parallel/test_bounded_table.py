@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from dct_plugin.transport import bounded_table
-from dct_plugin.transport.bounded_table import BoundedTable
+from dct_plugin.data_parallel import plan
+from dct_plugin.data_parallel.plan import BoundedTable
 
 
 def test_the_entry_that_was_not_asked_for_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_table, "CAPACITY", 3)
+    monkeypatch.setattr(plan, "CAPACITY", 3)
     table: BoundedTable[str] = BoundedTable()
     for number in range(3):
         table[number] = str(number)
@@ -25,7 +25,7 @@ def test_the_entry_that_was_not_asked_for_goes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ranks_that_do_the_same_hold_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_table, "CAPACITY", 8)
+    monkeypatch.setattr(plan, "CAPACITY", 8)
     tables: list[BoundedTable[int]] = [BoundedTable(), BoundedTable()]
     numbers = random.Random(1)
     for _ in range(1000):
