@@ -17,8 +17,7 @@ from dct_plugin.errors import ConfigError
 from .ddp import DCTState
 from .fsdp import compress_replicas, compress_shards
 from .fsdp.parameter_groups import has_replicas, parameter_groups
-from .host import attachments
-from .host.attachment import PlainTraining, switched_off
+from .host.attachment import PlainTraining, attached_to, switched_off, take_off
 from .host.measured_job import VARIABLE
 from .host.optimizer_attachment import OptimizerAttachment
 from .host.settings import optimizers_of
@@ -60,11 +59,11 @@ def attach(
     optimizers_of(optimizer, "dct_plugin.attach")
     config = DCTConfig.given(section)
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    measured = attachments.attached_to(getattr(model, "module", model)) if VARIABLE in os.environ else None
+    measured = attached_to(getattr(model, "module", model)) if VARIABLE in os.environ else None
     if isinstance(measured, OptimizerAttachment):  # by `dct advise`, when the model was wrapped
         return measured
     if reason := switched_off(config):
-        attachments.take_off(model)
+        take_off(model)
         return PlainTraining(config, reason)
     if isinstance(model, DistributedDataParallel):
         state = DCTState(config, optimizer=optimizer, scaler=scaler, total_steps=total_steps)

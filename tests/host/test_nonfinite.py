@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.config import DataParallelConfig
+from dct_plugin.integrations.host.gradient_use import collective_device
 from dct_plugin.integrations.host.steps import PoisonedSteps
-from dct_plugin.integrations.host.transactions import collective_device
 
 
 @pytest.mark.parametrize(

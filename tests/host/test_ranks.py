@@ -16,7 +16,7 @@ from support.state_files import save_state
 from dct_plugin import checkpoint
 from dct_plugin.config import DCTConfig, MetricsConfig
 from dct_plugin.integrations.host import startup
-from dct_plugin.integrations.host.reporting import start_reporting
+from dct_plugin.integrations.host.attachment import start_reporting
 from dct_plugin.integrations.host.steps import StepHooks
 from dct_plugin.metrics import Metrics
 from dct_plugin.transport import agreement

@@ -27,8 +27,8 @@ from dct_plugin import DCTError
 from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import shards_of
+from dct_plugin.integrations.host.attachment import start_reporting
 from dct_plugin.integrations.host.gradient_use import TRANSITIONS, Event, OptimizerGradients, Use
-from dct_plugin.integrations.host.reporting import start_reporting
 from dct_plugin.metrics import Metrics
 
 VERIFY = {"every": 5, "action": "stop", "conservation": True}

@@ -17,21 +17,20 @@ from dct_plugin.checkpoint import FRESH, StateFiles, mean_residuals
 from dct_plugin.compression.stream import fresh_state
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.reducer import Overlap
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import counted_by
 from dct_plugin.policy import Training
 from dct_plugin.transport.nodes import Nodes, layout_of
 
-from ...data_parallel.reducer import Overlap
-from ..host import attachments, startup
+from ..host import startup
 from ..host.attachment import PlainTraining, switched_off
 from ..host.optimizer_attachment import OptimizerAttachment
 from ..host.settings import optimizers_of
 from ..host.startup import nodes_of
 from ..host.steps import FrozenParameters
-from .backward import BucketReductions
-from .parameters import AttachedModel, ParameterNames
+from .backward import AttachedModel, BucketReductions, ParameterNames
 
 if TYPE_CHECKING:
     from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
@@ -152,7 +151,7 @@ class DCTState(OptimizerAttachment):
 
     def _check(self, model: DistributedDataParallel) -> None:
         """Decide the settings, and check that the optimizers are the model's."""
-        self.ends.callback(attachments.note(model.module, self))
+        self.note(model.module)
         self.parameters.add(model.module.named_parameters())
         self._decide()
         is_first = not dist.is_initialized() or dist.get_rank(self.process_group) == 0
@@ -209,7 +208,7 @@ class DCTState(OptimizerAttachment):
         if not self._optimizers:
             self._optimizer_steps.follow(optimizers)
         self._optimizers, before = optimizers, self._ahead
-        self.ends.callback(attachments.note(model, self))
+        self.note(model)
         self._decide()
         reducer = self.reducer(next(model.parameters()).device)
         if self._ahead is before:  # else the passes of a registered model are displaced by that call

@@ -23,12 +23,11 @@ from dct_plugin.metrics import Event, Metrics, Sink
 from dct_plugin.transport.agreement import HINT, Agreement
 from dct_plugin.transport.nodes import layout_of
 
-from ..host import attachments, startup
-from ..host.attachment import HostAttachment, PlainTraining, switched_off
+from ..host import startup
+from ..host.attachment import HostAttachment, PlainTraining, start_reporting, switched_off
 from ..host.measured_job import FACTS
 from ..host.patching import Function, Patches, given
 from ..host.replica_checksums import ReplicaChecksums, not_trained
-from ..host.reporting import start_reporting
 from ..host.settings import steps_of
 from ..host.startup import nodes_of
 from ..host.steps import FrozenParameters, PoisonedSteps, StepHooks
@@ -301,7 +300,7 @@ class EngineAttachment(HostAttachment):
     def install(self) -> None:
         """Patch the engine and its optimizer (these instances, not their classes)."""
         engine, patches, ends = self._engine, Patches(), self.ends
-        ends.callback(attachments.note(engine.module, self))
+        self.note(engine.module)
         ends.callback(patches.undo)
         if not self.config.data_parallel.enabled:
             self.steps.begin()  # no gradients will come, and nothing is to be said about that

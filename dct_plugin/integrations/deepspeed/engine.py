@@ -172,6 +172,11 @@ def has_optimizer(engine: Any) -> bool:
     return optimizer is not None and type(optimizer).__name__ not in _NO_OPTIMIZER
 
 
+def is_expert(parameter: Any) -> bool:
+    """Return whether DeepSpeed treats the parameter as an expert's, reduced over a group of its own."""
+    return not getattr(parameter, "allreduce", True)
+
+
 def is_pipeline(engine: Any) -> bool:
     """Return whether it is DeepSpeed's pipeline engine."""
     return isinstance(engine, PipelineEngine)

@@ -48,11 +48,11 @@ def _init(cls: type, original: Function, engine: Any, *args: Any, **keywords: An
 
 def _take_off_earlier(*arguments: Any) -> None:
     """Take off what is attached to the modules of a new engine, which is about to read their weights."""
-    attachments = sys.modules.get("dct_plugin.integrations.host.attachments")
-    if attachments is not None:
+    attachment = sys.modules.get("dct_plugin.integrations.host.attachment")
+    if attachment is not None:
         for argument in arguments:
             if hasattr(argument, "named_modules"):
-                attachments.take_off(argument)
+                attachment.take_off(argument)
 
 
 def engine_ready(engine: Any) -> None:

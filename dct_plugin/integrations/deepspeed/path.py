@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,12 +19,53 @@ from ..host import startup
 from ..host.activation_streams import ActivationStreams
 from ..host.startup import nodes_of
 from ..host.versions import Target
-from .buckets import ScaleFactors, is_expert
-from .engine import EngineContext, EnginePart, precision_of, require_targets
+from .engine import EngineContext, EnginePart, is_expert, precision_of, require_targets
 from .weight_updates import UpdatedWeights, WeightLayout, WeightUpdates
 
 #: The attributes in which DeepSpeed's wrappers keep the model's parameters, a list for each parameter group.
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
+
+
+class ScaleFactors(NamedTuple):
+    """The factors with which the host turns a sum over the ranks into what it calls the gradient.
+
+    The multiplications of DeepSpeed (``prescale_gradients``, ``gradient_predivide_factor``,
+    ``gradient_allreduce_op``) are kept in its order where the order shows in the result. Only a plain
+    division before the sum is moved behind it: residuals then hold gradients in their own unit, whatever the
+    number of ranks.
+
+    Attributes:
+        before: Factor on every rank's gradient before the sum; 1.0 for none.
+        after: Factor on the sum.
+    """
+
+    before: float
+    after: float
+
+
+class CommunicationBuffer:
+    """A gradient in the type it is communicated in, 1-D and contiguous.
+
+    DeepSpeed rounds gradients to ``communication_data_type`` before it sends them, so the same is done here.
+
+    Args:
+        grad: A gradient of any shape and layout.
+        dtype: The communication type.
+        factor: Multiplied in before the sum, see :class:`ScaleFactors`.
+    """
+
+    def __init__(self, grad: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
+        self._grad = grad
+        flat = grad.reshape(-1)
+        self._aliased = flat.data_ptr() == grad.data_ptr() and flat.dtype == dtype
+        self.flat = flat if flat.dtype == dtype else flat.to(dtype)
+        if factor != 1.0:
+            self.flat.mul_(factor)
+
+    def write_back(self) -> None:
+        """Copy the result into the gradient, if it is not there already."""
+        if not self._aliased:
+            self._grad.copy_(self.flat.view(self._grad.shape))
 
 
 class GradientPath(EnginePart, ABC):

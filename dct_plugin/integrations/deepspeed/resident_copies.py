@@ -26,8 +26,7 @@ from dct_plugin.metrics import format_bytes
 
 from ..host.node_copies import COPIES
 from ..host.patching import Function, Patches, given
-from .buckets import is_expert
-from .engine import EngineContext
+from .engine import EngineContext, is_expert
 from .weight_updates import WeightUpdates
 
 

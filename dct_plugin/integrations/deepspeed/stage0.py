@@ -16,9 +16,8 @@ from torch import Tensor
 from dct_plugin.data_parallel import GradientReducer
 
 from ..host.patching import Function, Patches
-from .buckets import CommunicationBuffer
 from .engine import EngineContext, precision_of, targets_of
-from .path import GradientPath
+from .path import CommunicationBuffer, GradientPath
 from .weight_updates import WeightLayout
 
 _BF16, _BF16_MODULE = "BF16_Optimizer", "deepspeed.runtime.bf16_optimizer"

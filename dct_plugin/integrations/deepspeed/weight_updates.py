@@ -25,8 +25,7 @@ from dct_plugin.host_traffic import own_traffic
 from ..host.patching import Function, Patches
 from ..host.startup import nodes_of
 from ..host.versions import Target
-from .buckets import is_expert
-from .engine import EngineContext, EnginePart, require_targets
+from .engine import EngineContext, EnginePart, is_expert, require_targets
 
 _GATHER = "all_gather_dp_groups"
 _GATHERED = (

@@ -13,24 +13,32 @@ false                  true                ``allreduce_bucket``                `
 false                  false               ``allreduce_bucket``                ``all_reduce``
 =====================  ==================  ==================================  ==========================
 
+DeepSpeed copies the sums of a bucket into the gradients of its partition as soon as the reduction returns,
+for the bucket's buffer is filled again. Two classes decide how long the CPU waits before:
+
+- :class:`BucketReductions` waits for every bucket. With ``overlap_comm`` messages travel while the backward
+  pass goes on, on CUDA on DeepSpeed's reduction stream. The copies are made before the next bucket is handed
+  over, or at the end of the pass.
+- :class:`DeferredReductions`, on a device, waits once, at the end of the backward pass, for figures.
+
 The all-gather of updated parameters after the step stays dense, unless :mod:`.weight_updates` replaces it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dct_plugin.data_parallel import GradientReducer, Shard
-from dct_plugin.data_parallel.reducer import Reduction
+from dct_plugin.data_parallel.reducer import Overlap, Reduction
 
 from ..host.patching import Function, Patches, given
-from .buckets import BucketReductions, CommunicationBuffer, DeferredReductions, is_expert
-from .engine import EngineContext, targets_of, tied_weights
-from .path import GradientPath
+from .engine import EngineContext, is_expert, targets_of, tied_weights
+from .path import CommunicationBuffer, GradientPath
 from .weight_updates import WeightLayout
 
 _CLASS = "DeepSpeedZeroOptimizer"
@@ -44,6 +52,84 @@ class _Parameter(NamedTuple):
     identity: int
     """DeepSpeed's number for it."""
     parameter: Any
+
+
+class BucketReductions:
+    """Reductions of buckets whose sums have an owner.
+
+    Args:
+        optimizer: A ``DeepSpeedZeroOptimizer``.
+        reducer: Reduces its gradients.
+    """
+
+    def __init__(self, optimizer: Any, reducer: GradientReducer) -> None:
+        self._optimizer, self._reducer = optimizer, reducer
+        # Where DeepSpeed leaves the buffer of a bucket alone while it is reduced.
+        keeps_buffer = optimizer.contiguous_gradients and optimizer.reduce_scatter
+        self._overlaps = bool(optimizer.overlap_comm and keeps_buffer and reducer.group.group_size > 1)
+        # On CUDA DeepSpeed calls on its own reduction stream.
+        self._overlap = Overlap(reducer, wanted=self._overlaps, own_stream=False)
+        self._uses: list[Callable[[], None]] = []
+
+    def reduce(self, reductions: Sequence[Reduction], use: Callable[[], None]) -> None:
+        """Reduce a bucket.
+
+        Args:
+            reductions: Those of its gradients.
+            use: Uses the sums.
+        """
+        for each in reductions:
+            self._overlap.submit(each)
+        self._uses.append(use)
+        if not self._overlaps:
+            self._complete()
+
+    def install(self, patches: Patches) -> None:
+        """Patch the optimizer instance."""
+        patches.intercept(self._optimizer, "reduce_ipg_grads", self._reduce_buckets)
+        patches.intercept(self._optimizer, "copy_grads_in_partition", self._copy)
+
+    def _reduce_buckets(self, original: Function, comm_dtype: Any = None) -> None:
+        self._complete()
+        original(comm_dtype)
+        if comm_dtype is None:  # the end of the backward pass
+            self._complete()
+
+    def _copy(self, original: Function, parameter: Any, *arguments: Any) -> None:
+        if self._uses:
+            self._uses.append(lambda: original(parameter, *arguments))
+        else:
+            original(parameter, *arguments)
+
+    def _complete(self) -> None:
+        """Wait for the reductions that run, and have DeepSpeed copy the sums."""
+        if self._uses:
+            with self._reduction_stream():
+                self._overlap.wait()
+                uses, self._uses = self._uses, []
+                for use in uses:
+                    use()
+
+    def _reduction_stream(self) -> AbstractContextManager[Any]:
+        """Return the context of DeepSpeed's reduction stream, where it has one."""
+        stream = self._optimizer.reduction_stream if self._optimizer.overlap_comm else None
+        on_cuda = stream is not None and self._reducer.group.device.type == "cuda"
+        return torch.cuda.stream(stream) if on_cuda else nullcontext()
+
+
+class DeferredReductions(BucketReductions):
+    """Reductions that are waited for at the end of the backward pass; arguments as of the base class."""
+
+    def reduce(self, reductions: Sequence[Reduction], use: Callable[[], None]) -> None:
+        for each in reductions:
+            each.finish()
+        use()
+
+    def _reduce_buckets(self, original: Function, comm_dtype: Any = None) -> None:
+        original(comm_dtype)
+        if comm_dtype is None:  # the end of the backward pass
+            with self._reduction_stream():
+                self._reducer.finish()
 
 
 class ZeroPath(GradientPath):

@@ -19,8 +19,7 @@ from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training
 from dct_plugin.transport import lost_ranks
 
-from ..host import attachments
-from ..host.attachment import PlainTraining, switched_off
+from ..host.attachment import PlainTraining, switched_off, take_off
 from ..host.optimizer_attachment import OptimizerAttachment
 from . import saved_residuals
 from .parameter_groups import (
@@ -88,7 +87,7 @@ class FSDPAttachment(OptimizerAttachment):
         """The backward pass of the last exchange."""
         try:
             groups = self._found_groups()
-            self.ends.callback(attachments.note(self._model, self))
+            self.note(self._model)
             hint = f"{self.call}(..., optimizer=optimizer) takes what suits it"
             self._decide(groups, Training(steps=total_steps, optimizer_unknown_hint=hint))
             check_settings(self.config.data_parallel, self._optimizers, self.call)
@@ -121,7 +120,7 @@ class FSDPAttachment(OptimizerAttachment):
         """
         written = DCTConfig.given(config, rank=dist.get_rank())
         if reason := switched_off(written):
-            attachments.take_off(model)
+            take_off(model)
             return PlainTraining(written, reason)
         return cls(model, written, **options)
 

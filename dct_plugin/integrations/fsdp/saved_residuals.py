@@ -30,10 +30,9 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.transport import lost_ranks
 
 from .parameter_groups import ShardedParameter
-from .replica_group import ReplicaGroup
 
 
-def state_of(groups: Sequence[ReplicaGroup], step: int, others: Sequence[Any] = ()) -> dict[str, Any]:
+def state_of(groups: Sequence[Any], step: int, others: Sequence[Any] = ()) -> dict[str, Any]:
     """Return what is saved, also of ``others`` that have a ``state_dict``; a collective of the replicas."""
     residuals, states = {}, []
     for reducer, replicas in _reducers(groups).items():
@@ -52,7 +51,7 @@ def state_of(groups: Sequence[ReplicaGroup], step: int, others: Sequence[Any] = 
     }
 
 
-def restore(groups: Sequence[ReplicaGroup], state: dict[str, Any], others: Sequence[Any] = ()) -> None:
+def restore(groups: Sequence[Any], state: dict[str, Any], others: Sequence[Any] = ()) -> None:
     """Restore what :func:`state_of` returned, or what :func:`load` read from a checkpoint of another mesh."""
     own = state["states"].get(_label(groups))
     if own is not None:
@@ -70,9 +69,7 @@ def restore(groups: Sequence[ReplicaGroup], state: dict[str, Any], others: Seque
         reducer.load_state_dict({**counters, "streams": streams})
 
 
-def load(
-    folder: str | os.PathLike[str], key: str, groups: Sequence[ReplicaGroup], others: Sequence[Any] = ()
-) -> bool:
+def load(folder: str | os.PathLike[str], key: str, groups: Sequence[Any], others: Sequence[Any] = ()) -> bool:
     """Restore the residuals of a checkpoint, whatever mesh it is of; see :meth:`.ReplicaCompression.load`."""
     import torch.distributed.checkpoint as dcp
 
@@ -106,12 +103,12 @@ def load(
     return True
 
 
-def _reducers(groups: Sequence[ReplicaGroup]) -> dict[GradientReducer, dist.ProcessGroup]:
+def _reducers(groups: Sequence[Any]) -> dict[GradientReducer, dist.ProcessGroup]:
     """Return the reducers with their replicas."""
     return {group.reducer: group.replicas for group in groups}
 
 
-def _compressed(groups: Sequence[ReplicaGroup], reducer: GradientReducer) -> dict[str, ShardedParameter]:
+def _compressed(groups: Sequence[Any], reducer: GradientReducer) -> dict[str, ShardedParameter]:
     """Return the parameters that have residuals, on all ranks the same: the last shard may be smaller."""
     if not reducer.config.feedback.keeps_residual:
         return {}
@@ -134,7 +131,7 @@ def as_dtensor(parameter: ShardedParameter, local: Tensor) -> Any:
     )
 
 
-def _label(groups: Sequence[ReplicaGroup]) -> str:
+def _label(groups: Sequence[Any]) -> str:
     """Return the name of this rank's own state: of this rank in this mesh."""
     replicas = "_".join(str(reducer.group.world_size) for reducer in _reducers(groups))
     return f"rank_{dist.get_rank()}_of_{dist.get_world_size()}_in_{replicas}_replicas"

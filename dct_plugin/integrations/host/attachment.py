@@ -7,22 +7,26 @@ framework adds which gradients are exchanged, when, and under which names.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dct_plugin.config import DCTConfig
 from dct_plugin.config.dct import MetricsConfig
 from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.stream_group import StreamGroup
+from dct_plugin.errors import DCTError
+from dct_plugin.host_traffic import HostTraffic
 from dct_plugin.metrics import Metrics, Sink
 from dct_plugin.policy import AppliedSettings, Training
 from dct_plugin.policy.memory import kept_in_words
@@ -32,8 +36,42 @@ from dct_plugin.transport.nodes import Nodes
 from . import lost_peers, startup
 from .measured_job import SECTION, VARIABLE
 from .refusals import refuse
-from .reporting import start_reporting
 from .settings import resolve_settings
+
+
+def start_reporting(
+    metrics: Metrics, monitor: Sink | None = None, *, before_finish: Callable[[], None] | None = None
+) -> Callable[[], None]:
+    """Count what the host sends by itself and feed a monitor, until the host is done or the process ends.
+
+    Args:
+        metrics: The metrics to report.
+        monitor: Called with ``[(name, value, step), ...]`` on rank 0.
+        before_finish: Called before the metrics are closed, to record what is still missing.
+
+    Returns:
+        A function that writes what is left and prints the summary on rank 0; the second call does nothing.
+    """
+
+    process = os.getpid()
+
+    def summarize() -> None:
+        if os.getpid() != process:  # a forked child, whose exit runs the handlers of its parent
+            return
+        metrics.close()
+        if metrics.rank == 0 and metrics.summary().steps:
+            print(metrics.summary_line(), flush=True)
+
+    ends = contextlib.ExitStack()
+    ends.callback(summarize)
+    ends.enter_context(HostTraffic(metrics))
+    if before_finish is not None:
+        ends.callback(before_finish)
+    if monitor is not None and metrics.rank == 0:
+        metrics.add_sink(monitor)
+    ends.callback(atexit.unregister, ends.close)
+    atexit.register(ends.close)
+    return ends.close
 
 
 class HostAttachment:
@@ -83,6 +121,13 @@ class HostAttachment:
         return self.report(dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
 
     # -- opening ---
+
+    def note(self, model: nn.Module) -> None:
+        """Note that this is attached to a model, until it is closed; close an earlier attachment."""
+        take_off(model, but=self)
+        for module in model.modules():
+            _ATTACHED[module] = weakref.ref(self)
+        self.ends.callback(_forget, self)
 
     def resolve(self, optimizer: Any, training: Training, nodes: Nodes | None = None) -> None:
         """Decide the settings, once, for the optimizer and the ranks.
@@ -296,3 +341,39 @@ def switched_off(config: DCTConfig) -> str:
     if not config.enabled:
         return "dct.enabled is false"
     return "" if config.data_parallel.enabled else "dct.data_parallel.enabled is false"
+
+
+#: By module its attachment. Scripts wrap a module again to train other parts of it, in every ``fit``, and
+#: after a batch that was too large.
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[HostAttachment]] = weakref.WeakKeyDictionary()
+
+
+def attached_to(model: nn.Module) -> HostAttachment | None:
+    """Return what is attached to a model; None if nothing is."""
+    reference = _ATTACHED.get(model)
+    return None if reference is None else reference()
+
+
+def take_off(model: nn.Module, but: HostAttachment | None = None) -> None:
+    """Close what is attached to a model, to a part of it, or to a model that it is a part of, ``but`` one."""
+    for module in model.modules():
+        earlier = attached_to(module)
+        if earlier is None or earlier is but:
+            continue
+        _forget(earlier)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            logger.warning(
+                "dct: the model is wrapped or attached to again: the earlier hooks are taken off, and what "
+                "they had not sent is lost"
+            )
+        try:
+            earlier.close()
+        except DCTError as error:  # wrappers write weights before they are attached to
+            logger.warning("dct: %s", error)
+
+
+def _forget(attached: HostAttachment) -> None:
+    """Note that an attachment was closed."""
+    for module, reference in list(_ATTACHED.items()):
+        if reference() in (attached, None):
+            del _ATTACHED[module]

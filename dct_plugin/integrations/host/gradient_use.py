@@ -1,12 +1,24 @@
-"""The use of reduced gradients by one optimizer, as a state machine."""
+"""The use of reduced gradients by one optimizer, as a state machine, and gradients that no optimizer used:
+their residuals return to what they were before.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from dct_plugin.checkpoint import device_of
+from dct_plugin.codecs.copies import to_host
+from dct_plugin.console import logger
+from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.host_traffic import own_traffic
+from dct_plugin.metrics import format_bytes
+from dct_plugin.transport import lost_ranks
 
 
 class Use(enum.Enum):
@@ -112,3 +124,104 @@ def local_part(tensor: Tensor) -> Tensor:
     local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     own = tensor if local is None else local()
     return own._values() if own.is_sparse else own
+
+
+def collective_device() -> torch.device:
+    """Return a device whose tensors the ranks can reduce, the same kind with and without gradients: the CPU
+    if it can be, else this rank's accelerator.
+    """
+    kind = device_of(str(dist.get_backend_config()))
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+class Transactions:
+    """Takes back gradients that no optimizer used.
+
+    The first time there may be no second residual. What was sent is then old residual and gradient in one,
+    and cannot be told apart: residuals of these tensors are set to zero, a line says so, and from then on
+    there is a second residual.
+
+    Args:
+        reducers: The reducers of the gradients; more may be added.
+        armed: Whether there is a second residual from the start.
+        sharded: Whether ranks hold different gradients.
+
+    Attributes:
+        armed: True if there is a second residual.
+        groups: Process groups whose ranks decide alike about sharded gradients; None is the whole job.
+    """
+
+    def __init__(self, reducers: Collection[GradientReducer], *, armed: bool, sharded: bool) -> None:
+        self._reducers, self._sharded, self.armed = reducers, sharded, armed
+        self.groups: Sequence[dist.ProcessGroup | None] = (None,)
+        self._has_rejected = False
+
+    def arm(self) -> None:
+        """Keep a second residual from the next gradients on."""
+        self.armed = True
+        for reducer in self._reducers:
+            reducer.group.streams.arm()
+
+    def cleared(self, waiting: Sequence[OptimizerGradients], *, zeros: bool) -> list[OptimizerGradients]:
+        """Return those whose gradients no optimizer can use any more; ``zeros`` count as cleared ones. For
+        sharded gradients it is a collective.
+        """
+        flags = [each.is_cleared(zeros=zeros) for each in waiting]
+        if flags and zeros and self._sharded:
+            what, step = "agreement on gradients that were cleared", next(iter(self._reducers)).group.step
+            flags = to_host(least(torch.tensor(flags, dtype=torch.int32), self.groups, what, step)).tolist()
+        return [each for each, flag in zip(waiting, flags, strict=True) if flag]
+
+    def reject(self, cleared: Sequence[OptimizerGradients], optimizers: Iterable[Any]) -> None:
+        """Take back gradients that were cleared without a step; ``optimizers`` are all that are known."""
+        if not cleared:
+            return
+        for each in cleared:
+            each.note(Event.CLEAR)
+        if any(reducer.add_ons.alone for reducer in self._reducers):  # nothing was sent
+            return
+        self.take_back(cleared)
+        if not self._has_rejected:
+            self._report(cleared, optimizers)
+        self._has_rejected = True
+        self.arm()
+
+    def take_back(self, gradients: Sequence[OptimizerGradients]) -> None:
+        """Let residuals be as before these gradients."""
+        for each in gradients:
+            for reducer in self._reducers:
+                reducer.undo(each.reduced.keys(), lost=not each.covered)
+
+    def _report(self, cleared: Sequence[OptimizerGradients], optimizers: Iterable[Any]) -> None:
+        """Say once what becomes of gradients that are cleared without a step."""
+        reducer = next(iter(self._reducers))
+        if dist.get_rank() if self._sharded else reducer.group.group_rank:
+            return
+        what = f"dct: step {reducer.group.step}: its gradients were cleared without optimizer.step()"
+        if self.armed:
+            logger.warning(f"{what}: residuals are as before it")
+            return
+        lost = "the step was dense, and nothing is lost"
+        if any(reducer.group.streams for reducer in self._reducers):
+            lost = "what earlier steps had left unsent of these tensors is set to zero, once"
+        told = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
+        known = told or [parameter for each in cleared for parameter in each.reduced.values()]
+        sizes = [local_part(each).numel() for each in known]
+        kept = [(r, sum(n for n in sizes if not r.group.is_small("", n))) for r in self._reducers]
+        memory = max(r.group.streams.residual_bytes(numel) for r, numel in kept)
+        logger.warning(
+            f"{what}: {lost}. From now on a second residual, {format_bytes(memory)} on a rank, "
+            "keeps residuals as they were before such a batch"
+        )
+
+
+@own_traffic(recorded=False)
+def least(numbers: Tensor, groups: Iterable[dist.ProcessGroup | None], what: str, step: int) -> Tensor:
+    """Return the least of each number on all ranks of the groups; a collective, ``what`` is its name."""
+    numbers = numbers.to(collective_device())
+    with lost_ranks.reported(what, step=step):
+        for group in groups:
+            dist.all_reduce(numbers, dist.ReduceOp.MIN, group)
+    return numbers

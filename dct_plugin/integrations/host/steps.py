@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,9 @@ from dct_plugin.errors import ConfigError
 from dct_plugin.kernels.reference import overflow_flags
 from dct_plugin.metrics import Metrics
 
-from . import gradient_scalers
-from .gradient_use import Event, OptimizerGradients, Use, parameters_of
+from .gradient_use import Event, OptimizerGradients, Transactions, Use, least, parameters_of
 from .patching import Function, Patches
 from .replica_checksums import ReplicaChecksums
-from .transactions import Transactions, least
 
 
 class FrozenParameters:
@@ -274,7 +273,10 @@ class OptimizerSteps:
         """The optimizer whose step runs, or has ended with an error."""
         self._handles: list[Any] = []
         self._finalizer = weakref.finalize(self, remove, self._handles)
-        gradient_scalers.follow(self)
+        if not _FOLLOWERS:
+            for name in ("unscale_", "step"):
+                _SCALERS.intercept(torch.amp.GradScaler, name, _tell)
+        _FOLLOWERS.add(self)
 
     def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """End steps with those of ``optimizers`` (torch's), or of others of the same parameters."""
@@ -305,7 +307,9 @@ class OptimizerSteps:
         """Follow the optimizers and the scaler no longer."""
         self._finalizer()
         self._patches.undo()
-        gradient_scalers.leave(self)
+        _FOLLOWERS.discard(self)
+        if not _FOLLOWERS:
+            _SCALERS.undo()
 
     def loss_scale(self) -> float | None:
         """Return the scale of the coming gradients; None without a scaler."""
@@ -511,3 +515,14 @@ class OptimizerSteps:
 def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
     if (function := method()) is not None:
         function(*arguments)
+
+
+#: The objects that are told of the gradient scalers of this process, which a script may not have passed.
+_FOLLOWERS: WeakSet[OptimizerSteps] = WeakSet()
+_SCALERS = Patches()
+
+
+def _tell(original: Function, scaler: Any, optimizer: Any, *arguments: Any, **keywords: Any) -> Any:
+    for follower in list(_FOLLOWERS):
+        follower.scaler_looks(scaler, optimizer)
+    return original(scaler, optimizer, *arguments, **keywords)

@@ -19,10 +19,10 @@ from dct_plugin import checkpoint
 from dct_plugin.console import log_once
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import shards_in
+from dct_plugin.data_parallel.reducer import Overlap
 from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.errors import ConfigError
 
-from ...data_parallel.reducer import Overlap
 from ..host.patching import Function, Patches
 from .buckets import (
     NAME,
