@@ -24,10 +24,11 @@ from dct_plugin.config.data_parallel import (
 )
 from dct_plugin.config.dct import DCTConfig, KernelConfig, MetricsConfig
 from dct_plugin.config.embedding import EmbeddingChannelConfig
-from dct_plugin.config.methods import AnswerMethod, Method
 from dct_plugin.config.model_parallel import (
     ActivationConfig,
+    AnswerMethod,
     ExpertsConfig,
+    Method,
     ModelParallelConfig,
     PipelineConfig,
     TensorConfig,

@@ -30,8 +30,7 @@ from ..integrations.megatron.options import CONFIG_VARIABLE
 from ..metrics import format_bytes
 from ..policy import AppliedSettings, Training, resolve
 from ..policy.memory import JOBS, memory
-from ..policy.rules import exchange_by_rule
-from ..policy.settings import Setting, settings_within
+from ..policy.rules import Setting, exchange_by_rule, settings_within
 from ..processes import tail
 from ..rates import bits_per_second, check_rates, rate_name
 

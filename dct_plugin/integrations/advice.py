@@ -29,7 +29,7 @@ from dct_plugin.data_parallel.passes import around_passes
 from dct_plugin.host_traffic import HostTraffic
 from dct_plugin.metrics import HOST, Metrics
 from dct_plugin.policy import Training
-from dct_plugin.policy.settings import Setting
+from dct_plugin.policy.rules import Setting
 
 from .host.measured_job import FACTS, SECTION, VARIABLE
 from .host.patching import Function, Patches

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..config import ActivationConfig, KernelConfig
-from ..config.methods import NoMethod
+from ..config.model_parallel import NoMethod
 from ..console import logger
 from .compressors import ActivationCompressor, Site, create
 from .compressors.compressor import GROUP_SIZE, GradientMessages

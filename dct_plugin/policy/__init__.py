@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from .optimizers import OptimizerFamily
 from .resolve import AppliedSettings, Training, resolve
-from .settings import compresses
+from .rules import compresses
 
 __all__ = ["AppliedSettings", "OptimizerFamily", "Training", "compresses", "resolve"]

@@ -19,8 +19,16 @@ from .evidence import (
     size_of,
 )
 from .optimizers import OptimizerFamily
-from .rules import DENSITY_OPTIONS, changed, safe_sparsity, says_density, thresholds_of, with_thresholds
-from .settings import bits_of, compresses
+from .rules import (
+    DENSITY_OPTIONS,
+    bits_of,
+    changed,
+    compresses,
+    safe_sparsity,
+    says_density,
+    thresholds_of,
+    with_thresholds,
+)
 
 #: Dense steps with step-ahead and without, steps after them in which the density falls, and the largest share
 #: of a run for each.

@@ -21,7 +21,7 @@ from dct_plugin.data_parallel.autotune.measurements import unmeasured
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.metrics import format_bytes
 from dct_plugin.policy import Training, resolve
-from dct_plugin.policy.settings import Setting
+from dct_plugin.policy.rules import Setting
 
 DENSE, INT8, STRONG = Setting(), Setting(0.0, "int8"), Setting(0.99, "bf16")
 LOG4 = Setting(0.0, "log4")

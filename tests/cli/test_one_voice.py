@@ -14,8 +14,7 @@ from dct_plugin import cli
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.integrations.deepspeed.file_check import check
 from dct_plugin.policy import Training, resolve
-from dct_plugin.policy.rules import compressors_of
-from dct_plugin.policy.settings import Setting
+from dct_plugin.policy.rules import Setting, compressors_of
 
 runner = CliRunner()
 _SCRIPT = """

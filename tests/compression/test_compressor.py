@@ -13,7 +13,7 @@ from dct_plugin import Compressor, ConfigError, Payload, PayloadError
 from dct_plugin.compression.feedback import Residual
 from dct_plugin.compression.thresholds import Threshold, wanted
 from dct_plugin.config import DataParallelConfig, KernelConfig
-from dct_plugin.schedules import SparsitySchedule
+from dct_plugin.config.data_parallel import SparsitySchedule
 
 
 def gradients(steps: int, numel: int, seed: int = 0, mean: float = 0.0) -> list[torch.Tensor]:

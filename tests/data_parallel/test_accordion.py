@@ -12,12 +12,12 @@ from support.processes import logged
 from support.processes import run as run_ranks
 
 from dct_plugin.config import AccordionConfig, DataParallelConfig, MetricsConfig
+from dct_plugin.config.data_parallel import SparsitySchedule
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.data_parallel.accordion import SAMPLES, Accordion
 from dct_plugin.data_parallel.plan import PlannedTensor, ReductionPlan
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
-from dct_plugin.schedules import SparsitySchedule
 
 
 def accordion(interval: int) -> Accordion:

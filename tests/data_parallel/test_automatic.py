@@ -32,7 +32,7 @@ from dct_plugin.data_parallel.stream_group import StreamGroup
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics import Metrics
 from dct_plugin.policy import Training, resolve
-from dct_plugin.policy.settings import Setting, settings_within
+from dct_plugin.policy.rules import Setting, settings_within
 
 DENSE, GENTLE, STRONG = Setting(), Setting(0.9, "bf16"), Setting(0.99, "bf16")
 

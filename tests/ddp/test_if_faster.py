@@ -17,7 +17,7 @@ from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
 from dct_plugin.data_parallel.autotune.cost_model import DecisionRules
 from dct_plugin.data_parallel.autotune.measurements import largest
 from dct_plugin.integrations.host import attachment
-from dct_plugin.policy.settings import Setting
+from dct_plugin.policy.rules import Setting
 
 STEPS = 40
 

@@ -18,7 +18,7 @@ from support import processes
 from support.forked import forked_interpreters
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.config.methods import ThresholdMethod
+from dct_plugin.config.model_parallel import ThresholdMethod
 from dct_plugin.errors import ConfigError, DCTError, DesyncError
 from dct_plugin.integrations.host.versions import faults
 from dct_plugin.integrations.megatron import versions

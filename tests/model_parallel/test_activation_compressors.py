@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dct_plugin.codecs.quantised import Quantiser, pack, unpack
 from dct_plugin.config import DCTConfig, PipelineConfig, TensorConfig
-from dct_plugin.config.methods import NoMethod
+from dct_plugin.config.model_parallel import NoMethod
 from dct_plugin.config.options import models
 from dct_plugin.errors import ConfigError, PayloadError
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives, FixedMessages

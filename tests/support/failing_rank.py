@@ -56,7 +56,7 @@ class Loss:
         from dct_plugin.compression import stream
         from dct_plugin.kernels import cpu
         from dct_plugin.transport.agreement import Agreement
-        from dct_plugin.transport.announced import AnnouncedMessages
+        from dct_plugin.transport.exchange import AnnouncedMessages
 
         places: dict[str, tuple[Any, str]] = {
             "agreement": (Agreement, "confirm"),

@@ -33,7 +33,7 @@ from ...codecs.copies import Stopwatch
 from ...console import logger
 from ...host_traffic import own_traffic
 from ...metrics import format_bytes
-from ...policy.settings import Setting, every_default, settings_within
+from ...policy.rules import Setting, every_default, settings_within
 from ..add_on import AddOn, ReducerContext
 from ..plan import Sparsity
 from ..stream_group import StreamGroup

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ...policy.settings import Setting
+from ...policy.rules import Setting
 
 
 class Coding(NamedTuple):

@@ -15,7 +15,7 @@ from ...codecs.copies import await_device
 from ...codecs.message import MessageWriter
 from ...codecs.stats import read_stats
 from ...compression.stream import Compressor
-from ...policy.settings import Setting
+from ...policy.rules import Setting
 from ..step_units import StepUnit
 from ..stream_group import StreamGroup
 from .cost_model import Coding, Link

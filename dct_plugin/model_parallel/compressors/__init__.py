@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...config.methods import Method
+from ...config.model_parallel import Method
 from .bounded import Bounded
 from .compressor import ActivationCompressor, Site, Written
 from .payloads import Whole

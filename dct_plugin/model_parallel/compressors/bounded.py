@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...config.methods import BoundMethod
+from ...config.model_parallel import BoundMethod
 from ...errors import PayloadError
 from ...kernels import embedding as kernels
 from ...kernels.embedding import IntArray, Outgoing

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...codecs.stats import Stats
 from ...compression.stream import Encoded
 from ...config import KernelConfig
-from ...config.methods import AnswerMethod, Method
+from ...config.model_parallel import AnswerMethod, Method
 
 #: What precedes a message of known size: its number, int64.
 NUMBER_NBYTES = 8

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...codecs.quantised import Quantiser
-from ...config.methods import QuantiseMethod
+from ...config.model_parallel import QuantiseMethod
 from .compressor import ActivationCompressor, add
 
 

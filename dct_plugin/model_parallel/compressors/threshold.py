@@ -11,7 +11,7 @@ from torch import Tensor
 from ...codecs.payload import HEADER_NBYTES, dense_payload_nbytes
 from ...codecs.values import VALUE_GROUP, ValueDtype, value_nbytes
 from ...compression.stream import Encoded, add_at, as_flat, encode_at, values_nbytes, wire_dtype
-from ...config.methods import ThresholdMethod
+from ...config.model_parallel import ThresholdMethod
 from ...kernels.backend import mask_of
 from ...kernels.job import SMALLEST_TAU, Tau
 from .compressor import NUMBER_NBYTES, GradientMessages, Site, Written

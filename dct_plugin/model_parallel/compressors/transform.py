@@ -13,7 +13,7 @@ from ...codecs.copies import SideStream, start_to_host, to_device
 from ...codecs.planes import GROUP
 from ...codecs.quantised import round_rows
 from ...compression.stream import backend_beside
-from ...config.methods import TransformMethod
+from ...config.model_parallel import TransformMethod
 from ...errors import PayloadError
 from .compressor import ActivationCompressor, Site, add, rows_of, size_of_rows
 
