@@ -25,6 +25,8 @@ from __future__ import annotations
 import functools
 import struct
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -279,3 +281,42 @@ class Payload:
     @property
     def nonfinite(self) -> bool:
         return self.header.nonfinite
+
+
+def open_payload(payload: Payload | Tensor, numel: int, *, verify: bool = True) -> Payload:
+    """Return ``payload`` with its header, checked; ``verify=False`` leaves the checksum to the kernel.
+
+    Raises:
+        PayloadError: The payload is not valid, or not of ``numel`` entries.
+    """
+    if not isinstance(payload, Payload):
+        return Payload(payload, parse_payload(payload, numel, verify=verify))
+    check_numel(payload.header, numel)
+    if verify:
+        verify_checksum(payload.header, payload.data)
+    return payload
+
+
+def split_message(messages: Sequence[Tensor], which: int, outs: Sequence[Tensor]) -> list[Payload]:
+    """Return the payloads of ``messages[which]``. Checksums are left to the kernel.
+
+    Raises:
+        PayloadError: The message does not hold one payload for each of ``outs``.
+    """
+    with naming_message(which):
+        payloads = Payload.split(messages[which], verify=False)
+        if len(payloads) != len(outs):
+            raise PayloadError(f"the message holds {len(payloads)} payloads, expected {len(outs)}")
+        for payload, out in zip(payloads, outs, strict=True):
+            check_numel(payload.header, out.numel())
+        return payloads
+
+
+@contextmanager
+def naming_message(which: int) -> Iterator[None]:
+    """Note in a :class:`PayloadError` of the block that it is about message ``which``."""
+    try:
+        yield
+    except PayloadError as error:
+        error.message = which
+        raise

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import Backend, Residuals
-from ..kernels.checks import PACK_BLOCK, PACK_EXPONENTS
+from ..kernels.backend import PACK_BLOCK, PACK_EXPONENTS
 from ..kernels.reference import ReferenceBackend
 
 Saved: TypeAlias = Tensor | dict[str, Tensor]

@@ -23,11 +23,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..codecs.message import MessageWriter
-from ..codecs.payload import dense_payload_nbytes
+from ..codecs.payload import dense_payload_nbytes, split_message
 from ..codecs.values import ValueDtype
 from ..compression.stream import add_payload, encode_all, wire_dtype
 from ..config import DataParallelConfig, NoFeedback, ParametersConfig
-from ..kernels.checks import split_message
 from ..metrics import Record
 from ..transport.slots import Slots
 from .exact_updates import EXACT_CLASS, ChangesToAll, GatherChoice

@@ -35,7 +35,7 @@ from torch import Tensor
 from .. import checkpoint
 from ..compression.feedback import ScratchBuffers
 from ..compression.stream import Compressor
-from ..kernels.checks import PACK_BLOCK
+from ..kernels.backend import PACK_BLOCK
 
 
 class Streams(dict[str, Compressor]):

@@ -9,6 +9,7 @@ payload follows from ``numel`` and ``capacity`` alone (:func:`~dct_plugin.codecs
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,13 +22,17 @@ from ..codecs import planes
 from ..codecs.changes import BANDS, distances
 from ..codecs.index import decode_indices, encode_indices
 from ..codecs.message import ONE, Key, MessageWriter
-from ..codecs.payload import HEADER_NBYTES, Payload
+from ..codecs.payload import HEADER_NBYTES, Payload, open_payload
 from ..codecs.stats import Stats
 from ..codecs.values import ValueDtype
 from . import displacement
-from .checks import open_payload
 from .displacement import Displacement, Scratch, Squares
 from .job import SMALLEST_TAU, Job, PartedJob, Parts, Spans, Tau
+
+#: Entries of a residual in int8 that share an exponent, see :meth:`Residuals.pack`.
+PACK_BLOCK = 64
+#: The smallest and the largest of these exponents.
+PACK_EXPONENTS = (-112, 121)
 
 
 class Selection(ABC):
@@ -226,7 +231,7 @@ class Residuals(ABC):
         """Round a residual stochastically to a smaller type; the expected value does not change.
 
         bf16: to one of the two numbers beside the entry. int8: to a multiple of ``2**exponent``, the smallest
-        power of two of which 127 reach the largest of the :data:`.checks.PACK_BLOCK` entries that share it;
+        power of two of which 127 reach the largest of the :data:`PACK_BLOCK` entries that share it;
         for the expectation, entries count as multiples of ``2**(exponent - 15)``. What :meth:`unpack` gives
         is packed to the same values again, whatever the seed.
 
@@ -308,3 +313,10 @@ def mask_of(kernels: Selection, payload: Payload | Tensor, numel: int) -> Tensor
     """Return bool [numel]: which entries a payload keeps; see :meth:`Selection.positions`."""
     at = kernels.positions(payload, numel)
     return torch.zeros(numel, dtype=torch.bool, device=at.device).index_fill_(0, at, True)
+
+
+def scales_first(messages: int, scale: float) -> bool:
+    """Return whether :meth:`Sums.sum_messages` may multiply before it adds: no bit of a normal
+    number changes then.
+    """
+    return messages == 1 or math.frexp(scale)[0] == 0.5

@@ -17,10 +17,9 @@ from torch import Tensor
 from ..codecs.changes import BANDS, changes_bound
 from ..codecs.index import check_positions, check_section, index_form
 from ..codecs.message import Key, MessageWriter
-from ..codecs.payload import Payload, verify_checksum
+from ..codecs.payload import Payload, naming_message, open_payload, split_message, verify_checksum
 from ..codecs.stats import Stats
-from .backend import Backend
-from .checks import naming_message, open_payload, scales_first, split_message
+from .backend import Backend, scales_first
 from .displacement import Displacement, Scratch, Squares, fresh, terms_of
 from .job import GRAD_CODES, GRAD_DTYPES, OUT_CODES, Job, PartedJob, applied_tau, check_vector, check_vectors
 from .library import WRONG_HEADER, Library, check, fields, passed

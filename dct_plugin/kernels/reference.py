@@ -12,13 +12,21 @@ from torch import Tensor
 
 from ..codecs.changes import move
 from ..codecs.copies import to_device
-from ..codecs.payload import HEADER_NBYTES, OVERFLOW_MAGNITUDE, Header, Payload, write_payload
+from ..codecs.payload import (
+    HEADER_NBYTES,
+    OVERFLOW_MAGNITUDE,
+    Header,
+    Payload,
+    naming_message,
+    open_payload,
+    split_message,
+    write_payload,
+)
 from ..codecs.splitmix import shift_right, signed, splitmix64
 from ..codecs.stats import KERNEL_ERRORS, Stats
 from ..codecs.values import FLOAT32_MAX, decode_values, encode_values
 from ..errors import PayloadError
-from .backend import Backend
-from .checks import PACK_BLOCK, PACK_EXPONENTS, naming_message, open_payload, split_message
+from .backend import PACK_BLOCK, PACK_EXPONENTS, Backend
 from .job import SMALLEST_TAU, Job, Tau, applied_tau, check_vector
 
 #: Entries that the reference packs at once: its temporaries take 40 bytes each.

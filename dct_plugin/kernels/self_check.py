@@ -18,8 +18,7 @@ from ..codecs.message import MessageWriter
 from ..codecs.payload import payload_bound
 from ..codecs.slots import PREFIX
 from ..codecs.values import ValueDtype
-from .backend import Backend, Residuals, Selection, mask_of
-from .checks import PACK_BLOCK
+from .backend import PACK_BLOCK, Backend, Residuals, Selection, mask_of
 from .displacement import Displacement, SecondMoment, Squares
 from .job import GRAD_DTYPES, Job
 from .reference import ReferenceBackend

@@ -25,8 +25,7 @@ from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import DCTError, PayloadError
 from dct_plugin.kernels import Backend, Job, get_backend, problem_with, self_check
-from dct_plugin.kernels.backend import mask_of
-from dct_plugin.kernels.checks import PACK_BLOCK
+from dct_plugin.kernels.backend import PACK_BLOCK, mask_of
 from dct_plugin.kernels.reference import ReferenceBackend
 from dct_plugin.kernels.triton.backend import TritonBackend
 

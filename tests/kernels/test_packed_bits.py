@@ -10,7 +10,7 @@ from support.kernel_cases import same_bits
 from torch import Tensor
 
 from dct_plugin.kernels import Backend
-from dct_plugin.kernels.checks import PACK_BLOCK, PACK_EXPONENTS
+from dct_plugin.kernels.backend import PACK_BLOCK, PACK_EXPONENTS
 from dct_plugin.kernels.cpu import ISA_NAMES, CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
 

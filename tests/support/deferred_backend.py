@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from dct_plugin.codecs.message import MessageWriter
+from dct_plugin.codecs.payload import split_message
 from dct_plugin.codecs.slots import PREFIX, WORDS
 from dct_plugin.codecs.stats import Figures, Stats
 from dct_plugin.compression.stream import add_payload
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Job
-from dct_plugin.kernels.checks import split_message
 from dct_plugin.kernels.job import Spans, applied_tau
 from dct_plugin.kernels.reference import ReferenceBackend
 

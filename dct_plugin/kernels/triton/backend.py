@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from ...codecs.message import Key, MessageWriter, order_of
-from ...codecs.payload import Payload
+from ...codecs.payload import Payload, naming_message, open_payload
 from ...codecs.slots import first_words
 from ...codecs.stats import KERNEL_ERRORS, Stats
 from ...errors import PayloadError
 from ..backend import Backend
-from ..checks import naming_message, open_payload
 from ..displacement import Displacement, Scratch, Squares, fresh
 from ..job import GRAD_CODES, GRAD_DTYPES, OUT_CODES, SMALLEST_TAU, Job, PartedJob, Spans, check_vector
 from ..reference import ReferenceBackend, sample_positions

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...codecs.payload import Payload
-from ..checks import scales_first
+from ..backend import scales_first
 from ..job import OUT_CODES, Spans
 from . import message_kernels as device
 from .batch import BLOCK, CHUNK, Batch, _programs, counts_and_sums, launched_on, table_of, upload
