@@ -14,7 +14,7 @@ counted apart; ZeRO-3 also runs with a copy of the weights in each node (hpZ), w
     python benchmarks/wire.py --stages 3 --nodes 2 --ranks 4 --bf16
 
 Exact updates by learning rate of AdamW, as CPUs send them (with lengths) and as devices do (in slots, by
-kernels of the tests with Triton's encodings); gradients in int8. Bytes are those of links on which exact
+kernels of the tests); gradients in int8. Bytes are those of links on which exact
 updates are faster:
 
     python benchmarks/wire.py --stages 1 --nodes 2 --bf16 --lr 1e-6 1e-5 1e-3 --sparsity 0 --value-dtype int8

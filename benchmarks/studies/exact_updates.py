@@ -7,7 +7,7 @@ gradients. Bytes are those of the weights of a rank, headers, announcements and 
 is everything that rank 0 sends. Losses with dense gradients are compared bit by bit with those of the first
 setting. More than two ranks add gradients up in another order than DeepSpeed: there the second one comes
 first. ``--backend deferred`` takes the tests' kernels, which leave lengths on their device: bytes are those
-of a GPU, with the index encodings that Triton's kernels write.
+of a GPU.
 
     python benchmarks/studies/exact_updates.py --text wikitext2_valid.txt.gz
 """

@@ -1,1 +1,1 @@
-"""Wire formats: header and payload, index encodings, value types, messages."""
+"""Wire formats: header and payload, positions, value types, messages."""

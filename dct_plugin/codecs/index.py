@@ -41,8 +41,8 @@ class IndexForm(NamedTuple):
 
     bits: int
     """Bits of the bitmap; 0: there is no section."""
-    lower: int | None
-    """Lower bits of each position behind it; None: the bitmap has a bit per entry."""
+    lower: int
+    """Lower bits of each position behind it; 0: the bitmap has a bit per entry."""
     nbytes: int
     """Size of the section."""
 
@@ -50,23 +50,23 @@ class IndexForm(NamedTuple):
 def index_form(nnz: int, numel: int) -> IndexForm:
     """Return how ``nnz`` of ``numel`` positions are written."""
     if nnz in (0, numel):
-        return IndexForm(0, None, 0)
+        return IndexForm(0, 0, 0)
     lower = min(((numel - 1) // nnz).bit_length() - 1, MOST_LOWER)
     bits = nnz + ((numel - 1) >> lower)
     code, bitmap = _whole_bytes(bits) + _whole_bytes(nnz * lower), _whole_bytes(numel)
-    return IndexForm(bits, lower, code) if code < bitmap else IndexForm(numel, None, bitmap)
+    return IndexForm(bits, lower, code) if code < bitmap else IndexForm(numel, 0, bitmap)
 
 
 def _whole_bytes(bits: int) -> int:
     return -(-bits // 8)
 
 
-def index_bound(numel: int, nnz: int) -> int:
+def index_bound(nnz: int, numel: int) -> int:
     """Return the most bytes of an index section of at most ``nnz`` of ``numel`` entries."""
     bitmap = _whole_bytes(numel)
     if nnz >= numel:
         return bitmap
-    # Fewer positions never take more bits; the two ends of a code may take a byte more.
+    # Fewer positions never need more bits. Rounding both parts of a code to bytes may add a byte.
     return min(bitmap, index_form(nnz, numel).nbytes + 1) if nnz else 0
 
 
@@ -91,11 +91,11 @@ def encode_indices(idx: Tensor, numel: int) -> Tensor:
     out = torch.zeros(nbytes, dtype=torch.uint8, device=idx.device)
     if not nbytes:
         return out
-    at = idx if lower is None else (idx >> lower) + torch.arange(idx.numel(), device=idx.device)
+    at = (idx >> lower) + torch.arange(idx.numel(), device=idx.device) if lower else idx
     _set_bits(out, at)
-    for place in range(lower or 0):
+    for place in range(lower):
         ones = (idx >> place & 1).nonzero().reshape(-1)
-        _set_bits(out[_whole_bytes(bits) :], ones * (lower or 0) + place)
+        _set_bits(out[_whole_bytes(bits) :], ones * lower + place)
     return out
 
 
@@ -118,7 +118,7 @@ def decode_indices(data: Tensor, nnz: int, numel: int) -> Tensor:
         raise PayloadError(f"index section holds {at.numel()} entries, header says {nnz}")
     if int(at[-1]) >= bits:
         raise PayloadError("index section holds an index outside the tensor")
-    if lower is None:
+    if not lower:
         return at
     ranks = torch.arange(nnz, dtype=torch.int64, device=data.device)
     idx = (at - ranks) << lower

@@ -146,7 +146,7 @@ def payload_bound(numel: int, capacity: int | None, value_dtype: int) -> int:
     (None: any number).
     """
     nnz = numel if capacity is None else max(0, min(capacity, numel))
-    return HEADER_NBYTES + index_bound(numel, nnz) + value_nbytes(nnz, value_dtype)
+    return HEADER_NBYTES + index_bound(nnz, numel) + value_nbytes(nnz, value_dtype)
 
 
 def dense_payload_nbytes(numel: int, value_dtype: int) -> int:

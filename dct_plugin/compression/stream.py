@@ -395,7 +395,7 @@ def parts_of(
     for start, stop in bounds:
         kept = most_kept(wanted(density, stop - start), of_part=len(bounds) > 1)
         capacities.append(stop - start if density >= 1.0 else min(stop - start, kept))
-    return Parts(bounds, capacities, value_dtype, dense=density >= 1.0)
+    return Parts(bounds, capacities, value_dtype, dense=density >= 1.0 or not bounds[-1][-1])
 
 
 # -- shared by every path ---

@@ -141,7 +141,7 @@ class CpuBackend(Backend):
         check_vector("grad", job.grad, GRAD_DTYPES)
         if len(receivers) == 1:
             left = job.residual if job.residual_out is None else job.residual_out
-            parts, numel, tau = job.parts, job.grad.numel(), float(applied_tau(job.tau)) if job.tau else 0.0
+            parts, numel, tau = job.parts, job.grad.numel(), 0.0 if job.dense else float(applied_tau(job.tau))
             most = numel if tau == 0.0 else min(parts.capacities[0], numel)
             out = writer.reserve(parts.nbytes[0], receivers[0])
             numbers = most, job.turn % max(numel, 1), tau, parts.value_dtype, job.clear
@@ -151,9 +151,10 @@ class CpuBackend(Backend):
         if len(set(receivers)) < len(receivers):  # two parts of a message need the size of the first
             return super().compress_parts(job, writer, receivers)
         start, numel, most = job.parts.numbers.T
-        calls, tau = np.zeros(len(numel), np.dtype(_Compress)), float(applied_tau(job.tau))
-        if tau == 0.0 and (most < numel).any():
-            raise ValueError(f"payloads of all entries need room for all, not for {job.parts.capacities}")
+        calls, tau = (
+            np.zeros(len(numel), np.dtype(_Compress)),
+            0.0 if job.dense else float(applied_tau(job.tau)),
+        )
         left = job.residual if job.residual_out is None else job.residual_out
         for name, tensor in (("grad", job.grad), ("residual", job.residual), ("left", left)):
             if tensor is not None:

@@ -127,7 +127,7 @@ class Parts:
         *,
         dense: bool = False,
     ) -> None:
-        self.bounds, self.capacities, self.value_dtype = bounds, capacities, value_dtype
+        self.bounds, self.capacities, self.value_dtype, self.dense = bounds, capacities, value_dtype, dense
         sizes = [(stop - start, most) for (start, stop), most in zip(bounds, capacities, strict=True)]
         self.nbytes = Key(
             [
@@ -193,6 +193,19 @@ class PartedJob(NamedTuple):
     parts: Parts
     turn: int = 0
     clear: bool = False
+
+    @property
+    def dense(self) -> bool:
+        """True if every entry is sent.
+
+        Raises:
+            ValueError: The parts are for another kind of threshold.
+        """
+        dense = not isinstance(self.tau, Tensor) and self.tau == 0.0
+        if dense != self.parts.dense:
+            kind = "all entries" if self.parts.dense else "entries that reach a threshold"
+            raise ValueError(f"tau is {self.tau}, the parts are for {kind}")
+        return dense
 
     def part(self, which: int, out: Tensor) -> Job:
         """Return the compression of a part."""

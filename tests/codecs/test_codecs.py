@@ -65,7 +65,7 @@ def supports(numel: int) -> Iterator[torch.Tensor]:
 def test_indices_round_trip(backend: Backend, numel: int) -> None:
     for idx in supports(numel):
         data = backend.encode_indices(idx, numel)
-        assert data.numel() == index_form(idx.numel(), numel).nbytes <= index_bound(numel, idx.numel())
+        assert data.numel() == index_form(idx.numel(), numel).nbytes <= index_bound(idx.numel(), numel)
         assert torch.equal(backend.decode_indices(data, idx.numel(), numel), idx)
 
 
@@ -82,7 +82,7 @@ def test_the_bound_holds_for_every_smaller_number(numel: int) -> None:
     largest = 0
     for nnz in range(numel + 1):
         largest = max(largest, index_form(nnz, numel).nbytes)
-        assert largest <= index_bound(numel, nnz)
+        assert largest <= index_bound(nnz, numel)
 
 
 def test_positions_beyond_two_to_the_31(backend: Backend) -> None:
@@ -95,7 +95,10 @@ def test_positions_beyond_two_to_the_31(backend: Backend) -> None:
         torch.tensor([numel - 1]),
     ):
         data = backend.encode_indices(idx, numel)
+        assert torch.equal(data, encode_indices(idx, numel))
         assert torch.equal(backend.decode_indices(data, idx.numel(), numel), idx)
+        with pytest.raises(PayloadError):  # the last one is outside, or the section's size is wrong
+            backend.decode_indices(data, idx.numel(), int(idx[-1]))
 
 
 @given(data=st.data())

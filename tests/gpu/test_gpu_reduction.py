@@ -41,7 +41,7 @@ class _Plain(ReferenceBackend):
 
 
 def plain() -> KernelConfig:
-    """The reference on the CPU, with the encodings that Triton writes."""
+    """The reference on the CPU, with as much room as Triton has."""
     kernels.register_backend("plain", _Plain)
     return KernelConfig(backend="plain")
 

@@ -325,6 +325,18 @@ def test_sums_of_messages(
     assert bool(outs[1][1].isnan().all()) == (bad < senders)
 
 
+@pytest.mark.parametrize("tau", [0.0, 1.5])
+@pytest.mark.parametrize("count", [1, 2])
+def test_parts_for_another_threshold_are_refused(tau: float, count: int) -> None:
+    """They may have too little room."""
+    bounds = [(0, 640), (640, 700)][:count]
+    parts = Parts(bounds, [640, 60][:count], ValueDtype.SIGN, dense=tau != 0.0)
+    writer = MessageWriter(torch.device("cpu"), 2)
+    job = PartedJob(torch.randn(bounds[-1][-1]), None, tau, None, parts)
+    with pytest.raises(ValueError, match="the parts are for"):
+        CPU.compress_parts(job, writer, Key(range(count)))
+
+
 @pytest.mark.parametrize("dtype", GRAD_DTYPES)
 @pytest.mark.parametrize("receivers", [(2, 0, 1), (1, 0, 1)])
 @pytest.mark.parametrize("tau", [0.0, 1.5, torch.tensor(1.5)])
@@ -334,7 +346,8 @@ def test_parts_of_a_tensor_go_to_their_receivers(
 ) -> None:
     """At once where each part has a receiver of its own; behind a payload, and with a part that overflows."""
     bounds = [(0, 640), (640, 700), (700, 5003)]
-    parts, results = Parts(bounds, [640, 9 if tau else 60, 4303], ValueDtype.BF16), []
+    parts = Parts(bounds, [640, 9 if tau else 60, 4303], ValueDtype.BF16, dense=float(tau) == 0.0)
+    results = []
     for backend in (REFERENCE, CPU):
         generator = torch.Generator().manual_seed(3)
         grad, before = (torch.randn(5003, generator=generator).to(dtype) for _ in range(2))

@@ -167,7 +167,7 @@ class Batch:
         left = residual if job.residual_out is None else job.residual_out
         at, source = grad.data_ptr(), 0 if residual is None else residual.data_ptr()
         target = source if left is residual else 0 if left is None else left.data_ptr()
-        dense = not isinstance(job.tau, Tensor) and job.tau == 0.0
+        dense = job.dense
         variant = (  # a plain tuple, since it is made for each tensor
             not dense,
             GRAD_CODES[grad.dtype],

@@ -1,7 +1,7 @@
 """Device code that reads whole messages, and puts them into slots; :mod:`.messages` and :mod:`.backend`
 launch it.
 
-The host knows how long a message may be and which tensors it is for. Encodings, sizes and counts are found
+The host knows how long a message may be and which tensors it is for. Sizes and counts are found
 here: one program per message walks over its headers and makes a row of each, and the kernels behind it share
 out their programs by the rows, all payloads of all messages in one launch. A program belongs to the row whose
 first unit of work is the last one not above its own number; those beyond the last row have none.
@@ -38,7 +38,6 @@ from .selection_kernels import (
     LOG4,
     LOG_BLOCK,
     MAGIC_AND_VERSION,
-    NO_BITMAP,
     ROW,
     SIGN,
     _before,
@@ -61,11 +60,10 @@ from .selection_kernels import (
     _value_nbytes,
 )
 
-#: Places in a row: where the payload's body begins in the buffer, the lower bits of positions behind the
-#: bitmap, the type of the values, kept entries, bytes of the index section, what becomes of the output (see
-#: below); two checksums that the body has to have, and has; what is wrong; the first unit of work of the
-#: checks, of the positions; where its positions begin.
-BODY, LOWER, VALUE, COUNT, INDEX, STATE, WANTED = map(tl.constexpr, range(7))
+#: Places in a row: where the payload's body begins in the buffer, the type of the values, kept entries, bytes
+#: of the index section, what becomes of the output (see below); two checksums that the body has to have, and
+#: has; what is wrong; the first unit of work of the checks, of the positions; where its positions begin.
+BODY, VALUE, COUNT, INDEX, STATE, WANTED = map(tl.constexpr, range(6))
 FOUND, WRONG, CHECKS, SCANS, PLACE = map(tl.constexpr, (8, 10, 11, 12, 13))
 
 #: What becomes of an output: the payload is added, or (flagged, or missing from a sum) it becomes NaN.
@@ -158,7 +156,7 @@ def open_messages(
         size = tl.load(words + at // 8)
         stands_for_nothing = tl.load(words + at // 8 + 2) != 0
         head = tl.load(words + at // 8 + lanes)
-        absent = ((size < 0) | (at + PREFIX + size > end) | stands_for_nothing).to(tl.int64)
+        absent = ((size < 0) | (size > end - at - PREFIX) | stands_for_nothing).to(tl.int64)
         at += PREFIX
         end = tl.where(absent != 0, at, at + size)
     tl.store(heads + WORDS * message + lanes, tl.where(lanes < WORDS - 1, head, 0))
@@ -177,12 +175,11 @@ def open_messages(
         gone = bad | (absent != 0) | (exists == 0)
         broken = tl.where(bad, 1, broken)
         nnz = tl.where(gone, 0, nnz)
-        bits, lower, index = _index_form(nnz, numel)
+        bits, _lower, index = _index_form(nnz, numel)
         nbytes = tl.where(gone, 0, index + _value_nbytes(nnz, value))
         state = tl.where((flagged != 0) & (bad == 0), POISONED, ADDED)
         state = tl.where(absent != 0, ABSENT, state)
         tl.store(here + BODY, at + HEADER)
-        tl.store(here + LOWER, lower)
         tl.store(here + VALUE, value)
         tl.store(here + COUNT, nnz)
         tl.store(here + INDEX, index)
@@ -285,7 +282,10 @@ def scan(buffer, rows, meta, counts, count, stride, units, width, checks):
 
 @triton.jit
 def _lower_of(rest, rank, lower, mask):
-    """Return the lower bits, 1 to 16, of the positions of the ranks given, int64."""
+    """Return the lower bits, 1 to 16, of the positions of the ranks given, int64.
+
+    Up to two bytes behind the section are read: a value section has two at least.
+    """
     bit = rank * lower
     found = _load_bytes(rest, bit // 8, mask, 3) >> (bit % 8).to(tl.int32)
     return (found & ((1 << lower.to(tl.int32)) - 1)).to(tl.int64)
@@ -412,7 +412,7 @@ def add(
         of = rows + each * width
         poisoned = tl.load(of + STATE, mask=there, other=ADDED) == POISONED
         nnz = tl.where(poisoned, end, tl.load(of + COUNT, mask=there, other=0))
-        sparse = tl.load(of + LOWER, mask=there, other=NO_BITMAP) != NO_BITMAP
+        sparse = tl.load(of + INDEX, mask=there, other=0) > 0
         places = positions + each * room + tl.load(of + PLACE, mask=there, other=0)
         searched = tl.where(sparse, nnz, 0)
         begins = tl.where(sparse, _count_below(places, searched, first, 0, False), first)
@@ -438,7 +438,7 @@ def add(
                         read = _values(body, tl.load(here + INDEX), at, tl.load(here + COUNT), kept, kind)
                 if SCALED:
                     read *= scale
-                if tl.load(here + LOWER) != NO_BITMAP:
+                if tl.load(here + INDEX) > 0:
                     at = _places(positions + message * room + tl.load(here + PLACE), at, kept, False)
                 for kind in tl.static_range(3):
                     if sum_form == kind:  # a position occurs once in a payload: no atomics

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...codecs import index
+from ...codecs import index, payload
 from ...codecs.stats import KERNEL_ERRORS
 from ...codecs.values import ValueDtype
 
@@ -28,14 +28,14 @@ BLOCK = tl.constexpr(65536)
 CHUNK = tl.constexpr(1024)
 GROUP = tl.constexpr(256)
 LOG_BLOCK = tl.constexpr(32)
-HEADER = tl.constexpr(24)
+HEADER = tl.constexpr(payload.HEADER_NBYTES)
 CHECKED_WORDS = tl.constexpr(4)  # of the header, under the checksums
 
 #: Places in ``state``: whether the input overflows, selected entries below ``start`` in its block, checksums
 #: of the body, and what ``compact`` found. Behind the last job's, there are counts of selected entries per
 #: block (:func:`_counts_of`).
 FLAG, BEFORE, CHECK1, CHECK2, NNZ, ABOVE = map(tl.constexpr, range(6))
-STATE = tl.constexpr(16)  # its size
+STATE = tl.constexpr(8)  # its size
 
 ROW = tl.constexpr(16)
 #: Places in a job's row: addresses; sizes; a number from which the start follows (:func:`_start_of`); the
@@ -53,9 +53,7 @@ SECOND_AT, THIRD_AT = map(tl.constexpr, (1, 2))
 _NAMES = ("FP32", "BF16", "FP16", "INT8", "INT4", "INT2", "LOG4", "SIGN")
 VALUE_DTYPES = tuple(ValueDtype[name] for name in _NAMES)
 FP32, BF16, FP16, INT8, INT4, INT2, LOG4, SIGN = map(tl.constexpr, map(int, VALUE_DTYPES))
-#: Lower bits of a position behind the bitmap: none, as it has a bit per entry; and the mark of a payload of
-#: all entries or none, which has no bitmap (codecs/index.py).
-BITMAP, NO_BITMAP = map(tl.constexpr, (0, -1))
+#: The most lower bits of a position behind the bitmap (codecs/index.py).
 MOST_LOWER = tl.constexpr(index.MOST_LOWER)
 #: What is wrong with a payload, see :data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`.
 BAD_CHECKSUM, BAD_VALUE, _, BAD_POSITION, BAD_COUNT, BAD_ORDER, BAD_HEADER = map(tl.constexpr, KERNEL_ERRORS)
@@ -507,7 +505,8 @@ def compact(table, words, state, positions_at, count):
 @triton.jit
 def _index_form(nnz, numel):
     """Return how ``nnz`` of ``numel`` positions are written, int64: the bits of the bitmap, the lower bits of
-    each position behind it, and the bytes of the section; see codecs/index.py.
+    each position behind it (0: the bitmap has a bit per entry), and the bytes of the section; see
+    codecs/index.py.
     """
     ratio = (numel - 1) // tl.maximum(nnz, 1)
     lower = nnz * 0
@@ -518,15 +517,15 @@ def _index_form(nnz, numel):
     bitmap = (numel + 7) // 8
     few = nbytes < bitmap
     some = (nnz > 0) & (nnz < numel)
-    lower = tl.where(some, tl.where(few, lower, BITMAP), NO_BITMAP)
+    lower = tl.where(some & few, lower, 0)
     bits = tl.where(some, tl.where(few, bits, numel), 0)
     return bits, lower, tl.where(some, tl.where(few, nbytes, bitmap), 0)
 
 
 @triton.jit
 def _count_below(positions, count, limit, lower, BY_RANK: tl.constexpr):
-    """Return how many ascending positions are below a limit, without their ``lower`` bits, and (BY_RANK) with
-    the number of positions before each added to it.
+    """Return how many of the ascending positions ``p`` have ``p[j] >> lower`` below a limit, or (BY_RANK)
+    ``(p[j] >> lower) + j``.
     """
     low = count * 0
     while tl.max(count - low, 0) > 0:
@@ -545,9 +544,8 @@ def _count_below(positions, count, limit, lower, BY_RANK: tl.constexpr):
 
 @triton.jit
 def _write_index(job, words, positions, state, chunk, nnz, numel):
-    """Write a part of a job's index section: a chunk of words of the bitmap, and of pairs of bytes behind it.
-
-    The bits of a word are found from the first position that has one in it.
+    """Write a part of a job's index section. A lane writes four bytes of the bitmap, whose first position it
+    finds by bisection, and two bytes behind the bitmap, where a position has at most 16 bits.
     """
     bits, lower, nbytes = _index_form(nnz, numel)
     body = _bytes_of(job, OUT_AT) + HEADER
@@ -555,7 +553,7 @@ def _write_index(job, words, positions, state, chunk, nnz, numel):
     size = (bits + 7) // 8
     inside = unit * 4 < size
     word = tl.zeros((CHUNK,), tl.int32)
-    if lower == BITMAP:
+    if lower == 0:
         word = tl.load(words + tl.load(job + BLOCKS) * (BLOCK // 32) + unit, mask=inside, other=0)
     if lower > 0:
         rank = _count_below(positions, tl.where(inside, nnz, 0), unit * 32, lower, True)
@@ -574,7 +572,7 @@ def _write_index(job, words, positions, state, chunk, nnz, numel):
         a, b = _put(body, unit * 4 + i, word >> (8 * i), unit * 4 + i < size, 1)
         check1 += a
         check2 += b
-    if lower > 0:  # at most 16 bits of a position
+    if lower > 0:
         for i in tl.static_range(2):
             at = unit * 2 + i
             first = at * 8

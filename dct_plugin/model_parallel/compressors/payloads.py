@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...codecs.payload import Header, header_bytes, payload_bound
+from ...codecs.payload import Header, dense_payload_nbytes, header_bytes
 from ...codecs.stats import read_stats
 from ...codecs.values import ValueDtype
 from ...compression.stream import Encoded, Stream, add_payload, as_flat, first_position, wire_dtype
@@ -48,9 +48,12 @@ class Whole(ActivationCompressor[Settings]):
     def _observe(self, encoded: Encoded) -> None:
         """Take note of the figures of messages."""
 
+    def payload_nbytes(self, numel: int, value_dtype: ValueDtype) -> int:
+        """Return the most bytes of a message about ``numel``."""
+        return dense_payload_nbytes(numel, value_dtype)
+
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        code = self.value_type(dtype)
-        return payload_bound(shape.numel(), self.entries(shape.numel(), code), code)
+        return self.payload_nbytes(shape.numel(), self.value_type(dtype))
 
     def encode(self, parts: Sequence[Tensor]) -> Written:
         """Write one payload for each tensor; their figures are read at once."""
@@ -61,7 +64,7 @@ class Whole(ActivationCompressor[Settings]):
         for part, flat in zip(parts, flats, strict=True):
             code = self.value_type(part.dtype)
             capacity = self.entries(flat.numel(), code)
-            size = payload_bound(flat.numel(), capacity, code)
+            size = self.payload_nbytes(flat.numel(), code)
             buffers.append(torch.empty(size, dtype=torch.uint8, device=flat.device))
             start = first_position(self.site.step, flat.numel())
             job = Job(flat, None, tau, buffers[-1], capacity=capacity, start=start, value_dtype=code)
