@@ -15,6 +15,7 @@ from support.processes import TIMEOUT, Lines, launch, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -500,6 +501,17 @@ def _refused(rank: int, world_size: int) -> list[str]:
     ddp = model()
     DCTState({"data_parallel": {"feedback": "step_ahead"}}).register(ddp)
     note(lambda: ddp(torch.ones(2, 60)).sum().backward())
+    delayed = nn.Sequential(nn.Linear(60, 40), nn.Linear(40, 40))
+    ddp = DistributedDataParallel(
+        delayed,
+        delay_all_reduce_named_params=[("1.weight", delayed[1].weight)],
+        param_to_hook_all_reduce=delayed[0].weight,
+    )
+    note(lambda: dct_plugin.attach(ddp, torch.optim.Adam(ddp.parameters()), {}))
+    stepping = nn.Linear(60, 40)
+    _apply_optimizer_in_backward(torch.optim.SGD, stepping.parameters(), {"lr": 0.1})
+    ddp = DistributedDataParallel(stepping)
+    note(lambda: dct_plugin.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), {}))
     log = Lines()
     ddp = model()
     state = DCTState({"data_parallel": SPARSE}).register(ddp)
@@ -516,7 +528,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
 @pytest.mark.slow
 def test_refusals_say_what_to_do_instead() -> None:
     for rank, said in enumerate(run(2, _refused)):
-        unwrapped, no_ddp, fsdp2, fsdp1, hook, local, ahead, *log = said
+        unwrapped, no_ddp, fsdp2, fsdp1, hook, local, ahead, delayed, stepping, *log = said
         assert "Linear is not wrapped" in unwrapped
         assert "DistributedDataParallel(model)" in unwrapped
         assert "Linear is no DistributedDataParallel" in no_ddp
@@ -526,6 +538,8 @@ def test_refusals_say_what_to_do_instead() -> None:
         assert "needs dct.data_parallel.feedback = 'step_ahead', it is 'local'" in local
         assert "call dct_plugin.attach(model, optimizer, section)" in ahead
         assert "state.step_ahead(model, optimizer)" in ahead
+        assert "delay_all_reduce_named_params=...) does not wait" in delayed
+        assert "call optimizer.step() after the backward pass" in stepping
         if rank == 0:
             untold, unnamed = log
             assert "dct: the optimizer was not told (dct_plugin.attach(model, optimizer)" in untold

@@ -41,6 +41,20 @@ _PYTHON_REDUCER = (
     "torch._dynamo.config.optimize_ddp = 'python_reducer' has DistributedDataParallel reduce single "
     "gradients: set it to 'ddp_optimizer' before the model is wrapped"
 )
+#: What :class:`DistributedDataParallel` does beside its hook, with the reason for a refusal.
+_REFUSED: tuple[tuple[Callable[[Any], object], str], ...] = (
+    (lambda model: getattr(model, "_use_python_reducer", False), _PYTHON_REDUCER),
+    (
+        lambda model: getattr(model, "_delay_all_reduce_params", ()),
+        "DistributedDataParallel(delay_all_reduce_named_params=...) does not wait for the all-reduce of "
+        "these parameters, and the ranks drift apart: leave it out",
+    ),
+    (
+        lambda model: any(hasattr(each, "_in_backward_optimizers") for each in model.parameters()),
+        "_apply_optimizer_in_backward has DistributedDataParallel make the optimizer's steps in a hook, and "
+        "it takes one hook: call optimizer.step() after the backward pass",
+    ),
+)
 
 
 class DCTState(OptimizerAttachment):
@@ -124,8 +138,8 @@ class DCTState(OptimizerAttachment):
         """
         if not isinstance(model, DistributedDataParallel):
             raise ConfigError(f"DCTState.register: {type(model).__name__} is no DistributedDataParallel")
-        if getattr(model, "_use_python_reducer", False):
-            raise ConfigError(f"DCTState.register: {_PYTHON_REDUCER}")
+        if faults := [why for has, why in _REFUSED if has(model)]:
+            raise ConfigError(f"DCTState.register: {faults[0]}")
         if self.process_group is None and model.process_group is not dist.group.WORLD:
             self.process_group = model.process_group
         try:
