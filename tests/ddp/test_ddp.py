@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_plugin import DCTState, dct_hook
 from dct_plugin.errors import ConfigError
 from dct_plugin.integrations.ddp import AveragedResiduals
+from dct_plugin.report.reading import read
 
 pytestmark = pytest.mark.slow
 
@@ -243,6 +245,28 @@ def _two_models_in_groups(rank: int, world_size: int) -> bool:
 
 def test_several_models() -> None:
     assert all(run(3, _two_models_in_groups))
+
+
+def _two_groups(rank: int, world_size: int, folder: str) -> str:
+    """Two groups of one job, with one section; the line that a rank prints at the end."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for name in ("rank_0", "of_{rank}"):
+            section = {**SPARSE, "metrics": {"path": f"{folder}/{name}.jsonl", "every": 1}}
+            ddp = DistributedDataParallel(network(), process_group=pairs[rank // 2])
+            state = DCTState(section).register(ddp)
+            train(ddp, rank, range(2 + rank // 2))
+            state.close()
+    return printed.getvalue()
+
+
+def test_groups_of_one_job_have_files_of_their_own(tmp_path: Path) -> None:
+    printed = run(4, _two_groups, str(tmp_path))
+    assert [text.count(f"steps, rank {rank} sent") for rank, text in enumerate(printed)] == [2, 0, 2, 0]
+    ranks, notes = read([tmp_path / "rank_0.jsonl"])
+    assert ([(each.rank, len({row.step for row in each.rows})) for each in ranks], notes) == ([(0, 2)], [])
+    ranks, _ = read([tmp_path / f"of_{rank}.jsonl" for rank in range(4)])
+    assert [len({row.step for row in each.rows}) for each in ranks] == [2, 2, 3, 3]
 
 
 def _fails_later(rank: int, world_size: int) -> None:

@@ -40,7 +40,11 @@ from .settings import resolve_settings
 
 
 def start_reporting(
-    metrics: Metrics, monitor: Sink | None = None, *, before_finish: Callable[[], None] | None = None
+    metrics: Metrics,
+    monitor: Sink | None = None,
+    *,
+    before_finish: Callable[[], None] | None = None,
+    prints: bool = False,
 ) -> Callable[[], None]:
     """Count what the host sends by itself and feed a monitor, until the host is done or the process ends.
 
@@ -48,9 +52,10 @@ def start_reporting(
         metrics: The metrics to report.
         monitor: Called with ``[(name, value, step), ...]`` on rank 0.
         before_finish: Called before the metrics are closed, to record what is still missing.
+        prints: Whether this rank prints the summary, though it is not rank 0.
 
     Returns:
-        A function that writes what is left and prints the summary on rank 0; the second call does nothing.
+        A function that writes what is left and prints the summary; the second call does nothing.
     """
 
     process = os.getpid()
@@ -59,7 +64,7 @@ def start_reporting(
         if os.getpid() != process:  # a forked child, whose exit runs the handlers of its parent
             return
         metrics.close()
-        if metrics.rank == 0 and metrics.summary().steps:
+        if (prints or metrics.rank == 0) and metrics.summary().steps:
             print(metrics.summary_line(), flush=True)
 
     ends = contextlib.ExitStack()
@@ -118,7 +123,8 @@ class HostAttachment:
         """Bytes, densities and times so far; made at first use, when the process group exists. Rank 0 prints
         their summary when the process ends; metrics that were assigned before are not printed.
         """
-        return self.report(dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
+        group, rank = self.process_group, dist.get_rank()  # groups of one job share the names of files
+        return self.report(rank, dist.get_world_size(group), is_first=dist.get_rank(group) == 0)
 
     # -- opening ---
 
@@ -148,15 +154,20 @@ class HostAttachment:
         monitor: Sink | None = None,
         before_finish: Callable[[], None] | None = None,
         config: MetricsConfig | None = None,
+        is_first: bool = False,
     ) -> Metrics:
         """Return new metrics, which are reported until the attachment is closed (:func:`.start_reporting`).
 
         Args:
-            rank, world_size: Of the ranks that exchange gradients.
+            rank: Of this process; rank 0 writes files.
+            world_size: Of the ranks that exchange gradients.
             config: The settings of the metrics; None: those of this attachment.
+            is_first: Whether this rank warns, and prints the summary, though it is not rank 0.
         """
         metrics = Metrics(config or self.config.metrics, rank=rank, world_size=world_size)
-        self.ends.callback(start_reporting(metrics, monitor, before_finish=before_finish))
+        metrics.warns |= is_first
+        ends = start_reporting(metrics, monitor, before_finish=before_finish, prints=is_first)
+        self.ends.callback(ends)
         return metrics
 
     def agree(
