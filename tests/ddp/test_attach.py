@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 from typing import Any
 
@@ -256,6 +257,48 @@ def test_groups_that_are_added_get_step_ahead() -> None:
         if host == "replicated":
             active = next(line for line in lines if "active on" in line)
             assert active.startswith("dct: active on FSDP2, 2 replicas, 1 of 2 parameter groups, sparsity")
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper, as Lookahead is."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inside = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inside.step()
+
+
+def _replaced(rank: int, world_size: int) -> dict[str, list[str]]:
+    """The lines about the optimizer that makes the last steps, which is not the one that was passed."""
+    log, found = Lines(), {}
+    makes: dict[str, Any] = {
+        "another": lambda passed: torch.optim.SGD(passed.param_groups[0]["params"], lr=0.1),
+        "another of its kind": lambda passed: torch.optim.AdamW(passed.param_groups[0]["params"], lr=1e-3),
+        "a wrapper": Around,
+        "itself": lambda passed: passed,
+    }
+    for host, (name, make) in itertools.product((model, replicated), makes.items()):
+        trained = host()
+        passed = torch.optim.AdamW(trained.parameters(), lr=0.01)
+        dct_plugin.attach(trained, passed, {"data_parallel": {**SPARSE, "warmup_steps": 1}})
+        train(trained, passed, rank, range(2))
+        log.take()
+        train(trained, make(passed), rank, range(2, 5))
+        found[f"{host.__name__}, {name}"] = [line for line in log.take() if "in place of" in line]
+    return found
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_takes_the_place_of_the_passed_one_is_named() -> None:
+    first, second = run(2, _replaced)
+    assert not any(second.values())
+    for case, lines in first.items():
+        kind = {"another": "SGD", "another of its kind": "AdamW"}.get(case.split(", ")[1])
+        assert len(lines) == (kind is not None), case
+        for line in lines:
+            assert f"dct: {kind} makes step 2 in place of the AdamW that was passed" in line
 
 
 def _accumulated(rank: int, world_size: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

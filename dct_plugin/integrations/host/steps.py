@@ -208,6 +208,15 @@ class StepHooks:
         if self._warns and has_gradients and dist.get_rank() == 0:
             self._warn("nothing is compressed: ")
 
+    def warn_of_another(self, optimizer: torch.optim.Optimizer, passed: torch.optim.Optimizer) -> None:
+        """Say that an optimizer makes steps in place of the one that was passed."""
+        if dist.get_rank() == 0:
+            logger.warning(
+                f"dct: {type(optimizer).__name__} makes step {self.step} in place of the "
+                f"{type(passed).__name__} that was passed, whose settings and moments stay in use: call "
+                "dct_plugin.attach(model, optimizer) again"
+            )
+
     def _warn(self, consequence: str) -> None:
         logger.warning(
             f"dct: {consequence}an optimizer step was made without passing gradients to dct; is the "
@@ -271,6 +280,10 @@ class OptimizerSteps:
         self._passes_are_steps = False
         self._stepping: weakref.ref[Any] | None = None
         """The optimizer whose step runs, or has ended with an error."""
+        self._passed: dict[int, torch.optim.Optimizer] = {}
+        """By identity, the optimizers that the script has passed; empty once one was found replaced."""
+        self._stepped: set[int] = set()
+        """Identities of the optimizers that began a step since gradients were last used."""
         self._handles: list[Any] = []
         self._finalizer = weakref.finalize(self, remove, self._handles)
         if not _FOLLOWERS:
@@ -281,6 +294,7 @@ class OptimizerSteps:
     def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """End steps with those of ``optimizers`` (torch's), or of others of the same parameters."""
         own = [each for each in optimizers if isinstance(each, torch.optim.Optimizer)]
+        self._passed |= {id(each): each for each in own}
         self._gradients += [OptimizerGradients(each) for each in own]
         if not self._handles:
             before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
@@ -425,6 +439,7 @@ class OptimizerSteps:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Decide what becomes of the step that an optimizer is about to make."""
+        self._stepped.add(id(optimizer))
         if self._is_nested(optimizer):
             return
         self._stepping = weakref.ref(optimizer)
@@ -452,7 +467,16 @@ class OptimizerSteps:
         if not own:
             return
         for each in own:
+            passed = self._passed.get(id(each.optimizer))
+            if (
+                each.use is Use.REDUCED
+                and passed is not None
+                and not _steps_in(passed, optimizer, self._passed, self._stepped)
+            ):
+                self._passed.clear()
+                self.steps.warn_of_another(optimizer, passed)
             each.note(Event.STEP)
+        self._stepped.clear()
         if {each.use for each in own} == {Use.IDLE}:
             self.steps.warn_of_own_reduction(optimizer)
         # A step within the backward pass is one of several: the end of the pass ends them.
@@ -526,3 +550,15 @@ def _tell(original: Function, scaler: Any, optimizer: Any, *arguments: Any, **ke
     for follower in list(_FOLLOWERS):
         follower.scaler_looks(scaler, optimizer)
     return original(scaler, optimizer, *arguments, **keywords)
+
+
+def _steps_in(
+    passed: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, known: Collection[int], stepped: set[int]
+) -> bool:
+    """Return whether a passed optimizer takes part in the step of another one, by the identities of all that
+    were ``known`` and that ``stepped``; also if that cannot be told.
+    """
+    if id(optimizer) in known or id(passed) in stepped:
+        return True
+    # torch sees no steps of an optimizer that it has not initialized.
+    return passed.param_groups is optimizer.param_groups or not getattr(type(passed).step, "hooked", False)
