@@ -724,6 +724,26 @@ def test_a_rank_that_fails_before_they_are_made_stops_all() -> None:
         assert ("KeyError" if rank == 1 else f"rank {rank}: rank 1 failed at start-up: KeyError") in text
 
 
+def _in_float64(rank: int, world_size: int) -> list[list[str]]:
+    """The lines at the start, for small tensors of float64, large ones, and large ones of fp32."""
+    log, found = Lines(), []
+    for dtype, size in ((torch.float64, 40), (torch.float64, 100), (torch.float32, 100)):
+        ddp = DistributedDataParallel(nn.Linear(size, size, dtype=dtype))
+        optimizer = torch.optim.AdamW(ddp.parameters())
+        dct_plugin.attach(ddp, optimizer, {})
+        ddp(torch.ones(2, size, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+        found.append([line for line in log.take() if "float64" in line])
+    return found
+
+
+@pytest.mark.slow
+def test_gradients_that_are_rounded_to_fp32_are_named() -> None:
+    first, second = run(2, _in_float64)
+    assert first == [[], ["dct: gradients of float64 cross in fp32 or fewer bits"], []]
+    assert not any(second)
+
+
 def _in_fp16(rank: int, world_size: int) -> list[torch.Tensor]:
     """Return the gradients, whose sums fp16 does not hold, of DDP alone and with the plugin."""
     found = []

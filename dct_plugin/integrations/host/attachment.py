@@ -250,8 +250,11 @@ class HostAttachment:
 
     @property
     def lines(self) -> list[str]:
-        """The reasons of the settings, and what the plugin keeps on this rank if that is much."""
-        return list(filter(None, (*self.applied.lines, self._memory())))
+        """The reasons of the settings, and what is rounded; what is kept on this rank, if that is much."""
+        settings, wide = self.config.data_parallel, [w for w in self.weights() if w.dtype is torch.float64]
+        is_rounded = settings.enabled and any(each.numel() >= settings.min_numel for each in wide)
+        rounded = "gradients of float64 cross in fp32 or fewer bits" if is_rounded else ""
+        return list(filter(None, (*self.applied.lines, rounded, self._memory())))
 
     def weights(self) -> Iterable[Tensor]:
         """Return the weights whose gradients are compressed, as this rank trains with them; empty if it does
