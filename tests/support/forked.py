@@ -32,6 +32,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from dct_plugin.integrations.autoload import autoload
 from support import processes
@@ -124,6 +125,7 @@ def _serve(address: str) -> None:
     """Fork for everybody who asks, until the process that started this one ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
+    dynamic_rendezvous.get_method_name = _method_name
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address + ".bound")
         listener.listen(64)
@@ -134,6 +136,13 @@ def _serve(address: str) -> None:
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
+
+
+def _method_name(depth: int = 2) -> str:
+    """Return the name of a calling method, for the log of torchrun's rendezvous. torch looks up the source of
+    all callers, which takes 2 s in a process that has imported the frameworks.
+    """
+    return sys._getframe(depth).f_code.co_name
 
 
 def _fork(listener: socket.socket) -> None:
