@@ -17,9 +17,11 @@ from support import interpreter
 
 #: Packages, and the modules that a first training step with them imports, also those of the plugin.
 LATE = {
-    "torch": ("torch._dynamo",),
+    "torch": ("torch._dynamo", "torch.profiler._cupti_monitor", "torch.utils.serialization"),
     "dct_plugin": (
         "dct_plugin.kernels.cpu",
+        "dct_plugin.data_parallel.nodes.sums",
+        "dct_plugin.integrations.attach",
         "dct_plugin.integrations.ddp",
         "dct_plugin.integrations.host.activation_streams",
     ),
@@ -35,13 +37,14 @@ LATE = {
         "megatron.core.models.gpt.gpt_layer_specs",
         "megatron.core.optimizer",
         "megatron.core.pipeline_parallel.schedules",
-        "megatron.core.dist_checkpointing",
+        "megatron.core.dist_checkpointing.strategies.torch",
+        "dct_plugin.integrations.megatron.checkpoint",
         *(
             f"dct_plugin.integrations.megatron.{name}"
-            for name in ("hooks", "parameters", "pipeline", "step_ahead", "tensor")
+            for name in ("hooks", "parameters", "pipeline", "reductions", "step_ahead", "tensor")
         ),
     ),
-    "transformers": ("accelerate",),
+    "transformers": ("accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama"),
 }
 
 
