@@ -131,6 +131,15 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     return collected
 
 
+@pytest.fixture(scope="module")
+def shared_ranks() -> Generator[None, None, None]:
+    """Let the jobs of a file run in the same processes: for jobs that leave nothing behind in a process."""
+    from support import processes
+
+    with processes.shared_ranks():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _only_slow_tests_start_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     # On a GPU Triton starts a compiler.

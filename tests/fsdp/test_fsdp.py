@@ -25,6 +25,7 @@ from dct_plugin.kernels import register_backend
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("shared_ranks"),
     pytest.mark.skipif(
         not hasattr(torch.cpu.Stream, "record_event"), reason="this torch has no FSDP2 on the CPU"
     ),
@@ -181,6 +182,7 @@ def test_as_native_at_sparsity_zero() -> None:
 def _groups(rank: int, world_size: int) -> dict[str, set[tuple[int, ...]]]:
     """The ranks that each of FSDP's own collectives joins, without the plugin; names by the version."""
     found: dict[str, set[tuple[int, ...]]] = {}
+    patch = pytest.MonkeyPatch()
     for name in (
         *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor"),
         *("reduce_scatter_single", "all_reduce"),
@@ -193,9 +195,10 @@ def _groups(rank: int, world_size: int) -> dict[str, set[tuple[int, ...]]]:
             groups.add(tuple(dist.get_process_group_ranks(more["group"])))
             return original(*tensors, **more)
 
-        setattr(dist, name, recorded)
+        patch.setattr(dist, name, recorded)
     model = sharded((2, 2))
     train(model, adamw(model), rank, 3)
+    patch.undo()
     return found
 
 
@@ -286,7 +289,8 @@ def _trains_with_events(rank: int, world_size: int) -> dict[str, list[torch.Tens
     """
     found: dict[str, list[torch.Tensor]] = {}
     waited: list[Any] = []
-    torch.cpu.Stream.wait_event = lambda _, event: waited.append(event)  # type: ignore[method-assign,assignment]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cpu.Stream, "wait_event", lambda _, event: waited.append(event))
     for name, (settings, waits) in EVENTS.items():
         for events in (False, True):
             model: Any = sharded((2, 1))
@@ -301,6 +305,7 @@ def _trains_with_events(rank: int, world_size: int) -> dict[str, list[torch.Tens
             expected = [f"event of step {step}" for step in range(4) for _ in range(2)]  # two streams
             assert of_steps == (expected if events and waits else [])
             found[f"{name} {events}"] = shards(model)
+    patch.undo()
     return found
 
 

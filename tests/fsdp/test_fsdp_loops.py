@@ -21,6 +21,7 @@ from dct_plugin.metrics.summary import DISPLACED
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("shared_ranks"),
     pytest.mark.skipif(
         not hasattr(torch.cpu.Stream, "record_event"), reason="this torch has no FSDP2 on the CPU"
     ),

@@ -30,6 +30,7 @@ from dct_plugin.metrics import Metrics
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("shared_ranks"),
     pytest.mark.skipif(
         not hasattr(FSDPModule, "set_custom_all_gather"), reason="this torch has no seam for the collectives"
     ),
@@ -278,7 +279,7 @@ def _crossings(rank: int, world_size: int, nodes: int) -> tuple[list[list[bool]]
     """Return whether bytes left a node in forward and backward passes of a step's micro-batches, and the
     sizes of the groups in which FSDP's own collectives ran.
     """
-    model, sizes = sharded(reshard=True), set()
+    model, sizes, patch = sharded(reshard=True), set(), pytest.MonkeyPatch()
     for name in (
         "all_gather_single",
         "reduce_scatter_single",
@@ -291,7 +292,7 @@ def _crossings(rank: int, world_size: int, nodes: int) -> tuple[list[list[bool]]
                 sizes.add(dist.get_world_size(group))
                 return original(*tensors, group=group, **more)
 
-            setattr(dist, name, counted)
+            patch.setattr(dist, name, counted)
     optimizer = adamw(model)
     settings = {"nodes": nodes, "min_numel": 16, "verify": None}
     attached: Any = dct_plugin.attach(model, optimizer, {"data_parallel": settings})
@@ -310,6 +311,7 @@ def _crossings(rank: int, world_size: int, nodes: int) -> tuple[list[list[bool]]
         loss.backward()
         found.append([between > before, crossed() > between])
     optimizer.step()
+    patch.undo()
     return found, sizes, attached.steps.step
 
 
@@ -339,13 +341,15 @@ def test_a_detached_model_is_plain_again() -> None:
 
 
 def _said_of_replicas(rank: int, world_size: int) -> list[list[str]]:
-    found, total = [], sum(p.numel() for p in Net().parameters())
+    found, total, patch = [], sum(p.numel() for p in Net().parameters()), pytest.MonkeyPatch()
     for nodes, memory in (("auto", 18 * total), (1, 18 * total), (1, 18 * total - 1), (2, 18 * total)):
-        psutil.virtual_memory = lambda memory=memory: SimpleNamespace(total=memory, available=memory)
+        memory_of_machine = SimpleNamespace(total=memory, available=memory)
+        patch.setattr(psutil, "virtual_memory", lambda found=memory_of_machine: found)
         model = sharded()
         attached: Any = dct_plugin.attach(model, adamw(model), {"data_parallel": {"nodes": nodes}})
         found.append([line.split(":")[0] for line in attached.lines[len(attached.applied.lines) :]])
         attached.close()
+    patch.undo()
     return found
 
 

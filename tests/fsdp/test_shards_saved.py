@@ -21,6 +21,7 @@ from dct_plugin import DCTError
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("shared_ranks"),
     pytest.mark.skipif(
         not hasattr(FSDPModule, "set_custom_all_gather"), reason="this torch has no seam for the collectives"
     ),

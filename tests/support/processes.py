@@ -1,13 +1,16 @@
 """Real processes for the distributed tests: gloo over loopback; results and failures come back to pytest.
 
-Every test gets new processes. They are forked from a server, itself a fork of pytest when it has collected
-the tests: torch, the frameworks and the tests are imported, a process starts in a few milliseconds.
+Processes are forked from a server, itself a fork of pytest when it has collected the tests: torch, the
+frameworks and the tests are imported, a process starts in a few milliseconds. Every job gets new processes,
+except in a file that uses the fixture ``shared_ranks``. The first training step in a process takes up to a
+second: there the ranks run the jobs of a file one after the other, with a process group for every job.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import stat
@@ -27,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dct_plugin import console
 from dct_plugin.recommender.links.team import free_port
 from support import preload
 
@@ -93,8 +97,10 @@ def context() -> Any:
 
 def _run_rank(
     rank: int, variables: dict[str, str], store_path: str, function: Callable[..., Any], arguments: Any
-) -> None:
-    """Call the function in a process group and write what it returns or raises to ``STORE.rankN``."""
+) -> bool:
+    """Call the function in a process group, and write what it returns or raises to ``STORE.rankN``. Return
+    whether it returned.
+    """
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     world_size = int(variables["WORLD_SIZE"])
@@ -107,6 +113,92 @@ def _run_rank(
     torch.save(outcome, f"{store_path}.rank{rank}")
     if dist.is_initialized():
         dist.destroy_process_group()
+    return outcome[0] == "value"
+
+
+class _Team:
+    """Processes that run jobs one after the other, each in a process group of its own."""
+
+    def __init__(self, world_size: int) -> None:
+        pipes = [context().Pipe() for _ in range(world_size)]
+        self.connections = [ours for ours, _ in pipes]
+        self.processes = [fork(_serve_jobs, rank, theirs) for rank, (_, theirs) in enumerate(pipes)]
+        self.lasts = True
+        for _, theirs in pipes:
+            theirs.close()
+
+    def run(self, path: str, job: tuple[Any, ...], limit: float, killed: int | None) -> None:
+        """Wait until all ranks end the job. A rank that ends without a result fails the test at once."""
+        for each in self.connections:
+            each.send(job)
+        running: dict[Any, int] = {each: rank for rank, each in enumerate(self.connections)}
+        while running:
+            for ready in _wait(running, limit):
+                rank = running.pop(ready)
+                try:
+                    ready.recv()
+                except (EOFError, ConnectionError):
+                    self.lasts = False
+                    has_result = Path(f"{path}.rank{rank}").exists()
+                    assert has_result or rank == killed, f"the process of rank {rank} died"
+
+    def end(self, limit: float) -> None:
+        """Wait until the processes end; kill them after the limit."""
+        for each in self.connections:
+            each.close()
+        running = {process.sentinel: rank for rank, process in enumerate(self.processes)}
+        try:
+            while running:
+                for ready in _wait(running, limit):
+                    running.pop(ready)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _wait(running: dict[Any, int], limit: float) -> list[Any]:
+    """Wait for what ends first, until the limit on the monotonic clock."""
+    ended = connection.wait(list(running), timeout=max(0.0, limit - time.monotonic()))
+    assert ended, f"ranks {sorted(running.values())} did not finish in time"
+    return ended
+
+
+def _serve_jobs(rank: int, jobs: Any) -> None:
+    """Run jobs until one fails or the other side closes the connection, each with the random numbers of a new
+    process, in which no line was logged. The end of a process tells the ranks that wait for it.
+    """
+    random_state, succeeded = torch.get_rng_state(), True
+    with contextlib.suppress(EOFError):
+        while succeeded:
+            lasts, *job = jobs.recv()
+            gc.collect()
+            console.log_once.cache_clear()
+            torch.set_rng_state(random_state)
+            succeeded = _run_rank(rank, *job) and lasts
+            jobs.send(None)
+
+
+#: Teams by world size in a file whose tests share ranks, else None.
+_teams: dict[int, _Team] | None = None
+
+
+@contextlib.contextmanager
+def shared_ranks() -> Iterator[None]:
+    """Meanwhile, jobs of one world size run in the same processes. A job with variables or one that loses a
+    rank has its own, and after an error the next job gets new ones.
+    """
+    global _teams
+    _teams = None if torch.cuda.is_available() else {}
+    try:
+        yield
+    finally:
+        ended, _teams = _teams or {}, None
+        for team in ended.values():
+            team.end(time.monotonic() + PATIENCE)
 
 
 def fork(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -132,39 +224,28 @@ def launch(
         killed: A rank that may end without a result; it has ``("killed", "")``.
         variables: Added to the environment of the processes.
     """
+    shared = _teams if killed is None and not variables else None
     # DeepSpeed's shared memory is named by the port.
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **variables}
     variables["WORLD_SIZE"] = str(world_size)
+    limit = time.monotonic() + patience
+    team = (shared or {}).pop(world_size, None) or _Team(world_size)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "store")
-        processes = [
-            context().Process(target=_run_rank, args=(rank, variables, path, function, arguments))
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
         try:
-            _wait(processes, path, patience, killed)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        outcomes = [Path(f"{path}.rank{rank}") for rank in range(world_size)]
-        return [
-            torch.load(each, weights_only=False) if each.exists() else ("killed", "") for each in outcomes
+            team.run(path, (shared is not None, variables, path, function, arguments), limit, killed)
+        except BaseException:
+            team.kill()
+            raise
+        files = [Path(f"{path}.rank{rank}") for rank in range(world_size)]
+        outcomes = [
+            torch.load(file, weights_only=False) if file.exists() else ("killed", "") for file in files
         ]
-
-
-def _wait(processes: list[Any], path: str, patience: float, killed: int | None) -> None:
-    """Wait until all processes end. One that ends without a result fails the test at once."""
-    limit = time.monotonic() + patience
-    running = {process.sentinel: rank for rank, process in enumerate(processes)}
-    while running:
-        ended = connection.wait(list(running), timeout=limit - time.monotonic())
-        assert ended, f"ranks {sorted(running.values())} did not finish within {patience:.0f} s"
-        dead = [rank for rank in map(running.pop, ended) if not Path(f"{path}.rank{rank}").exists()]
-        dead = [rank for rank in dead if rank != killed]
-        assert not dead, f"the processes of ranks {dead} died"
+    if shared is not None and team.lasts and all(kind == "value" for kind, _ in outcomes):
+        shared[world_size] = team
+    else:
+        team.end(limit)
+    return outcomes
 
 
 def run(world_size: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
