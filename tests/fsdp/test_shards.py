@@ -429,8 +429,8 @@ def test_parameters_share_a_header_and_have_scales_of_their_own(most: float) -> 
     for found, sent in run(2, _in_one_payload, most):
         assert found == [True] * 6
         even, odd = 32 * 64 + 16 * 64, 2 * 32  # entries of the other rank's shards; the odd one is padded
-        assert sent["gradient"] == 24 + 2 * 40 + even * (1 + 4 / 256) + odd + 4
-        assert sent["gradient_small"] == 40 + 2 * (32 + 16 + 2)
+        assert sent["gradient"] == 24 + 2 * 24 + even * (1 + 4 / 256) + odd + 4
+        assert sent["gradient_small"] == 24 + 2 * (32 + 16 + 2)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
