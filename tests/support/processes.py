@@ -106,6 +106,7 @@ def _run_rank(
     world_size = int(variables["WORLD_SIZE"])
     store = dist.FileStore(store_path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    dist.barrier()  # a rank that ends before others have connected fails their connections
     try:
         outcome: tuple[str, Any] = ("value", function(rank, world_size, *arguments))
     except Exception as error:
