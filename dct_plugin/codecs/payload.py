@@ -141,10 +141,12 @@ def checksum(checked: bytes, body: Tensor) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=8192)  # asked for every tensor in every step
-def payload_bound(numel: int, capacity: int | None, value_dtype: int) -> int:
+def payload_bound(numel: int, capacity: int | None, value_dtype: int, *, dense: bool = False) -> int:
     """Return the largest size in bytes of a payload of ``numel`` entries that keeps at most ``capacity``
-    (None: any number).
+    (None: any number), or all of them (``dense``).
     """
+    if dense:
+        return dense_payload_nbytes(numel, value_dtype)
     nnz = numel if capacity is None else max(0, min(capacity, numel))
     return HEADER_NBYTES + index_bound(nnz, numel) + value_nbytes(nnz, value_dtype)
 

@@ -460,10 +460,8 @@ def encode_all(
     """
     numel = flat.numel()
     code = wire_dtype(flat.dtype, dense=True) if value_dtype is None else value_dtype
-    tau, nbytes = 0.0, dense_payload_nbytes(numel, code)
-    if not zeros:
-        tau, nbytes = SMALLEST_TAU, payload_bound(numel, numel, code)
-    room = writer.reserve(nbytes, receiver)
+    room = writer.reserve(payload_bound(numel, numel, code, dense=zeros), receiver)
+    tau = 0.0 if zeros else SMALLEST_TAU
     stats = kernels.compress(Job(flat, None, tau, room, capacity=numel, value_dtype=code, clear=clear))
     writer.advance(stats, receiver)
     return Encoded([stats], numel)

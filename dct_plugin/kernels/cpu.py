@@ -139,9 +139,10 @@ class CpuBackend(Backend):
 
     def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
         check_vector("grad", job.grad, GRAD_DTYPES)
+        tau = 0.0 if job.dense else float(applied_tau(job.tau))
+        left = job.residual if job.residual_out is None else job.residual_out
         if len(receivers) == 1:
-            left = job.residual if job.residual_out is None else job.residual_out
-            parts, numel, tau = job.parts, job.grad.numel(), 0.0 if job.dense else float(applied_tau(job.tau))
+            parts, numel = job.parts, job.grad.numel()
             most = numel if tau == 0.0 else min(parts.capacities[0], numel)
             out = writer.reserve(parts.nbytes[0], receivers[0])
             numbers = most, job.turn % max(numel, 1), tau, parts.value_dtype, job.clear
@@ -151,11 +152,7 @@ class CpuBackend(Backend):
         if len(set(receivers)) < len(receivers):  # two parts of a message need the size of the first
             return super().compress_parts(job, writer, receivers)
         start, numel, most = job.parts.numbers.T
-        calls, tau = (
-            np.zeros(len(numel), np.dtype(_Compress)),
-            0.0 if job.dense else float(applied_tau(job.tau)),
-        )
-        left = job.residual if job.residual_out is None else job.residual_out
+        calls = np.zeros(len(numel), np.dtype(_Compress))
         for name, tensor in (("grad", job.grad), ("residual", job.residual), ("left", left)):
             if tensor is not None:
                 calls[name] = passed(tensor) + start * tensor.element_size()

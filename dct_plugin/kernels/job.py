@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..codecs.index import MAX_NUMEL
 from ..codecs.message import Key
-from ..codecs.payload import dense_payload_nbytes, payload_bound
+from ..codecs.payload import payload_bound
 from ..codecs.values import ValueDtype
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,8 +40,7 @@ class Job:
         tau: The threshold, > 0, may be inf; the number 0 sends every entry (dense, ``capacity`` ignored). A
             number is rounded to fp32. A tensor is not read: it is taken to be positive and raised to
             :data:`SMALLEST_TAU`.
-        out: uint8, at least ``payload_bound(numel, capacity, value_dtype)`` bytes; if every entry is sent,
-            ``dense_payload_nbytes(numel, value_dtype)``.
+        out: uint8, at least ``payload_bound(numel, capacity, value_dtype, dense=tau is 0)`` bytes.
         residual_out: fp32 [numel] that becomes the new residual: ``residual`` itself (default), or apart from
             it.
         capacity: The most entries that the payload may hold.
@@ -80,12 +79,10 @@ class Job:
         value_dtype = ValueDtype.parse(self.value_dtype)
         if self.capacity < 0:
             raise ValueError(f"capacity is {self.capacity}; it must be at least 0")
-        dense = not isinstance(tau, Tensor) and tau == 0.0
+        dense = _is_dense(tau)
         capacity = numel if dense else min(int(self.capacity), numel)
         check_vector("out", self.out, (torch.uint8,))
-        needed = (
-            dense_payload_nbytes(numel, value_dtype) if dense else payload_bound(numel, capacity, value_dtype)
-        )
+        needed = payload_bound(numel, capacity, value_dtype, dense=dense)
         if self.out.numel() < needed:
             raise ValueError(f"out has {self.out.numel()} bytes, this payload may need {needed}")
         device = grad.device
@@ -106,7 +103,7 @@ class Job:
     @property
     def dense(self) -> bool:
         """True if every entry is sent."""
-        return not isinstance(self.tau, Tensor) and self.tau == 0.0
+        return _is_dense(self.tau)
 
 
 class Parts:
@@ -129,12 +126,7 @@ class Parts:
     ) -> None:
         self.bounds, self.capacities, self.value_dtype, self.dense = bounds, capacities, value_dtype, dense
         sizes = [(stop - start, most) for (start, stop), most in zip(bounds, capacities, strict=True)]
-        self.nbytes = Key(
-            [
-                dense_payload_nbytes(numel, value_dtype) if dense else payload_bound(numel, most, value_dtype)
-                for numel, most in sizes
-            ]
-        )
+        self.nbytes = Key([payload_bound(numel, most, value_dtype, dense=dense) for numel, most in sizes])
         """The most that each payload needs."""
         self.total, self.numel = sum(self.nbytes), sum([numel for numel, _ in sizes])
 
@@ -201,7 +193,7 @@ class PartedJob(NamedTuple):
         Raises:
             ValueError: The parts are for another kind of threshold.
         """
-        dense = not isinstance(self.tau, Tensor) and self.tau == 0.0
+        dense = _is_dense(self.tau)
         if dense != self.parts.dense:
             kind = "all entries" if self.parts.dense else "entries that reach a threshold"
             raise ValueError(f"tau is {self.tau}, the parts are for {kind}")
@@ -220,6 +212,11 @@ class PartedJob(NamedTuple):
 def part_of(tensor: Tensor, start: int, stop: int) -> Tensor:
     """Return ``tensor[start:stop]``; most often that is all of it, and making a view takes microseconds."""
     return tensor if start == 0 and stop == tensor.numel() else tensor[start:stop]
+
+
+def _is_dense(tau: Tau) -> bool:
+    """Return whether a threshold sends every entry; a tensor is not read."""
+    return not isinstance(tau, Tensor) and tau == 0.0
 
 
 def _check_tau(tau: Tau) -> Tau:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from ..codecs.payload import dense_payload_nbytes, payload_bound
+from ..codecs.payload import payload_bound
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig
 from ..metrics import format_bytes
@@ -169,6 +169,5 @@ def memory(job: Job, parameters: float, *, width: int = 1024, bucket: int = 6_55
 
 def _message(settings: DataParallelConfig, entries: float, room: float) -> int:
     dtype = ValueDtype.parse(settings.value_dtype)
-    if settings.density >= 1.0:
-        return dense_payload_nbytes(int(entries), dtype)
-    return payload_bound(int(entries), math.ceil(room * settings.density * entries), dtype)
+    kept = math.ceil(room * settings.density * entries)
+    return payload_bound(int(entries), kept, dtype, dense=settings.density >= 1.0)
