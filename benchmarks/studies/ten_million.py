@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from adam import SYMBOLS, model_of
+from many_streams import rows_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -184,18 +185,15 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
     }
 
 
-def rows_of(folder: Path) -> dict[Run, dict[str, Any]]:
+def results_of(folder: Path) -> dict[Run, dict[str, Any]]:
     """Return the results so far by run."""
-    file = folder / "results.jsonl"
-    rows = (
-        [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    )
+    rows = rows_of(folder / "results.jsonl")
     return {Run(*(row[name] for name in Run._fields)): row for row in rows}
 
 
 def next_run(folder: Path) -> Run | None:
     """Return the next run without a result: short ones of every rate, then long ones at the best rate."""
-    done = rows_of(folder)
+    done = results_of(folder)
     short = [Run(setting, lr, SHORT, 0) for setting in ("dense", "start") for lr in RATES]
     for run in short:
         if run not in done:
@@ -241,7 +239,7 @@ def main() -> None:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         command = [*launcher, __file__, "--worker", "--folder", str(args.folder)]
         subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
-    rows = rows_of(args.folder)
+    rows = results_of(args.folder)
     dense = {
         run.seed: row["loss"] for run, row in rows.items() if run.setting == "dense" and run.steps == LONG
     }
