@@ -280,8 +280,10 @@ class OptimizerSteps:
         self._passes_are_steps = False
         self._stepping: weakref.ref[Any] | None = None
         """The optimizer whose step runs, or has ended with an error."""
-        self._passed: dict[int, torch.optim.Optimizer] = {}
-        """By identity, the optimizers that the script has passed; empty once one was found replaced."""
+        self._passed: set[int] = set()
+        """Identities of the optimizers that the script has passed. They are forgotten when one was found
+        replaced, so that one line says it.
+        """
         self._stepped: set[int] = set()
         """Identities of the optimizers that began a step since gradients were last used."""
         self._handles: list[Any] = []
@@ -294,7 +296,7 @@ class OptimizerSteps:
     def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """End steps with those of ``optimizers`` (torch's), or of others of the same parameters."""
         own = [each for each in optimizers if isinstance(each, torch.optim.Optimizer)]
-        self._passed |= {id(each): each for each in own}
+        self._passed |= {id(each) for each in own}
         self._gradients += [OptimizerGradients(each) for each in own]
         if not self._handles:
             before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
@@ -467,14 +469,10 @@ class OptimizerSteps:
         if not own:
             return
         for each in own:
-            passed = self._passed.get(id(each.optimizer))
-            if (
-                each.use is Use.REDUCED
-                and passed is not None
-                and not _steps_in(passed, optimizer, self._passed, self._stepped)
-            ):
+            is_passed = each.use is Use.REDUCED and id(each.optimizer) in self._passed
+            if is_passed and not _steps_in(each.optimizer, optimizer, self._passed, self._stepped):
                 self._passed.clear()
-                self.steps.warn_of_another(optimizer, passed)
+                self.steps.warn_of_another(optimizer, each.optimizer)
             each.note(Event.STEP)
         self._stepped.clear()
         if {each.use for each in own} == {Use.IDLE}:
