@@ -6,7 +6,7 @@ that are known to lose log a warning. Adam (or ``--optimizer Lion``), 300 steps,
     python benchmarks/studies/first_hour.py --text wikitext2_valid.txt.gz
     python benchmarks/studies/first_hour.py --text wikitext2_valid.txt.gz --ranks 4
     python benchmarks/studies/first_hour.py --text wikitext2_valid.txt.gz --optimizer Lion --lr 3e-4 \
-        --settings dense README "local 0.99"
+        --settings dense default "local 0.99"
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def _section(sparsity: float, **options: Any) -> dict[str, Any]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "dense": {},
     "README": {"block": "steps not known"},
+    # What follows from the optimizer and the number of ranks, whatever the link.
+    "default": {"section": {"data_parallel": {"quality": None}}},
     "README, total_steps": {"block": "steps known"},
     "0.9": _section(0.9),
     **{
@@ -46,7 +48,8 @@ def block(total_steps: int | None) -> str:
     """README's lines for torch DDP."""
     found = re.search(r"\*\*torch DDP\*\*.*?\n\n```python\n(.*?)```", README.read_text(), re.S)
     assert found is not None
-    return found[1] if total_steps is None else found[1].replace("}})", f"}}}}, total_steps={total_steps})")
+    steps = "" if total_steps is None else f", total_steps={total_steps}"
+    return found[1].replace("optimizer)", f"optimizer{steps})")
 
 
 class Lion:
