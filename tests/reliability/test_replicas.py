@@ -18,20 +18,22 @@ import dct_plugin
 from dct_plugin import DCTState, dct_hook
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.checksums import checksum
 from dct_plugin.errors import DesyncError
-from dct_plugin.integrations.host.replica_checksums import checksum
 
 
-def test_a_checksum_sees_every_bit() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        weight = torch.randn(1000).to(dtype)
+@pytest.mark.parametrize("numel", [1000, 9000])  # without and with whole rows of words
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_checksum_sees_every_bit(dtype: torch.dtype, numel: int) -> None:
+    for first in (0, 1):  # aligned to words, and not
+        weight = torch.randn(numel + 1).to(dtype)[first : first + numel]
         own = int(checksum(weight))
         bits = weight.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()])
-        for at, bit in ((0, 0), (999, 7), (500, 8 * weight.element_size() - 2)):
+        for at, bit in ((0, 0), (numel - 1, 7), (numel // 2, 8 * weight.element_size() - 2)):
             bits[at] ^= 1 << bit
             assert int(checksum(weight)) != own
             bits[at] ^= 1 << bit
-        assert int(checksum(weight)) == own
+        assert int(checksum(weight)) == own == int(checksum(weight.clone()))
         assert int(checksum(weight.flip(0))) != own
     assert int(checksum(torch.empty(0))) == 0
 
