@@ -109,11 +109,6 @@ class LoopedTransport(Transport):
     def receive_headers(self, announced: Announced) -> list[Header]:
         return list(announced.headers)
 
-    def receive_messages(
-        self, messages: Sequence[Tensor], sizes: Sequence[int], *, more: bool
-    ) -> list[Tensor]:
-        return list(messages)
-
     @stand_in
     def transfer(self, messages: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         for source, _ in self.peers:

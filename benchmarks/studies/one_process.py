@@ -143,10 +143,9 @@ class MemoryTransport(Transport):
         self._received = self._rounds.take(self.rank)
         return [headers[self.rank] for headers, _ in self._received]
 
-    def receive_messages(
-        self, messages: Sequence[Tensor], sizes: Sequence[int], *, more: bool
-    ) -> list[Tensor]:
-        return [sent[self.rank] for _, sent in self._received]
+    def receive_messages(self, messages: Sequence[Tensor], buffers: Sequence[Tensor], *, more: bool) -> None:
+        for source, _ in self.peers:
+            buffers[source].copy_(self._received[source][1][self.rank])
 
     def transfer(self, messages: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         self._rounds.give(self.rank, [message.clone() for message in messages])

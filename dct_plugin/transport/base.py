@@ -93,19 +93,15 @@ class Transport:
         """Return the header from every rank, where this rank posted ``announced``."""
         raise NotImplementedError
 
-    def receive_messages(
-        self, messages: Sequence[Tensor], sizes: Sequence[int], *, more: bool
-    ) -> list[Tensor]:
-        """Return the messages that follow the last headers, where this rank posted ``messages``.
+    def receive_messages(self, messages: Sequence[Tensor], buffers: Sequence[Tensor], *, more: bool) -> None:
+        """Fill ``buffers`` from the messages that follow the last headers; the own one is left alone.
 
         Args:
-            messages: The own messages.
-            sizes: Bytes of the messages from every rank.
+            messages: The own messages, which this rank posted.
+            buffers: uint8, by rank, of the sizes that the headers say.
             more: Other messages have been posted, so that not all need to have left at the end.
         """
-        received = self.receive_buffers(messages, sizes)
-        self.transfer(messages, received)
-        return received
+        self.transfer(messages, buffers)
 
     def discard(self, sizes: Sequence[int]) -> None:
         """Throw away the messages that follow the last headers; ``sizes`` are their bytes."""
@@ -146,11 +142,3 @@ class Transport:
         received = torch.empty_like(parts)
         self.transfer(list(parts.view(torch.uint8)), list(received.view(torch.uint8)))
         mean_into(mean, [parts[r] if r == self.rank else row for r, row in enumerate(received)])
-
-    def receive_buffers(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Return an empty buffer for the message from every rank, and the own message in its place."""
-        device = messages[self.rank].device
-        return [
-            messages[r] if r == self.rank else torch.empty(size, dtype=torch.uint8, device=device)
-            for r, size in enumerate(sizes)
-        ]

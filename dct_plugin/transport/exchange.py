@@ -29,6 +29,15 @@ from .transports import GroupPeers, Peers
 _FAILED = -1
 
 
+def _receive_buffers(messages: Sequence[Tensor], sizes: Sequence[int], rank: int) -> list[Tensor]:
+    """Return an empty buffer for the message from every rank, and the own message in its place."""
+    device = messages[rank].device
+    return [
+        messages[r] if r == rank else torch.empty(size, dtype=torch.uint8, device=device)
+        for r, size in enumerate(sizes)
+    ]
+
+
 @dataclass
 class AnnouncedMessages:
     """The messages of a group that were posted and not collected yet, oldest first.
@@ -111,7 +120,9 @@ class AnnouncedMessages:
         """Return the messages of all ranks behind the headers that were received last."""
         assert announced.messages is not None
         with self.guard("exchange of messages"):
-            received = self.transport().receive_messages(announced.messages, sizes, more=bool(self._posted))
+            transport = self.transport()
+            received = _receive_buffers(announced.messages, sizes, transport.rank)
+            transport.receive_messages(announced.messages, received, more=bool(self._posted))
         if not self._posted:
             self._left = time.perf_counter_ns()
         return received
@@ -345,9 +356,8 @@ class Exchange:
         """Do an :meth:`all_to_all` where every rank knows that rank ``r`` sends it ``sizes[r]`` bytes."""
         sent = self._staging.to_send(messages)
         with self.guard("exchange of messages"):
-            transport = self._open()
-            received = transport.receive_buffers(sent, sizes)
-            transport.transfer(sent, received)
+            received = _receive_buffers(sent, sizes, self.rank)
+            self._open().transfer(sent, received)
         return self._staging.received(received, messages[self.rank])
 
     def scatter_into(

@@ -62,14 +62,10 @@ class TcpTransport(Transport):
             for r, own in enumerate(announced.headers)
         ]
 
-    def receive_messages(
-        self, messages: Sequence[Tensor], sizes: Sequence[int], *, more: bool
-    ) -> list[Tensor]:
-        received = self.receive_buffers(messages, sizes)
+    def receive_messages(self, messages: Sequence[Tensor], buffers: Sequence[Tensor], *, more: bool) -> None:
         for source, _ in self.peers:
-            self._connections.receive(source, received[source])
+            self._connections.receive(source, buffers[source])
         self._connections.complete(sent=not more)
-        return received
 
     def discard(self, sizes: Sequence[int]) -> None:
         try:
