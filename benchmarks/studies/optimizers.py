@@ -26,6 +26,7 @@ from torch import nn
 
 from dct_plugin import Compressor
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
+from dct_plugin.data_parallel.step_ahead.residual_coefficients import INTERVAL
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.recommender.data import epoch_batches, load
 from dct_plugin.recommender.intervals import paired
@@ -91,7 +92,7 @@ def look_ahead(
 
 def compare_residuals(aheads: list[StepAhead], names: list[str], step: int) -> None:
     """What the reducer does after an exchange, and the end of the step."""
-    if sampled := aheads[0].coefficients.due(names, step):
+    if not step % INTERVAL and (sampled := aheads[0].coefficients.due(names)):
         own = [ahead.coefficients.samples(sampled, step, torch.device("cpu")) for ahead in aheads]
         for ahead, mine in zip(aheads, own, strict=True):
             ahead.coefficients.measure(sampled, mine, sum(own) / len(own))

@@ -487,13 +487,17 @@ class StepAheadAddOn(AddOn):
                 is_small[name] = self._group.is_small(name, named[name].numel())
             large = [pair for pair in entries if not is_small[pair[0]]]
             self._ahead.observe(large)
-            if self._has_many_ranks:
-                self._ahead.coefficients.observe(large, self._group.step)
+            if self._has_many_ranks and self._measures:
+                self._ahead.coefficients.observe(large)
 
     def compared(self, names: Iterable[str]) -> list[str]:
-        if self._ahead is None or self._group.sends_all:
-            return []
-        return self._ahead.coefficients.due(names, self._group.step)
+        return self._ahead.coefficients.due(names) if self._ahead is not None and self._measures else []
+
+    @property
+    def _measures(self) -> bool:
+        """True in a step in which the ranks compare residuals and gradients."""
+        group, fixed = self._group, self._config.expert.step_ahead_coefficient
+        return not group.sends_all and fixed is None and group.step % INTERVAL == 0
 
     def after_reduce(self, plan: ReductionPlan) -> None:
         """Compare the residuals and gradients of the tensors that are due."""

@@ -78,20 +78,16 @@ class ResidualCoefficients:
         own, mean = self._gradients.get(name, (0.0, 0.0))
         return math.sqrt(min(max(mean / own, 1.0 / self.world_size), 1.0)) if own > 0.0 else 1.0
 
-    def due(self, names: Iterable[str], step: int) -> list[str]:
-        """Return the names to measure now, the same on all ranks. A step measures a tensor once, in its first
-        micro-batch.
+    def due(self, names: Iterable[str]) -> list[str]:
+        """Return the names to measure in a step that measures, the same on all ranks. It measures a tensor
+        once, in its first micro-batch.
         """
-        if self.fixed is not None or step % INTERVAL:
-            return []
         measured = {name for names, _ in self._measured for name in names}
         return [name for name in names if name in self.names and name not in measured]
 
-    def observe(self, entries: Entries, step: int) -> None:
-        """Note the sizes of gradients (1-D) of this rank before they are reduced, if they are to be
-        measured.
-        """
-        due = set(self.due((name for name, _ in entries), step))
+    def observe(self, entries: Entries) -> None:
+        """Note the sizes of gradients (1-D) of this rank before they are reduced, if they are :meth:`due`."""
+        due = set(self.due(name for name, _ in entries))
         self._own_squares |= {name: each.float().square().sum() for name, each in entries if name in due}
 
     def samples(self, names: Sequence[str], step: int, device: torch.device) -> Tensor:
