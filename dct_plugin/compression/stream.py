@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codecs.copies import refuse_capture
 from ..codecs.message import ONE, Key, MessageWriter
 from ..codecs.payload import (
     Header,
@@ -255,11 +254,7 @@ class Compressor(Stream):
                 is one part when None.
             receivers: That of each part.
             clear: Leave zeros in ``grad``.
-
-        Raises:
-            DCTError: A CUDA graph is recorded.
         """
-        refuse_capture(grad.device)
         numel, step = grad.numel(), self.threshold.step
         encoded = Encoded(numel=numel, density=self.schedule.density(step) if density is None else density)
         if self._transactional and self._saved_threshold is None:

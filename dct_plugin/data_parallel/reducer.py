@@ -448,8 +448,9 @@ class Overlap:
 
     def __init__(self, reducer: GradientReducer, *, wanted: bool = True, own_stream: bool = True) -> None:
         self.reducer, self._wanted = reducer, wanted
-        # What is ready goes first: the others wait for it.
-        self._side = SideStream(priority=-1) if wanted and own_stream else None
+        # What is ready goes first: the others wait for it. Kernels that run when they are called need none.
+        apart = wanted and own_stream and reducer.group.backend.batches
+        self._side = SideStream(priority=-1) if apart else None
         self._open: tuple[Reduction, Callable[[], None]] | None = None
 
     def submit(

@@ -310,7 +310,7 @@ class _MessagesToOwners(GradientPhase):
 
     def _small_dtype(self, tensor: Tensor) -> ValueDtype:
         """fp32 crosses in bf16 beside entries in 8 bits or fewer that have no residual either."""
-        few = self.group.value_dtype.bits <= 8 and not self.group.settings.feedback.keeps_residual
+        few = not self.group.settings.feedback.keeps_residual and self.group.value_dtype.bits <= 8
         return ValueDtype.BF16 if few and tensor.dtype == torch.float32 else super()._small_dtype(tensor)
 
 
