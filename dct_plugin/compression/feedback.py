@@ -245,7 +245,7 @@ class PackedResidual(_Transaction[PackedTensor]):
         dtype: bf16 or int8.
         kernels: Kernels of the device.
         scratch: Scratch memory, of the size of the largest stream that shares it; not for passes where many
-            streams' are one batch (:meth:`.kernels.Backend.batched`).
+            streams' are one batch (``batched`` of :class:`.kernels.Backend`).
         seed: Seed of the stream.
     """
 

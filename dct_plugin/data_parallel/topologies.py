@@ -106,7 +106,7 @@ class Phase(ABC):
     @abstractmethod
     def encode(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
         """Write this rank's messages: one, or one for each rank, into an empty ``writer``. The caller opens a
-        batch for it (:meth:`.kernels.Backend.batched`).
+        batch for it (``batched`` of :class:`.kernels.Backend`).
         """
 
     @abstractmethod

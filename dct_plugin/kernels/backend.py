@@ -9,6 +9,7 @@ payload follows from ``numel`` and ``capacity`` alone (:func:`~dct_plugin.codecs
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -141,7 +142,7 @@ class Selection(ABC):
         nothing: Tensor | None = None,
     ) -> None:
         """Put messages, whose figures are all on the device, into slots, as far as they fit; within
-        :meth:`batched` behind the payloads of the block.
+        ``batched`` behind the payloads of the block.
 
         Args:
             writer: That of the messages.
@@ -200,7 +201,7 @@ class Sums(ABC):
     ) -> Callable[[], Tensor]:
         """Return a function that does what :meth:`sum_messages` does, for messages that arrive in slots.
 
-        What the host knows of the sum goes to the device now, or with the block's payloads (:meth:`batched`).
+        What the host knows of the sum goes to the device now, or with the block's payloads (``batched``).
         The function is called on the same stream, or on one that waits for it. Until then ``outs`` stay where
         they are.
 
@@ -282,13 +283,17 @@ class Backend(Selection, Sums, Residuals):
 
     Attributes:
         name: The name that :func:`~dct_plugin.kernels.register_backend` knows it by.
-        batches: Whether kernels may run later than they are called, see :meth:`batched`.
+        batches: Whether kernels may run later than they are called, see ``batched``.
         lengths_on_host: Whether the host knows the length of a payload when it is written. If not, messages
             travel in slots: :meth:`write_slots` and :meth:`prepare_sum`.
         message_entries: Entries sent that are worth a message of their own. While it travels, the next one is
             made.
         codes_entropy: Whether error-bounded codes have an entropy stage (:mod:`.embedding`), on the host.
         planes: The functions ``pack`` and ``unpack`` of :mod:`dct_plugin.codecs.planes`.
+        batched: Returns a context in which a backend that ``batches`` may write the payloads of many tensors
+            with a fixed number of launches. The work of this thread in the block is complete when the block
+            ends, when a statistic is read, or when another kernel is called that may need it. Until then
+            neither tensors nor payloads may be read or written.
     """
 
     name: str
@@ -297,16 +302,7 @@ class Backend(Selection, Sums, Residuals):
     message_entries: ClassVar[float] = 50_000
     codes_entropy: ClassVar[bool] = False
     planes: Any = planes
-
-    def batched(self) -> AbstractContextManager[None]:
-        """Return a context in which a backend that ``batches`` may write the payloads of many tensors with a
-        fixed number of launches.
-
-        The work of this thread in the block is complete when the block ends, when a statistic is read, or
-        when another kernel is called that may need it. Until then neither tensors nor payloads may be read or
-        written.
-        """
-        return nullcontext()
+    batched: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def mask_of(kernels: Selection, payload: Payload | Tensor, numel: int) -> Tensor:
@@ -315,6 +311,7 @@ def mask_of(kernels: Selection, payload: Payload | Tensor, numel: int) -> Tensor
     return torch.zeros(numel, dtype=torch.bool, device=at.device).index_fill_(0, at, True)
 
 
+@functools.lru_cache(maxsize=64)  # asked for every bucket
 def scales_first(messages: int, scale: float) -> bool:
     """Return whether :meth:`Sums.sum_messages` may multiply before it adds: no bit of a normal
     number changes then.

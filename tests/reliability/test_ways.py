@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import pytest
 import torch
 from support.processes import run
@@ -13,9 +16,9 @@ import dct_plugin
 
 SECTION = {"data_parallel": {"sparsity": 0.99, "warmup_steps": 2, "sparsity_warmup_steps": 2}}
 #: The most files, and calls, of each way; lower them when a way becomes shorter.
-MOST = {"attach": (28, 2_300), "forward": (15, 90), "backward": (33, 380), "step": (17, 130)}
+MOST = {"attach": (28, 2_300), "forward": (15, 90), "backward": (28, 380), "step": (17, 130)}
 #: The same of forward pass, backward pass and step together.
-MOST_TOGETHER = 38, 550
+MOST_TOGETHER = 34, 550
 #: A file that the way must enter, so that a trace of nothing fails.
 ENTERED = {
     "attach": "policy/resolve.py",
@@ -51,6 +54,65 @@ def _traced(rank: int, world_size: int) -> dict[str, dict[str, int]]:
             optimizer.step()
         state.close()
     return {name: trace.calls for name, trace in traces.items()}
+
+
+def _silent_local_step(rank: int, world_size: int) -> dict[str, int]:
+    """Trace an optimizer step of local steps in which ranks exchange nothing."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 64)))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    state = dct_plugin.attach(
+        ddp, optimizer, {"data_parallel": {"local_steps": {"every": 4}, "warmup_steps": 2}}
+    )
+    trace = Trace()
+    for step in range(9):
+        optimizer.zero_grad()
+        ddp(torch.randn(32, 256)).square().mean().backward()
+        with trace if step == 8 else contextlib.nullcontext():
+            optimizer.step()
+    state.close()
+    return trace.calls
+
+
+def _zero1(rank: int, world_size: int) -> dict[str, int]:
+    """Trace a backward pass of DeepSpeed's ZeRO-1 with step-ahead after the start."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 64))
+    config = {
+        "train_micro_batch_size_per_gpu": 32,
+        "steps_per_print": 10**9,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
+        "dct": SECTION,
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    trace = Trace()
+    for step in range(9):
+        loss = engine(torch.randn(32, 256, dtype=torch.bfloat16)).float().square().mean()
+        with trace if step == 8 else contextlib.nullcontext():
+            engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return trace.calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "most", "entered"),
+    [
+        (_zero1, 30, "integrations/deepspeed/zero.py"),
+        (_silent_local_step, 12, "data_parallel/local_steps/add_on.py"),
+    ],
+)
+def test_ways_of_zero_1_and_of_a_silent_local_step(
+    way: Callable[[int, int], dict[str, int]], most: int, entered: str
+) -> None:
+    for found in run(2, way):
+        assert entered in found, sorted(found)
+        assert len(found) <= most, sorted(found)
 
 
 @pytest.mark.slow

@@ -115,6 +115,7 @@ class GradientPath(EnginePart, ABC):
         self.transactional = self.scaled or skips
         self.reducer = self._make_reducer(context, engine.seq_data_parallel_group)
         self.experts: dict[str, GradientReducer] = {}
+        self._has_experts = any(map(is_expert, engine.module.parameters()))
         if config.model_parallel.expert_gradients and engine.has_moe_layers:
             for name, group in engine.expert_data_parallel_group.items():
                 if dist.get_world_size(group) > 1:
@@ -127,7 +128,9 @@ class GradientPath(EnginePart, ABC):
 
     def reducer_of(self, parameter: Any) -> GradientReducer | None:
         """Return what reduces the gradient of a parameter; None for experts that are left to DeepSpeed."""
-        return self.experts.get(parameter.group_name) if is_expert(parameter) else self.reducer
+        if self._has_experts and is_expert(parameter):
+            return self.experts.get(parameter.group_name)
+        return self.reducer
 
     def _make_reducer(self, context: EngineContext, group: Any) -> GradientReducer:
         settings = context.config.data_parallel

@@ -101,7 +101,7 @@ class TritonBackend(Backend):
         return self._batch(job.grad.device).compress_parts(job, writer, receivers)
 
     def batched(self) -> contextlib.AbstractContextManager[None]:
-        """See :meth:`.backend.Backend.batched`."""
+        """See ``batched`` of :class:`.backend.Backend`."""
         return _Batched(self)
 
     def _batch(self, where: torch.device) -> Batch:
