@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DCTError
-
 
 def to_host(tensor: Tensor) -> Tensor:
     """Return a copy on the host, through pinned memory and a stream of its own. Work that is queued behind
@@ -128,19 +126,6 @@ class Stopwatch:
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
         self._marks.append(mark)
-
-
-def refuse_capture(device: torch.device) -> None:
-    """Refuse what a CUDA graph cannot replay: tables of addresses, and residuals whose buffers alternate.
-
-    Raises:
-        DCTError: The current stream is recorded.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise DCTError(
-            "a CUDA graph records the current stream: compression cannot be recorded, since a replay would "
-            "send the residual of the recording again; make the reduction outside of the graph"
-        )
 
 
 class Mirror:

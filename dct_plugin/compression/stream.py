@@ -30,7 +30,7 @@ from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
 from ..errors import ConfigError
 from ..kernels import Backend, Job, Selection, Sums, backend_names, get_backend, serves
-from ..kernels.job import GRAD_DTYPES, SMALLEST_TAU, PartedJob, Parts, Tau
+from ..kernels.job import GRAD_DTYPES, SMALLEST_TAU, PartedJob, Parts, Tau, refuse_capture
 from ..metrics import Record
 from .feedback import PackedResidual, Residual, Saved, ScratchBuffers
 from .thresholds import Threshold, wanted
@@ -254,7 +254,11 @@ class Compressor(Stream):
                 is one part when None.
             receivers: That of each part.
             clear: Leave zeros in ``grad``.
+
+        Raises:
+            DCTError: A CUDA graph is recorded.
         """
+        refuse_capture(grad.device)
         numel, step = grad.numel(), self.threshold.step
         encoded = Encoded(numel=numel, density=self.schedule.density(step) if density is None else density)
         if self._transactional and self._saved_threshold is None:

@@ -16,6 +16,7 @@ from ..codecs.index import MAX_NUMEL
 from ..codecs.message import Key
 from ..codecs.payload import payload_bound
 from ..codecs.values import ValueDtype
+from ..errors import DCTError
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The compiled kernels' numbers of these types.
@@ -234,6 +235,19 @@ def applied_tau(tau: Tau) -> Tau:
     """Return the threshold that entries are compared with."""
     tau = _check_tau(tau)
     return tau.clamp(min=SMALLEST_TAU) if isinstance(tau, Tensor) else tau
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Refuse what a CUDA graph cannot replay: tables of addresses, and residuals whose buffers alternate.
+
+    Raises:
+        DCTError: The current stream is recorded.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise DCTError(
+            "a CUDA graph records the current stream: compression cannot be recorded, since a replay would "
+            "send the residual of the recording again; make the reduction outside of the graph"
+        )
 
 
 def check_vector(

@@ -347,7 +347,7 @@ class StepAhead:
     def observe(self, entries: Entries) -> None:
         """Add gradients of this rank (1-D, in their unit) to the second moments, before they are reduced."""
         self._passes.reduced = True
-        self.coverage.reduce(name for name, _ in entries)
+        self.coverage.reduce(dict(entries))
         self.moments.observe(entries, self._kernels, self._scratch)
 
     def _is_displaceable(self, name: str) -> bool:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...codecs.copies import refuse_capture
 from ...codecs.message import Key, MessageWriter, order_of
 from ...codecs.payload import Payload, naming_message, open_payload
 from ...codecs.slots import first_words
@@ -105,12 +104,7 @@ class TritonBackend(Backend):
         return _Batched(self)
 
     def _batch(self, where: torch.device) -> Batch:
-        """Return the open batch, or one that is launched at once.
-
-        Raises:
-            DCTError: A CUDA graph is recorded.
-        """
-        refuse_capture(where)
+        """Return the open batch, or one that is launched at once."""
         batches = self._waiting.batches
         if batches is None:
             return Batch(where, self._error(where), 1, at_once=True)

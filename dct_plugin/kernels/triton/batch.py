@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...codecs.copies import refuse_capture, to_device
+from ...codecs.copies import to_device
 from ...codecs.message import ONE, Key, MessageWriter
 from ...codecs.splitmix import signed
 from ...codecs.stats import Figures, Stats
-from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, Parts, applied_tau
+from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, Parts, applied_tau, refuse_capture
 from . import selection_kernels as device
 from .launch import launch
 
