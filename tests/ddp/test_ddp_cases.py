@@ -415,6 +415,20 @@ def compiled_outside(wrap: Wrap, rank: int) -> list[Tensor]:
 
 
 @case
+def compiled_optimizer(wrap: Wrap, rank: int) -> list[Tensor]:
+    """The optimizer's step is compiled, and its hooks are not."""
+    ddp = wrap(Blocks())
+    optimizer = sgd(ddp)
+    step_compiled = torch.compile(optimizer.step, backend="aot_eager")
+    for step in range(5):
+        x = batch(rank, step)
+        optimizer.zero_grad()
+        loss_of(ddp(x), x).backward()
+        step_compiled()
+    return weights(ddp)
+
+
+@case
 def sparse_embeddings(wrap: Wrap, rank: int) -> list[Tensor]:
     """Sparse gradients in a bucket of their own, also in the last one."""
     torch.manual_seed(4)

@@ -203,6 +203,7 @@ class UnsentUpdates(OuterStep):
     def end_step(self) -> None:
         self.shortened = {n: ratio for n, ratio in self.shortened.items() if n in self._group.waiting}
 
+    @torch.compiler.disable  # the optimizer's step may be compiled, this hook cannot be
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._keep_writes()

@@ -235,6 +235,7 @@ class StepAhead:
         """Return a parameter's weight, also while its data are the displaced ones."""
         return self._displaced.weight(parameter)
 
+    @torch.compiler.disable  # the optimizer's step may be compiled, its hooks cannot be
     def forget(self) -> None:
         """Follow a change of the weights: restore them, and compute displaced ones anew for the next pass.
 
@@ -247,6 +248,7 @@ class StepAhead:
         if self._passes.runs:
             self._displaced.on(Event.FORWARD)
 
+    @torch.compiler.disable
     def _before_step(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Restore the weights for an optimizer's step, also after the passes of its closure."""
         self._passes.step()

@@ -534,6 +534,7 @@ class OptimizerSteps:
             self.steps.end(skipped=len(skipped) == len(ended), loss_scale=scale, alone=alone)
 
 
+@torch.compiler.disable  # the step may be compiled, the hook cannot be
 def _call(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
     if (function := method()) is not None:
         function(*arguments)
