@@ -355,9 +355,8 @@ class GradientReducer:
             loaded = self.group.node.own_parts(loaded, state.get("parts"))
         self.group.streams.load(loaded)
         for each in self.add_ons:
-            if each.key:
-                saved = each.in_unit(state.get(each.key), state.get("ratio", 1.0))
-                each.load_state_dict(saved, step=self.group.step)
+            saved = each.in_unit(state.get(each.key), state.get("ratio", 1.0))
+            each.load_state_dict(saved, step=self.group.step)
         self.begin_step(self.group.step)
         kept = sum(each.get("residual") is not None for each in loaded.values())
         # torchft restores states in mid-run, and may have no default process group.

@@ -101,6 +101,7 @@ class ResidualChecks(AddOn):
             sample = self._samples.get(tensor.name)
             if sample is None or sample.numel != tensor.numel:
                 sample = self._samples[tensor.name] = _Sample(tensor)
+                self._start_anew(tensor.name)  # a loaded state has residuals
             own = tensor.tensor[sample.at].double()
             sample.entered += own
             sample.lost += own
@@ -156,14 +157,14 @@ class ResidualChecks(AddOn):
         """Return what residuals of this rank hold, as part of its own gradient and as owner of the sum."""
         sample, group = self._samples[name], self._group
         held, at = torch.zeros_like(sample.expected), sample.at
-        stream = group.streams.get(name)
-        if stream is not None and stream.residual is not None:
-            held += stream.residual.show(group.streams.scratch, "pass")[at]
+        own = group.streams.residual_of(name, "pass", group.device, committed=False)
+        if own is not None:
+            held += own[at]
         for shard, key in self._topologies.all_reduce.owner_residuals(name, sample.numel):
-            stream = group.streams.get(key)
-            if stream is not None and stream.residual is not None:
+            owned = group.streams.residual_of(key, "pass", group.device, committed=False)
+            if owned is not None:
                 inside = (at >= shard.start) & (at < shard.stop)
-                held[inside] += stream.residual.show(group.streams.scratch, "pass")[at[inside] - shard.start]
+                held[inside] += owned[at[inside] - shard.start]
         return held
 
     def _check(self, gradients: dict[str, Tensor]) -> None:

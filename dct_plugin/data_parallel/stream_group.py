@@ -82,6 +82,18 @@ class Streams(dict[str, Compressor]):
         wanted = set(names)
         return [each for key, each in self.items() if wanted & {key, key.rpartition("[")[0]}]
 
+    def residual_of(self, name: str, use: str, device: torch.device, *, committed: bool) -> Tensor | None:
+        """Return the residual of a tensor, also a loaded one that was not used since; None if there is none.
+
+        It may share memory with the next one of the same ``use``. See :meth:`.feedback.Residual.show`.
+        """
+        stream = self.get(name)
+        if stream is not None:
+            kept = stream.residual
+            return None if kept is None else kept.show(self.scratch, use, committed=committed)
+        saved = self.loaded[name]["residual"] if name in self.loaded else None
+        return None if saved is None else checkpoint.unpacked(saved).to(device)
+
     def arm(self) -> None:
         """Keep a second residual from the next step on, so that steps can be taken back."""
         if not self.transactional:

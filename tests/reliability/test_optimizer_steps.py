@@ -6,6 +6,7 @@ Every loop runs with the check that no gradient is lost or counted twice (``veri
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import os
@@ -386,22 +387,24 @@ def test_ranks_that_are_steps_apart_stop(left_out: int) -> None:
 # -- conservation ---
 
 
+def _reduce(reducer: GradientReducer, rank: int, number: int, *, scatters: bool) -> None:
+    """Make step ``number``."""
+    tensor = torch.randn(3000, generator=torch.Generator().manual_seed(10 * number + rank))
+    world_size = dist.get_world_size()
+    if scatters:
+        reducer.reduce_scatter([("w", tensor, shards_of("w", 3000, world_size))])
+    else:
+        reducer.all_reduce([("w", tensor)], scale=1 / world_size)
+    reducer.end_step()
+
+
 def _conserves(rank: int, world_size: int) -> list[str]:
     """Sums in two phases, and at owners; then a residual is changed."""
     said = []
     for exchange, scatters in itertools.product(("two_phase", "direct"), (False, True)):
         settings = DataParallelConfig.of({**LOCAL, "warmup_steps": 0}, exchange=exchange)
         reducer = GradientReducer(settings)
-
-        def step(number: int, reducer: GradientReducer = reducer, scatters: bool = scatters) -> None:
-            seed = 10 * number + rank
-            tensor = torch.randn(3000, generator=torch.Generator().manual_seed(seed))
-            if scatters:
-                reducer.reduce_scatter([("w", tensor, shards_of("w", 3000, world_size))])
-            else:
-                reducer.all_reduce([("w", tensor)], scale=1 / world_size)
-            reducer.end_step()
-
+        step = functools.partial(_reduce, reducer, rank, scatters=scatters)
         for number in range(11):
             step(number)
         if rank == 1:
@@ -424,6 +427,30 @@ def test_a_residual_that_lost_gradients_is_named() -> None:
             assert line.startswith(
                 f"rank {rank}: step 15: gradients of the steps since the last check are lost"
             )
+
+
+def _resumes(rank: int, world_size: int) -> list[int]:
+    """Load a state between two checks: into a new reducer, and into the one that has saved it."""
+    steps = []
+    for exchange, scatters in itertools.product(("two_phase", "direct"), (False, True)):
+        settings = DataParallelConfig.of({**LOCAL, "warmup_steps": 0}, exchange=exchange)
+        saving = GradientReducer(settings)
+        for number in range(8):
+            _reduce(saving, rank, number, scatters=scatters)
+        saved = copy.deepcopy(saving.state_dict())
+        _reduce(saving, rank, 8, scatters=scatters)
+        for reducer in (GradientReducer(settings), saving):
+            reducer.load_state_dict(copy.deepcopy(saved))
+            for number in range(8, 16):
+                _reduce(reducer, rank, number, scatters=scatters)
+            steps.append(reducer.group.step)
+    return steps
+
+
+@pytest.mark.slow
+def test_residuals_of_a_loaded_state_are_conserved() -> None:
+    for steps in run(3, _resumes):
+        assert steps == [16] * 8
 
 
 # -- processes ---

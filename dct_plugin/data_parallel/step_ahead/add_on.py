@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...compression.feedback import ScratchBuffers, unpacked
+from ...compression.feedback import ScratchBuffers
 from ...console import logger
 from ...errors import ConfigError
 from ...kernels import Residuals
@@ -582,13 +582,7 @@ class StepAheadAddOn(AddOn):
         group = self._group
         if group.sends_all:
             return None
-        stream = group.streams.get(name)
-        if stream is not None:
-            kept = stream.residual
-            return None if kept is None else kept.show(group.streams.scratch, use, committed=committed)
-        loaded = group.streams.loaded
-        saved = loaded[name]["residual"] if name in loaded else None
-        return None if saved is None else unpacked(saved).to(group.device)
+        return group.streams.residual_of(name, use, group.device, committed=committed)
 
     def _newest_residual_of(self, name: str) -> Tensor | None:
         return self._residual_of(name, committed=False)
