@@ -33,9 +33,8 @@ from .summary import (
     ClassSummary,
     Summary,
     in_words,
-    is_of_kind,
     ratio_of,
-    uncompressed_in_words,
+    uncompressed,
 )
 from .summary import format_bytes as format_bytes
 
@@ -337,18 +336,10 @@ class Metrics:
 
     def _warn(self, opened: Mapping[str, _Sums]) -> None:
         """Warn, once for a kind, of a step in which too much of it crossed uncompressed."""
-        found: dict[str, dict[str, float]] = {}
-        for cls, sums in opened.items():
-            if cls.startswith(UNCOMPRESSED):
-                _, kind, reason = cls.split("/")
-                found.setdefault(kind, {})[reason] = sums.sent_bytes
-        for kind in found.keys() - self._warned:
-            dense = sum(sums.dense_bytes for cls, sums in self._totals.items() if is_of_kind(cls, kind))
-            passed = sum(found[kind].values())
-            share = passed / (passed + dense / self._steps)
-            if share > _SHARE:
+        for kind, share, words in uncompressed(opened, self._totals, self._steps):
+            if share > _SHARE and kind not in self._warned:
                 self._warned.add(kind)
-                logger.warning("dct: %s", uncompressed_in_words(kind, share, found[kind]))
+                logger.warning("dct: %s", words)
 
     def close(self) -> None:
         """Report the steps since the last report and close what is open; may be called again."""

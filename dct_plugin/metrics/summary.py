@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.filesize import decimal
 
@@ -171,16 +172,7 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
         parts.append(f"{fewer(total.steady_ratio)} after the first {first}")
     elif total.start_steps:
         parts.append("all steps are the start, dense or with rising sparsity")
-    for kind in _KINDS:
-        reasons = {
-            cls.rpartition("/")[2]: float(part.sent_bytes)
-            for cls, part in total.classes.items()
-            if cls.startswith(f"{UNCOMPRESSED}{kind}/")
-        }
-        if reasons:
-            dense = sum(part.dense_bytes for cls, part in total.classes.items() if is_of_kind(cls, kind))
-            passed = sum(reasons.values())
-            parts.append(uncompressed_in_words(kind, passed / (passed + dense), reasons))
+    parts += [words for _, _, words in uncompressed(total.classes, total.classes)]
     gradients = total.classes.get("gradient")
     if (largest := total.largest) is not None:
         name = _CLASS_NAMES.get(largest[0], largest[0])
@@ -206,24 +198,27 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
     return "; ".join(parts)
 
 
-def is_of_kind(cls: str, kind: str) -> bool:
-    """Return whether the messages of a tensor class are of a kind; see :meth:`.Metrics.uncompressed`."""
-    return cls.startswith(kind) and "/" not in cls
-
-
-def uncompressed_in_words(kind: str, share: float, reasons: Mapping[str, float]) -> str:
-    """Return what crossed uncompressed.
+def uncompressed(
+    found: Mapping[str, Any], totals: Mapping[str, Any], steps: int = 1
+) -> Iterator[tuple[str, float, str]]:
+    """Yield each kind of tensors of which something crossed uncompressed, its share of the bytes, and both
+    in words.
 
     Args:
-        kind: The kind of tensors.
-        share: The share of its bytes.
-        reasons: Bytes by reason.
+        found: By name, the classes in which it is looked for: summaries, or what else has their bytes.
+        totals: The same over so many ``steps``; the share is that of a mean step.
     """
-    total = sum(reasons.values())
-    most = sorted(reasons, key=reasons.__getitem__, reverse=True)
-    each = [f"{_percent(share * reasons[key] / total)} {REASONS[key]}" for key in most]
-    words = REASONS[most[0]] if len(most) == 1 else ", ".join(each)
-    return f"{_percent(share)} of {_KINDS[kind]} bytes went uncompressed: {words}"
+    for kind, noun in _KINDS.items():
+        prefix = f"{UNCOMPRESSED}{kind}/"
+        passed = {c.removeprefix(prefix): x.sent_bytes for c, x in found.items() if c.startswith(prefix)}
+        if not (total := sum(passed.values())):
+            continue
+        dense = sum(x.dense_bytes for c, x in totals.items() if c.startswith(kind) and "/" not in c)
+        share = total / (total + dense / steps)
+        most = sorted(passed, key=passed.__getitem__, reverse=True)
+        each = [f"{_percent(share * passed[key] / total)} {REASONS[key]}" for key in most]
+        words = REASONS[most[0]] if len(most) == 1 else ", ".join(each)
+        yield kind, share, f"{_percent(share)} of {noun} bytes went uncompressed: {words}"
 
 
 def _percent(share: float) -> str:
