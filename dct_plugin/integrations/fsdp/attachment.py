@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -64,6 +64,8 @@ class FSDPAttachment(OptimizerAttachment):
 
     call: ClassVar[str]
     """The function that makes the attachment, for messages."""
+    find_groups: Callable[[nn.Module], Groups]
+    """Returns the parameter groups of a model whose gradients are exchanged."""
     groups: Sequence[Any] = ()
 
     def __init__(
@@ -86,7 +88,7 @@ class FSDPAttachment(OptimizerAttachment):
         self._pass = -1
         """The backward pass of the last exchange."""
         try:
-            groups = self._found_groups()
+            groups = self.find_groups(self._model)
             self.note(self._model)
             hint = f"{self.call}(..., optimizer=optimizer) takes what suits it"
             self._decide(groups, Training(steps=total_steps, optimizer_unknown_hint=hint))
@@ -123,10 +125,6 @@ class FSDPAttachment(OptimizerAttachment):
             take_off(model)
             return PlainTraining(written, reason)
         return cls(model, written, **options)
-
-    @abstractmethod
-    def _found_groups(self) -> Groups:
-        """Return the parameter groups whose gradients are exchanged."""
 
     @abstractmethod
     def _decide(self, groups: Groups, training: Training) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -44,8 +44,7 @@ class ReplicaGroup(dist.ProcessGroup):
         replicas: torch's own process group of the replicas.
         parameters: All parameters of FSDP's group.
         reducer: Sums over ``replicas``.
-        before: Called with this group before every exchange. Returns whether the reducer is finished at the
-            end of the backward pass.
+        owner: The attachment.
 
     Attributes:
         expected: Parameters of the reduction that runs now.
@@ -58,11 +57,11 @@ class ReplicaGroup(dist.ProcessGroup):
         replicas: dist.ProcessGroup,
         parameters: Sequence[ShardedParameter],
         reducer: GradientReducer,
-        before: Callable[[ReplicaGroup], bool],
+        owner: ReplicaCompression,
     ) -> None:
         super().__init__(replicas.rank(), replicas.size())  # type: ignore[call-arg]
         self.replicas, self.parameters, self.reducer = replicas, list(parameters), reducer
-        self._before = before
+        self._owner = owner
         self._by_id = {id(each.fsdp): each for each in parameters}
         self._failure: Exception | None = None
         self.expected: list[ShardedParameter] = []
@@ -112,7 +111,7 @@ class ReplicaGroup(dist.ProcessGroup):
                 f"rank {dist.get_rank()}: FSDP all-reduces {flat.numel()} entries, and the parameters with "
                 f"gradients have {offset}"
             )
-        finishes_later = self._before(self)
+        finishes_later = self._owner._begin_exchange(self, self.expected)
         if entries:
             self.reducer.begin(entries, scale=1.0 / self.size() if self.averages else 1.0).finish()
             if not finishes_later:
@@ -198,9 +197,7 @@ class ReplicaCompression(FSDPAttachment):
     framework = "FSDP2"
     hint = "its model was not passed to compress_replicas, or it is far behind"
     call = "compress_replicas"
-
-    def _found_groups(self) -> Groups:
-        return replicated_groups(self._model)
+    find_groups = staticmethod(replicated_groups)
 
     def _decide(self, groups: Groups, training: Training) -> None:
         self._unsharded = unsharded_parameters(self._model)
@@ -235,7 +232,7 @@ class ReplicaCompression(FSDPAttachment):
                 lambda: self._replicated(ranks),
                 lambda: not_trained(self._model, (name for name, _ in self._replicated(ranks))),
             )
-        own = ReplicaGroup(replicas, parameters, self._reducers[ranks], self._before_exchange)
+        own = ReplicaGroup(replicas, parameters, self._reducers[ranks], self)
         # FSDP's modules share these objects, and each parameter group needs its own.
         self.ends.callback(setattr, group, "mesh_info", group.mesh_info)
         group.mesh_info = copy.copy(group.mesh_info)
@@ -305,9 +302,6 @@ class ReplicaCompression(FSDPAttachment):
         return [each for each in own if each.shape.numel()]
 
     # -- a backward pass ---
-
-    def _before_exchange(self, group: ReplicaGroup) -> bool:
-        return self._begin_exchange(group, group.expected)
 
     def _active(self, group: ReplicaGroup) -> str:
         for each in filter(has_replicas, parameter_groups(self._model)):

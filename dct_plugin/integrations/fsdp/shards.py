@@ -204,9 +204,7 @@ class ShardCompression(FSDPAttachment):
     framework = "FSDP2 on one mesh"
     hint = "its model was not passed to compress_shards, or it is far behind"
     call = "compress_shards"
-
-    def _found_groups(self) -> Groups:
-        return sharded_groups(self._model)
+    find_groups = staticmethod(sharded_groups)
 
     def _decide(self, groups: Groups, training: Training) -> None:
         settings = self.config.data_parallel
