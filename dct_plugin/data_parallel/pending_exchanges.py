@@ -78,7 +78,8 @@ class PendingExchanges(PlanExchanges):
         self._cls = cls
         self._capacities: BoundedTable[int, _Known] = BoundedTable()
         """The value of each chunk, by its fingerprint."""
-        self._pending: list[SlotExchange] = []
+        self.pending: list[SlotExchange] = []
+        """Exchanges whose messages are still to be checked."""
         self._kept = 0.0
         """Entries kept by the exchanges since the last check, the same on all ranks."""
         self.order = SendOrder()
@@ -116,18 +117,14 @@ class PendingExchanges(PlanExchanges):
         if not all(known):
             self._compare_unknown(chunks[0].fingerprint)
         # The stream of a pending tensor needs to know what it sent.
-        names = {tensor.name for tensor in plan.tensors} if self._pending else ()
-        again = any(t.name in names for each in self._pending for t in each.plan.tensors)
+        names = {tensor.name for tensor in plan.tensors} if self.pending else ()
+        again = any(t.name in names for each in self.pending for t in each.plan.tensors)
         if again or self._kept > MOST_PENDING:
             self.finish()
         self._kept += sum([each.kept for each in plan.tensors])
         capacities = [self._agreed(phases, chunk) for chunk in chunks]
-        exchange.unsent.extend(of[phase] for phase in range(len(phases)) for of in capacities)
+        exchange.unsent = deque(of[phase] for phase in range(len(phases)) for of in capacities)
         return exchange
-
-    def pend(self, exchange: SlotExchange) -> None:
-        """Note an exchange whose messages are still to be checked."""
-        self._pending.append(exchange)
 
     def _agreed(self, phases: Sequence[Phase], chunk: ReductionPlan) -> Sequence[AgreedCapacities]:
         """Return the capacities of a chunk's slots, by phase."""
@@ -165,7 +162,7 @@ class PendingExchanges(PlanExchanges):
             DesyncError: A rank failed, or exchanges other tensors.
             PayloadError: A message arrived damaged.
         """
-        pending, self._pending, self._kept = self._pending, [], 0.0
+        pending, self.pending, self._kept = self.pending, [], 0.0
         if not pending:
             return
         sent = [each for exchange in pending for chunk in exchange.chunks for each in chunk.sent]
@@ -205,16 +202,8 @@ class SlotExchange(PlanExchange):
         unsent: Capacities of the slots that are still to be sent, in order.
     """
 
-    def __init__(
-        self,
-        exchanges: PendingExchanges,
-        phases: Sequence[Phase],
-        plan: ReductionPlan,
-        exchange_record: Record,
-    ) -> None:
-        super().__init__(exchanges, phases, plan, exchange_record)
-        self._pending = exchanges
-        self.unsent: deque[AgreedCapacities] = deque()
+    _exchanges: PendingExchanges
+    unsent: deque[AgreedCapacities]
 
     def sending(self) -> AbstractContextManager[Preparation]:
         """Surround the work that sends slots: the other ranks, which wait for them, are told of an error."""
@@ -224,7 +213,7 @@ class SlotExchange(PlanExchange):
         return self.sending()
 
     def _done(self) -> None:
-        self._pending.pend(self)
+        self._exchanges.pending.append(self)
 
     def _send(self, phase: Phase, chunk: Chunk) -> None:
         group, plan, writer = self._group, chunk.plan, chunk.writers[phase.to_all]
@@ -239,7 +228,7 @@ class SlotExchange(PlanExchange):
             group.backend.write_slots(writer, slots.memory, bounds, fingerprint, nothing)
             sent.add_up = phase.prepare_sum(plan, slots)
         self.unsent.popleft()
-        self._pending.order.note(group.step, plan.fingerprint, self._phases.index(phase))
+        self._exchanges.order.note(group.step, plan.fingerprint, self._phases.index(phase))
         with self._record.timed("exchange"):
             slots.send(group.exchange)
         chunk.sent.append(sent)
