@@ -114,7 +114,7 @@ class _Shards(Embeddings):
     Args:
         cardinalities, dim: Rows of each field's table, and their width.
         fields, columns: Those that come out here.
-        group, seed, average_gradients, metrics: See :class:`FieldShards`.
+        options: See :class:`FieldShards`.
 
     Attributes:
         metrics: Records what crosses; None records nothing.
@@ -128,19 +128,15 @@ class _Shards(Embeddings):
         dim: int,
         fields: Sequence[int],
         columns: tuple[int, int],
-        *,
-        group: dist.ProcessGroup | None = None,
-        seed: int = 0,
-        average_gradients: bool = True,
-        metrics: Metrics | None = None,
+        **options: Unpack[ShardOptions],
     ) -> None:
         super().__init__(fields, len(cardinalities), dim, columns)
-        self.group, self.metrics = group, metrics
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._scale = 1 / self.world_size if average_gradients else 1.0
+        self.group, self.metrics = options.get("group"), options.get("metrics")
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._scale = 1 / self.world_size if options.get("average_gradients", True) else 1.0
         start, stop = columns
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(options.get("seed", 0))
             of_tables = seed_of_tables()
         whole = (draw_table(torch.empty(cardinalities[f], dim), f, of_tables) for f in sorted(fields))
         tables = [table[:, start:stop].clone() for table in whole]
