@@ -92,6 +92,7 @@ class Session(HostAttachment):
     Attributes:
         pass_through: Whether what has sparsity 0 is left to Megatron.
         training: Whether the current iteration has a backward pass.
+        is_open: True from the start of a training iteration until it is closed.
         step: Completed training iterations.
         patches: What was replaced in megatron-core.
         active: The settings of the hooks by their names, in words.
@@ -115,7 +116,7 @@ class Session(HostAttachment):
         self.streams: list[ActivationStreams] = []
         self.reductions: Any = ()
         self.pending_of: Callable[[str], tuple[Shard, Tensor] | None] = lambda name: None
-        self._open = self._sites_told = False
+        self.is_open = self._sites_told = False
         self._monitors: set[str] = set()
 
     @functools.cached_property
@@ -143,16 +144,11 @@ class Session(HostAttachment):
     def steps_so_far(self) -> int:
         return self.step
 
-    @property
-    def is_open(self) -> bool:
-        """True from the start of a training iteration until it is closed."""
-        return self._open
-
     def begin(self, training: bool) -> None:
         """Begin an iteration."""
         if training:
             self.end_step()
-            self._open = True
+            self.is_open = True
         self.training = training
         self._find_monitor()
         for streams in self.streams:
@@ -177,9 +173,9 @@ class Session(HostAttachment):
 
     def end_step(self) -> None:
         """Close the last training iteration, if that has not been done yet."""
-        if not self._open:
+        if not self.is_open:
             return
-        self._open = False
+        self.is_open = False
         self.step += 1
         for streams in self.streams:
             streams.end_step()
@@ -212,7 +208,7 @@ class Session(HostAttachment):
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore :meth:`state_dict` of the same rank; None forgets everything, as at the start."""
-        self._open = False
+        self.is_open = False
         self.step = 0 if state is None else int(state["step"])
         for streams in self.streams:
             streams.load_state_dict({} if state is None else state["streams"], step=self.step)
