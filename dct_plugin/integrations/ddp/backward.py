@@ -220,19 +220,12 @@ class BucketReductions:
         reducer = None if self._overlap is None else self._overlap.reducer
         return reducer is not None and reducer.group.stays_dense and reducer.config.nonfinite_action == "pass"
 
-    def leave_dense(self, bucket: dist.GradBucket) -> None:
-        """Note a bucket that DDP all-reduces by itself."""
-        self._begin(bucket.buffer().device)
-        parameters = bucket.parameters()
-        self._steps.begin((self._names.name_of(parameter), parameter) for parameter in parameters)
-        self._pass_ends(bucket)
-
-    def leave_sparse(self, bucket: dist.GradBucket) -> None:
-        """Note a bucket with a sparse gradient, which DDP all-reduces by itself."""
+    def leave(self, bucket: dist.GradBucket, *, is_sparse: bool) -> None:
+        """Note a bucket that DDP all-reduces by itself; rank 0 warns once if it ``is_sparse``."""
         overlap = self._begin(bucket.buffer().device)
         named = [(self._names.name_of(parameter), parameter) for parameter in bucket.parameters()]
         self._steps.begin(named)
-        names = {name for name, _ in named}
+        names = {name for name, _ in named} if is_sparse else set()
         if names - self._sparse and overlap.reducer.group.group_rank == 0:
             logger.warning("dct: DDP all-reduces sparse gradients by itself: %s", ", ".join(sorted(names)))
         self._sparse |= names

@@ -274,8 +274,7 @@ class DCTState(OptimizerAttachment):
         buffer = bucket.buffer()
         is_sparse = buffer.layout is not torch.strided
         if is_sparse or self._buckets.stays_dense:
-            leave = self._buckets.leave_sparse if is_sparse else self._buckets.leave_dense
-            leave(bucket)
+            self._buckets.leave(bucket, is_sparse=is_sparse)
             why = "sparse" if is_sparse else "faster"
             with counted_by(functools.partial(self.metrics.uncompressed, "gradient", why)):
                 return averaged(self.process_group, bucket)
