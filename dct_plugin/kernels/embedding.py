@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.copies import to_device, to_host
-from .library import Library, fields, passed
+from .library import Library, check, fields, passed
 
 #: Picoseconds of writing and reading a Rice code beyond those of a packed one: what a bit less is weighed
 #: against. Measured on one core by benchmarks/embedding_codecs.py.
@@ -279,8 +279,7 @@ def distinct_rows(
     status = library.status("dct_distinct_rows", ids, samples, columns, order, limits, base, *results)
     if status == _OUT_OF_RANGE:
         raise OutOfRange(*fault.tolist())
-    if status:
-        raise MemoryError("compiled kernels: out of memory")
+    check(status)
     return rows[: int(counts.sum())], counts, positions
 
 

@@ -77,8 +77,7 @@ class Library:
             ValueError: A tensor is on another device.
             PayloadError, MemoryError: What the function found.
         """
-        if status := self.status(name, *arguments):
-            check(status)
+        check(self.status(name, *arguments))
 
     def status(self, name: str, *arguments: Any) -> int:
         """Do what :meth:`call` does, but return the status: 0, or what is wrong."""
@@ -93,7 +92,7 @@ class Library:
 
 
 def check(status: int) -> None:
-    """Raise what a status stands for."""
+    """Raise what a status stands for; 0 is success."""
     if status == 0:
         return
     if status == -1:
