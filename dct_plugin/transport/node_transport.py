@@ -62,7 +62,7 @@ class NodeCollectives(NodeTransport):
         self._agree(fingerprint)
         sizes = [0 if rank == self._rank else bytes_of(tensors) for rank, tensors in enumerate(like)]
         received = self._exchange.transfer([self._packed(tensors) for tensors in outgoing], sizes)
-        return [_cut(row, t) if size else [] for row, size, t in zip(received, sizes, like, strict=True)]
+        return [cut(row, t) if size else [] for row, size, t in zip(received, sizes, like, strict=True)]
 
     def reduce_scatter(self, parts: Rows, out: Tensors, fingerprint: int) -> None:
         self._agree(fingerprint)
@@ -83,7 +83,7 @@ class NodeCollectives(NodeTransport):
         own = self._packed(parts[self._rank])
         rows[self._rank, : len(own)] = own
         self._exchange.gather_into(rows.view(-1))
-        arrived = [[] if r == self._rank else _cut(rows[r], tensors) for r, tensors in enumerate(parts)]
+        arrived = [[] if r == self._rank else cut(rows[r], tensors) for r, tensors in enumerate(parts)]
         copy_all(parts, arrived)
 
     def _agree(self, fingerprint: int) -> None:
@@ -110,7 +110,7 @@ def bytes_of(tensors: Tensors) -> int:
     return sum([tensor.nbytes for tensor in tensors])
 
 
-def _cut(row: Tensor, like: Tensors) -> list[Tensor]:
+def cut(row: Tensor, like: Tensors) -> list[Tensor]:
     """Return the tensors whose bytes stand at the begin of a row."""
     sizes = [tensor.nbytes for tensor in like]
     return [piece.view(t.dtype) for piece, t in zip(row[: sum(sizes)].split(sizes), like, strict=True)]

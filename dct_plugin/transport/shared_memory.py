@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .exchange import Exchange
-from .node_transport import NodeTransport, Rows, bytes_of
+from .node_transport import NodeTransport, Rows, bytes_of, cut
 from .tcp_connect import VARIABLE
 
 logger = logging.getLogger("dct_plugin.transport")
@@ -137,11 +137,9 @@ class _Memory:
 
     def views(self, start: int, like: Sequence[Tensor]) -> list[Tensor]:
         """Return the memory from ``start`` on as tensors of the types and sizes of ``like``."""
-        end = start + bytes_of(like)
-        if end > len(self._memory):  # its owner has made it larger
+        if start + bytes_of(like) > len(self._memory):  # its owner has made it larger
             self._map()
-        parts = self._bytes[start:end].split([t.numel() * t.element_size() for t in like])
-        return [part.view(t.dtype) for part, t in zip(parts, like, strict=True)]
+        return cut(self._bytes[start:], like)
 
     def _map(self) -> None:
         self._memory = mmap.mmap(self.file, os.fstat(self.file).st_size)
