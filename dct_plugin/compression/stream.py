@@ -448,21 +448,20 @@ def encode_all(
     writer: MessageWriter,
     value_dtype: ValueDtype | None = None,
     *,
-    receiver: int = 0,
     zeros: bool = True,
     clear: bool = False,
 ) -> Encoded:
     """Append a payload that holds every entry of ``flat`` (:func:`as_flat`), or every one but zeros, to the
-    message of a receiver.
+    one message of a writer.
 
     ``value_dtype`` None is lossless; ``clear`` leaves zeros in ``flat``.
     """
     numel = flat.numel()
     code = wire_dtype(flat.dtype, dense=True) if value_dtype is None else value_dtype
-    room = writer.reserve(payload_bound(numel, numel, code, dense=zeros), receiver)
+    room = writer.reserve(payload_bound(numel, numel, code, dense=zeros))
     tau = 0.0 if zeros else SMALLEST_TAU
     stats = kernels.compress(Job(flat, None, tau, room, capacity=numel, value_dtype=code, clear=clear))
-    writer.advance(stats, receiver)
+    writer.advance(stats)
     return Encoded([stats], numel)
 
 
