@@ -28,15 +28,16 @@ from dct_plugin.data_parallel.stream_group import StreamGroup
 from dct_plugin.errors import DCTError
 from dct_plugin.host_traffic import HostTraffic
 from dct_plugin.metrics import Metrics, Sink
-from dct_plugin.policy import AppliedSettings, Training
+from dct_plugin.policy import AppliedSettings, Training, resolve
 from dct_plugin.policy.memory import kept_in_words
+from dct_plugin.policy.optimizers import OptimizerFamily
 from dct_plugin.transport.agreement import HINT, Agreement
 from dct_plugin.transport.nodes import Nodes
 
 from . import lost_peers, startup
 from .measured_job import SECTION, VARIABLE
 from .refusals import refuse
-from .settings import resolve_settings
+from .settings import training_of
 
 
 def start_reporting(
@@ -139,12 +140,21 @@ class HostAttachment:
         """Decide the settings, once, for the optimizer and the ranks.
 
         Args:
-            optimizer: The optimizer, or a list of all optimizers; None if it was not told.
+            optimizer: The optimizer, a wrapper of it, or a list of all optimizers, of which the one that
+                suffers most by delay counts; None if it was not told.
             training: The other facts of the training.
             nodes: Nodes whose ranks are summed first; None if every rank exchanges messages.
         """
+        self.config, self.applied = self.written, AppliedSettings(self.written.data_parallel, 1)
+        if not self.written.enabled or training.ranks == 1:
+            return
+        optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+        trainings = [training_of(each, training) for each in optimizers or [None]]
+        suffers_most = OptimizerFamily.OTHER, OptimizerFamily.MUON
+        training = max(trainings, key=lambda each: (each.family in suffers_most, each.family.loses_by_delay))
         count = training.ranks if nodes is None else len(nodes.ranks)
-        self.config, self.applied = resolve_settings(self.written, optimizer, training, count)
+        self.applied = resolve(self.written.data_parallel, training, count)
+        self.config = self.written.model_copy(update={"data_parallel": self.applied.settings})
 
     def report(
         self,

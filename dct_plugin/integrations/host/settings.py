@@ -1,4 +1,4 @@
-"""The optimizers that a script passes, and the settings that suit them."""
+"""The optimizers that a script passes, and the facts of them that settings depend on."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel.step_units import StepUnit, stepping, unwrapped
 from dct_plugin.errors import ConfigError
-from dct_plugin.policy import AppliedSettings, Training, resolve
-from dct_plugin.policy.optimizers import OptimizerFamily
+from dct_plugin.policy import Training
 
 
 def optimizers_of(given: Any, call: str) -> list[torch.optim.Optimizer]:
@@ -36,28 +34,6 @@ def optimizers_of(given: Any, call: str) -> list[torch.optim.Optimizer]:
                 "an optimizer, a list of optimizers, or None"
             )
     return [unwrapped(each) for each in several]
-
-
-def resolve_settings(
-    config: DCTConfig, optimizer: Any, training: Training, compressors: int | None = None
-) -> tuple[DCTConfig, AppliedSettings]:
-    """Return the configuration as it is applied, and what is to be said about its settings.
-
-    Args:
-        config: The section as it was written.
-        optimizer: The optimizer or a wrapper of it, None if it was not told; of several the one that suffers
-            most by delay counts.
-        training: The other facts of the training, as the host knows them.
-        compressors: Ranks or nodes that exchange messages; None: every rank.
-    """
-    if not config.enabled or training.ranks == 1:
-        return config, AppliedSettings(config.data_parallel, 1)
-    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-    trainings = [training_of(each, training) for each in optimizers or [None]]
-    suffers_most = OptimizerFamily.OTHER, OptimizerFamily.MUON
-    training = max(trainings, key=lambda each: (each.family in suffers_most, each.family.loses_by_delay))
-    applied = resolve(config.data_parallel, training, compressors)
-    return config.model_copy(update={"data_parallel": applied.settings}), applied
 
 
 def steps_of(scheduler: Any) -> int | None:
