@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..host.patching import Function, Patches
-from .section import KEYS, SECTION, asks_for_slot, configuration_of, find_section, misplaced_section
+from .section import KEYS, SECTION, backend_name, configuration_of, find_section, misplaced_section
 
 _hooked: set[type] = set()
 
@@ -38,7 +38,7 @@ def _init(cls: type, original: Function, engine: Any, *args: Any, **keywords: An
     _take_off_earlier(*args, *keywords.values())
     given = getattr(keywords.get("config_class"), "_param_dict", None)
     with contextlib.ExitStack() as prepared:
-        if asks_for_slot(given):
+        if backend_name(given) == SECTION:
             from . import onebit
 
             prepared.enter_context(onebit.prepared())

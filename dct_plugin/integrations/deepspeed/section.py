@@ -86,16 +86,13 @@ def find_section(engine: Any) -> Any:
 
 
 def backend_name(config: Any) -> Any:
-    """Return ``optimizer.params.comm_backend_name`` of a JSON, None where it is not set."""
+    """Return ``optimizer.params.comm_backend_name`` of a JSON, None where it is not set; ``"dct"`` has the
+    momentum exchanged through the plugin.
+    """
     try:
         return config["optimizer"]["params"].get("comm_backend_name")
     except (AttributeError, KeyError, TypeError):
         return None
-
-
-def asks_for_slot(config: Any) -> bool:
-    """Return whether a JSON has momentum exchanged through the plugin."""
-    return bool(backend_name(config) == SECTION)
 
 
 def misplaced_section(config: Any) -> tuple[str, Any] | None:
