@@ -364,7 +364,7 @@ class StepAhead:
     def why_missed(self, name: str) -> str:
         """Return why a parameter was not displaced in this step, in words."""
         if not self._parameters[name].data.is_contiguous():
-            return "they are not contiguous (channels_last)"
+            return "they are not contiguous (channels_last, or transposed)"
         if self._passes.transformed:
             return "a forward pass ran within a transform of torch.func, where weights cannot be displaced"
         return (
