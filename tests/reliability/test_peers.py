@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import lost_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -161,10 +162,19 @@ def test_after_a_recovery_in_the_same_process_the_right_rank_is_named() -> None:
         assert f"rank(s) [{lost}] gave no sign of life" in text
 
 
-def test_a_peer_lost_in_a_collective_of_the_framework_is_named() -> None:
+def _lose_ranks(arguments: list[str], results: Path) -> None:
+    """Run ``lost_ranks.py`` in this process, with a file for its standard output."""
+    sys.argv = ["lost_ranks.py", *arguments]
+    with results.open("w") as file:
+        os.dup2(file.fileno(), 1)
+    sys.exit(lost_ranks.main())
+
+
+def test_a_peer_lost_in_a_collective_of_the_framework_is_named(tmp_path: Path) -> None:
     """In a barrier of the script, with the error that ends it; all points and hosts: ``lost_ranks.py``."""
-    script = Path(__file__).with_name("lost_ranks.py")
-    command = [sys.executable, script, "--hosts", "ddp", "--points", "barrier", "--hows", "kill"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["kill"] == 1
+    results = tmp_path / "results"
+    arguments = ["--hosts", "ddp", "--points", "barrier", "--hows", "kill"]
+    process = fork(_lose_ranks, arguments, results)
+    process.join()
+    assert process.exitcode == 0
+    assert json.loads(results.read_text())["kill"] == 1
