@@ -32,7 +32,7 @@ def test_a_bucket_is_decoded_when_the_next_one_is_submitted(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: own)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    group = SimpleNamespace(device=torch.device("cuda"))
+    group = SimpleNamespace(device=torch.device("cuda"), backend=SimpleNamespace(batches=True))
     reducer: Any = SimpleNamespace(group=group, finish=lambda: queue.append("figures"))
     overlap = Overlap(reducer)
     for bucket in BUCKETS:
