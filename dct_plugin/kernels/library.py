@@ -77,7 +77,8 @@ class Library:
             ValueError: A tensor is on another device.
             PayloadError, MemoryError: What the function found.
         """
-        check(self.status(name, *arguments))
+        if status := self.status(name, *arguments):
+            check(status)
 
     def status(self, name: str, *arguments: Any) -> int:
         """Do what :meth:`call` does, but return the status: 0, or what is wrong."""

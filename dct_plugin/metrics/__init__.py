@@ -11,6 +11,7 @@ decisions.
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 import threading
 import time
@@ -168,6 +169,7 @@ PLUGIN = "plugin"
 
 #: The share of a kind that may cross uncompressed without a warning.
 _SHARE = 0.01
+_went_uncompressed = operator.methodcaller("startswith", UNCOMPRESSED)
 
 #: Between a class and the name of one of its tensors.
 TENSOR = "/tensor/"
@@ -336,6 +338,8 @@ class Metrics:
 
     def _warn(self, opened: Mapping[str, _Sums]) -> None:
         """Warn, once for a kind, of a step in which too much of it crossed uncompressed."""
+        if not any(map(_went_uncompressed, opened)):
+            return
         for kind, share, words in uncompressed(opened, self._totals, self._steps):
             if share > _SHARE and kind not in self._warned:
                 self._warned.add(kind)
