@@ -169,6 +169,7 @@ PLUGIN = "plugin"
 
 #: The share of a kind that may cross uncompressed without a warning.
 _SHARE = 0.01
+#: Whether a class has what crossed uncompressed; most steps have none.
 _went_uncompressed = operator.methodcaller("startswith", UNCOMPRESSED)
 
 #: Between a class and the name of one of its tensors.
@@ -340,10 +341,10 @@ class Metrics:
         """Warn, once for a kind, of a step in which too much of it crossed uncompressed."""
         if not any(map(_went_uncompressed, opened)):
             return
-        for kind, share, words in uncompressed(opened, self._totals, self._steps):
-            if share > _SHARE and kind not in self._warned:
-                self._warned.add(kind)
-                logger.warning("dct: %s", words)
+        found = uncompressed(opened, self._totals, self._steps, least=_SHARE, without=self._warned)
+        for kind, words in found:
+            self._warned.add(kind)
+            logger.warning("dct: %s", words)
 
     def close(self) -> None:
         """Report the steps since the last report and close what is open; may be called again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,7 +172,7 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
         parts.append(f"{fewer(total.steady_ratio)} after the first {first}")
     elif total.start_steps:
         parts.append("all steps are the start, dense or with rising sparsity")
-    parts += [words for _, _, words in uncompressed(total.classes, total.classes)]
+    parts += [words for _, words in uncompressed(total.classes, total.classes)]
     gradients = total.classes.get("gradient")
     if (largest := total.largest) is not None:
         name = _CLASS_NAMES.get(largest[0], largest[0])
@@ -199,26 +199,36 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
 
 
 def uncompressed(
-    found: Mapping[str, Any], totals: Mapping[str, Any], steps: int = 1
-) -> Iterator[tuple[str, float, str]]:
-    """Yield each kind of tensors of which something crossed uncompressed, its share of the bytes, and both
-    in words.
+    found: Mapping[str, Any],
+    totals: Mapping[str, Any],
+    steps: int = 1,
+    *,
+    least: float = 0.0,
+    without: Container[str] = (),
+) -> Iterator[tuple[str, str]]:
+    """Yield each kind of tensors of which something crossed uncompressed, and its share of the bytes in
+    words.
 
     Args:
         found: By name, the classes in which it is looked for: summaries, or what else has their bytes.
         totals: The same over so many ``steps``; the share is that of a mean step.
+        least: Kinds with this share or a smaller one are left out.
+        without: And so are these kinds.
     """
-    for kind, noun in _KINDS.items():
+    for kind in _KINDS:
+        if kind in without:
+            continue
         prefix = f"{UNCOMPRESSED}{kind}/"
         passed = {c.removeprefix(prefix): x.sent_bytes for c, x in found.items() if c.startswith(prefix)}
         if not (total := sum(passed.values())):
             continue
         dense = sum(x.dense_bytes for c, x in totals.items() if c.startswith(kind) and "/" not in c)
-        share = total / (total + dense / steps)
+        if (share := total / (total + dense / steps)) <= least:
+            continue
         most = sorted(passed, key=passed.__getitem__, reverse=True)
         each = [f"{_percent(share * passed[key] / total)} {REASONS[key]}" for key in most]
         words = REASONS[most[0]] if len(most) == 1 else ", ".join(each)
-        yield kind, share, f"{_percent(share)} of {noun} bytes went uncompressed: {words}"
+        yield kind, f"{_percent(share)} of {_KINDS[kind]} bytes went uncompressed: {words}"
 
 
 def _percent(share: float) -> str:
