@@ -180,7 +180,8 @@ class UnsentUpdates(OuterStep):
             else:
                 self._group.streams.named(name).use_residual_memory(part)
         torchs = [each for each in optimizers.all if isinstance(each, torch.optim.Optimizer)]
-        self._handles = [each.register_step_pre_hook(self._before_step) for each in torchs]
+        hook = torch.compiler.disable(self._before_step)  # the optimizer's step may be compiled
+        self._handles = [each.register_step_pre_hook(hook) for each in torchs]
 
     def _pieces(self, turns: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield the bounds of the entries that cross in turns."""
@@ -203,7 +204,6 @@ class UnsentUpdates(OuterStep):
     def end_step(self) -> None:
         self.shortened = {n: ratio for n, ratio in self.shortened.items() if n in self._group.waiting}
 
-    @torch.compiler.disable  # the optimizer's step may be compiled, this hook cannot be
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._keep_writes()

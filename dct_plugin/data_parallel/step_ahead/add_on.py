@@ -202,9 +202,10 @@ class StepAhead:
         register(module, self._displaced)
         self._handles += self._passes.register(module)
         for optimizer in filter(lambda each: hasattr(each, "register_step_pre_hook"), optimizers):
+            # The step may be compiled, its hooks cannot be.
             self._handles += [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(lambda *_: self.forget()),
+                optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)),
+                optimizer.register_step_post_hook(torch.compiler.disable(lambda *_: self.forget())),
             ]
 
     def detach(self) -> None:
@@ -235,7 +236,6 @@ class StepAhead:
         """Return a parameter's weight, also while its data are the displaced ones."""
         return self._displaced.weight(parameter)
 
-    @torch.compiler.disable  # the optimizer's step may be compiled, its hooks cannot be
     def forget(self) -> None:
         """Follow a change of the weights: restore them, and compute displaced ones anew for the next pass.
 
@@ -248,7 +248,6 @@ class StepAhead:
         if self._passes.runs:
             self._displaced.on(Event.FORWARD)
 
-    @torch.compiler.disable
     def _before_step(self, _: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Restore the weights for an optimizer's step, also after the passes of its closure."""
         self._passes.step()
