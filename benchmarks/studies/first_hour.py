@@ -5,8 +5,8 @@ that are known to lose log a warning. Adam (or ``--optimizer Lion``), 300 steps,
 
     python benchmarks/studies/first_hour.py --text wikitext2_valid.txt.gz
     python benchmarks/studies/first_hour.py --text wikitext2_valid.txt.gz --ranks 4
-    python benchmarks/studies/first_hour.py --text wikitext2_valid.txt.gz --optimizer Lion --lr 3e-4 \
-        --settings dense default "local 0.99"
+    python benchmarks/studies/first_hour.py --text wikitext2_valid.txt.gz --optimizer Lion --lr 1e-4 \
+        --steps 1200 --settings dense default
 """
 
 from __future__ import annotations
