@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -544,6 +545,24 @@ def weights_of_an_earlier_step(job: Job) -> list[Tensor]:
     return held(ddp)
 
 
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 4, 4))
+
+
+def images(job: Job, step: int) -> Tensor:
+    return job.batch(step)[:, :12].reshape(-1, 3, 2, 2).repeat(1, 1, 2, 2)
+
+
+@loop
+def channels_last(job: Job) -> list[Tensor]:
+    ddp, optimizer = job.train(convolution().to(memory_format=torch.channels_last))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(images(job, step).to(memory_format=torch.channels_last)).square().mean().backward()
+        optimizer.step()
+    return held(ddp)
+
+
 def _all_loops(rank: int, world_size: int) -> dict[str, list[str]]:
     """The faults, by loop."""
     wrong = {}
@@ -567,13 +586,13 @@ def test_every_loop() -> None:
 def _named(rank: int, world_size: int) -> tuple[list[str], float | None]:
     """Trains parameters that are never displaced, and the log lines that say so."""
     job = Job(rank)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 4, 4))
-    ddp, optimizer = job.train(model.to(memory_format=torch.channels_last))
+    ddp, optimizer = job.train(convolution())
     with logged() as lines:
         for step in range(STEPS):
-            x = job.batch(step)[:, :12].reshape(-1, 3, 2, 2).repeat(1, 1, 2, 2)
+            if step == 1:  # DDP goes on to lay out gradients as the weights were
+                ddp.to(memory_format=torch.channels_last)
             optimizer.zero_grad()
-            ddp(x.to(memory_format=torch.channels_last)).square().mean().backward()
+            ddp(images(job, step)).square().mean().backward()
             optimizer.step()
     share = job.states[0].metrics.summary().classes["gradient/displaced"].density
     job.states[0].close()
@@ -588,3 +607,52 @@ def test_tensors_that_are_not_displaced_are_named_once() -> None:
     assert "0.weight" in line
     assert "not contiguous" in line
     assert share == pytest.approx(0.5)
+
+
+class Permuted(nn.Module):
+    """A weight that is dense, and contiguous in no memory format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 3, 3, 5).permute(3, 2, 0, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sin().sum()
+
+
+def _orders(rank: int, world_size: int) -> list[bool]:
+    """Return whether residuals have their gradients' order, and displaced weights follow it, for weights that
+    are not contiguous.
+    """
+    job, right = Job(rank), []
+    model = Permuted()
+    weight = model.weight
+    ddp, optimizer = job.train(model, torch.optim.SGD, lr=0.5)
+    (state,), local = job.states, [torch.empty(0)]
+    weight.register_hook(local.append)
+    for step in range(4):
+        before = weight.detach().clone()
+        loss = ddp(torch.randn(weight.shape, generator=torch.Generator().manual_seed(10 * rank + step)))
+        reducer, ahead = state.reducer(weight.device), state._ahead
+        residual = functools.partial(
+            reducer.group.streams.residual_of, "weight", "pass", weight.device, committed=False
+        )
+        if step == 3:
+            moved = (weight.detach() - before).as_strided((weight.numel(),), (1,))
+            coefficient = ahead.coefficients.of("weight")
+            right.append(
+                bool(moved.any()) and torch.allclose(moved, -0.5 * coefficient * residual(), atol=1e-6)
+            )
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 2:  # the first step that is not dense
+            in_order = residual().as_strided(weight.shape, weight.stride())
+            held_back = in_order.abs() > 0.01 * local[-1].abs()  # others were sent, but for roundings
+            right += [bool(held_back.any()), torch.equal(in_order[held_back], local[-1][held_back])]
+        optimizer.step()
+    job.states[0].close()
+    return right
+
+
+def test_residuals_have_the_order_of_memory() -> None:
+    assert run(2, _orders) == [[True] * 3] * 2

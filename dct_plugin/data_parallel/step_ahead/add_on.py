@@ -44,7 +44,7 @@ from ..plan import Entries, Part, PlannedTensor, ReductionPlan, Shard, common
 from ..step_units import StepUnit
 from .displaced_weights import Coverage, DisplacedWeights, Event, State, TrainingPasses
 from .residual_coefficients import INTERVAL, ResidualCoefficients
-from .second_moments import Moments, SecondMoments, sizes
+from .second_moments import Moments, SecondMoments, is_dense, sizes
 
 if TYPE_CHECKING:
     from ..nodes.ranks import NodeRanks
@@ -112,6 +112,8 @@ class Unsent(NamedTuple):
             sent to the other ranks (fp32, in the weights' unit); None if there are none.
         lasting: True if ``residual`` returns the memory in which a residual is kept, not a copy.
         newest: Returns the residual as it is; None: ``residual`` does.
+        in_memory_order: True if the entries of a tensor that is dense but not contiguous (``channels_last``)
+            are in the order of the parameter's memory.
     """
 
     residual: Callable[[str], Tensor | None]
@@ -119,6 +121,7 @@ class Unsent(NamedTuple):
     pending: Callable[[str], tuple[Shard, Tensor] | None] = lambda _: None
     lasting: bool = False
     newest: Callable[[str], Tensor | None] | None = None
+    in_memory_order: bool = False
 
 
 class StepAhead:
@@ -134,8 +137,8 @@ class StepAhead:
     thresholded updates of weights the owner alone knows the pending updates, and multiplies them, too: by the
     ranks of its node, if those alone have parts of the optimizer.
 
-    Parameters that are not contiguous (``channels_last``) are not displaced: hosts differ in the order in
-    which they lay out their gradients.
+    Parameters that are not contiguous (``channels_last``) are displaced where the host lays out gradients in
+    the order of memory, and as long as they keep their strides.
 
     Args:
         parameters: ``(name of the stream, parameter)``; streams that keep no residual are never displaced.
@@ -173,6 +176,11 @@ class StepAhead:
         self.coefficients = ResidualCoefficients(
             self._parameters, unsent.newest or unsent.residual, world_size=world_size, fixed=coefficient
         )
+        self._strides = {
+            name: parameter.stride()
+            for name, parameter in self._parameters.items()
+            if unsent.in_memory_order and is_dense(parameter)
+        }
         self._scratch = ScratchBuffers()
         self._device_types = {parameter.device.type for parameter in self._parameters.values()}
         self._displaced = DisplacedWeights(self._compute)
@@ -274,27 +282,28 @@ class StepAhead:
         return computed
 
     def _compute_all(self) -> list[tuple[str, torch.nn.Parameter, Tensor]]:
-        node, computed, jobs = self._node if self._held is None else None, [], []
+        node, computed, flat, jobs = self._node if self._held is None else None, [], [], []
         gradient_unit = self._gradient_unit()
         if node is not None and all(self._unsent.residual(name) is None for name in self._parameters):
             return []  # so it is on all ranks of the node
         for name, parameter in self._parameters.items():
-            weight = parameter.data
-            if node is not None and not node.is_divided(weight.numel()):
+            weight, numel = parameter.data, parameter.numel()
+            if node is not None and not node.is_divided(numel):
                 continue
-            start, stop = (0, weight.numel()) if node is None else node.part(name, weight.numel())
+            start, stop = (0, numel) if node is None else node.part(name, numel)
             residual, coefficient, lasting = self._expected(name, stop - start)
             pending = None if node is not None else self._unsent.pending(name)
             if residual is None and pending is None and node is None:
                 continue
             unit = self._unit_of(parameter)
-            if unit is None or not weight.is_contiguous():
+            if unit is None or not (weight.is_contiguous() or weight.stride() == self._strides.get(name)):
                 continue
             buffer = self._displaced.buffers.get(name)
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
                 buffer = self._displaced.buffers[name] = torch.empty_like(weight)
+            out = buffer.as_strided((numel,), (1,))  # in the order of memory
             job = displacement(
-                part_of(weight.view(-1), start, stop),
+                part_of(weight.as_strided((numel,), (1,)), start, stop),
                 (residual, coefficient),
                 self.moments.of(name),
                 unit,
@@ -302,19 +311,20 @@ class StepAhead:
                 first=start if self._held is None else self._held[name][0],
                 ratio=self.coefficients.gradient_ratio(name),
                 update=None if pending is None else (pending[1], pending[0].start, self._owner_factor),
-                out=part_of(buffer.view(-1), start, stop),
+                out=part_of(out, start, stop),
             )
             if lasting and pending is None:
                 jobs.append(job)
             else:  # the next call may overwrite the tensors
                 self._kernels.displace([job], self._scratch.take)
             computed.append((name, parameter, buffer))
+            flat.append((name, out))
         self._kernels.displace(jobs, self._scratch.take)
         if node is not None:
-            node.gather("step-ahead", [(name, buffer.view(-1)) for name, _, buffer in computed])
-            for name, _, buffer in computed:  # this rank's updates are of any part
+            node.gather("step-ahead", flat)
+            for name, out in flat:  # this rank's updates are of any part
                 if owned := self._unsent.pending(name):
-                    span = buffer.view(-1)[owned[0].start : owned[0].stop]
+                    span = out[owned[0].start : owned[0].stop]
                     span.add_(owned[1], alpha=min(node.size, MAX_OWNER_FACTOR))
         return computed  # from here on buffers must not be written
 
@@ -352,7 +362,7 @@ class StepAhead:
         self.moments.observe(entries, self._kernels, self._scratch)
 
     def _is_displaceable(self, name: str) -> bool:
-        """Return whether a pass with gradients would have displaced a parameter, were it contiguous."""
+        """Return whether a pass with gradients would have displaced a parameter, but for its layout."""
         parameter = self._parameters.get(name)
         if parameter is None or self.moments.of(name) is None or self._unit_of(parameter) is None:
             return False
@@ -362,8 +372,9 @@ class StepAhead:
 
     def why_missed(self, name: str) -> str:
         """Return why a parameter was not displaced in this step, in words."""
-        if not self._parameters[name].data.is_contiguous():
-            return "they are not contiguous (channels_last, or transposed)"
+        weight = self._parameters[name].data
+        if not weight.is_contiguous() and weight.stride() != self._strides.get(name):
+            return "they are not contiguous (channels_last, or transposed), or were made so after attach"
         if self._passes.transformed:
             return "a forward pass ran within a transform of torch.func, where weights cannot be displaced"
         return (
@@ -438,6 +449,7 @@ class StepAheadAddOn(AddOn):
         unit: float = 1.0,
         pending_of: Callable[[str], tuple[Shard, Tensor] | None] = lambda _: None,
         held: Mapping[str, Part] | None = None,
+        in_memory_order: bool = False,
     ) -> StepAhead:
         """Make the :class:`StepAhead` from what the host knows. To be called before the first reduction.
 
@@ -449,6 +461,7 @@ class StepAheadAddOn(AddOn):
                 number of ranks.
             pending_of: See :attr:`Unsent.pending`; given if updates of the weights are thresholded.
             held: See :class:`StepAhead`; given if a rank has slices of a node's weights.
+            in_memory_order: See :attr:`Unsent.in_memory_order`.
 
         Returns:
             An object to attach to the model, or to ask to displace and restore its weights.
@@ -464,7 +477,12 @@ class StepAheadAddOn(AddOn):
             parameters,
             unit_of,
             Unsent(
-                self._residual_of, self._owner_residuals_of, pending_of, lasting, self._newest_residual_of
+                self._residual_of,
+                self._owner_residuals_of,
+                pending_of,
+                lasting,
+                self._newest_residual_of,
+                in_memory_order,
             ),
             world_size=group.world_size,
             coefficient=self._config.expert.step_ahead_coefficient,

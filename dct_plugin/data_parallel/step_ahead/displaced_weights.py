@@ -190,7 +190,8 @@ class DisplacedWeights:
     def _sample(self, name: str, displaced: Tensor) -> Tensor:
         of, view = self._views.get(name, (None, displaced))
         if of is not displaced:
-            view = displaced.view(-1)[:: max(1, displaced.numel() // SAMPLES)]
+            flat = displaced.as_strided((displaced.numel(),), (1,))  # in the order of memory
+            view = flat[:: max(1, displaced.numel() // SAMPLES)]
             view = view.view(_BITS[view.element_size()])
             self._views[name] = displaced, view
         return view
@@ -218,7 +219,7 @@ class DisplacedWeights:
             if not _is_close(now, displaced) if moved else self._is_written(name):
                 written.append(name)
             else:  # a backup was put back, or an RNN has laid out its weights anew
-                self.buffers[name] = now if moved and now.is_contiguous() else displaced
+                self.buffers[name] = now if moved and now.stride() == displaced.stride() else displaced
                 self._computed[name] = Computed(parameter, self.buffers[name], parameter._version)
         self._weights.clear()
         torch.clear_autocast_cache()  # copies of the weights that parameters held until now

@@ -124,6 +124,18 @@ def sizes(shape: torch.Size | tuple[int, ...]) -> list[int]:
     return [int(shape[0]), math.prod(shape[1:])] if len(shape) > 1 else [1, 1]
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the entries of a tensor fill its memory without gaps, in any order of dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def shape_in_memory(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a dense tensor with its dimensions in the order of memory."""
+    if tensor.is_contiguous():
+        return tensor.shape
+    return tuple(size for _, size in sorted(zip(tensor.stride(), tensor.shape, strict=True), reverse=True))
+
+
 def _add_steps(memory: Tensor, moments: Sequence[Moments], decay: float | None) -> None:
     """Add the squares of a step to the means of ``moments``, all of which lie in ``memory``."""
     # Gradients that are not finite are ignored.
@@ -198,14 +210,14 @@ class SecondMoments:
         if device not in self._memory:
             numel = max(ends.values(), default=0)
             self._memory[device] = torch.zeros(2, numel, dtype=torch.float32, device=device)
-        parameter = self._parameters[name]
-        memory = self._memory[device][:, ends[name] - sum(sizes(parameter.shape)) : ends[name]]
-        return Moments(parameter.shape, device, missed=missed, memory=memory.zero_())
+        shape = shape_in_memory(self._parameters[name])
+        memory = self._memory[device][:, ends[name] - sum(sizes(shape)) : ends[name]]
+        return Moments(shape, device, missed=missed, memory=memory.zero_())
 
     @functools.cached_property
     def _ends(self) -> dict[str, int]:
         """The end of each parameter's moments, by name."""
-        lengths = (sum(sizes(parameter.shape)) for parameter in self._parameters.values())
+        lengths = (sum(sizes(shape_in_memory(parameter))) for parameter in self._parameters.values())
         return dict(zip(self._parameters, itertools.accumulate(lengths), strict=True))
 
     def of(self, name: str) -> Moments | None:

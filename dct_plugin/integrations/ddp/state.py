@@ -233,7 +233,9 @@ class DCTState(OptimizerAttachment):
         if self._ahead is not None:
             self._ahead.detach()
         displaced = [(name, each) for name, each in named.items() if not each.is_complex()]
-        self._ahead = reducer.add_ons.step_ahead.prepare(displaced, units)
+        # Buckets have the strides of the parameters when DDP made them: at its start, or after a first pass.
+        is_late = not getattr(model, "find_unused_parameters", False)
+        self._ahead = reducer.add_ons.step_ahead.prepare(displaced, units, in_memory_order=is_late)
         self._ahead.attach(model, *self._optimizers)
         self.ends.callback(self._ahead.detach)
         self._buckets.next_pass.watch(model)  # before weights are displaced
