@@ -188,11 +188,11 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
     times = f"exchange {exchange:.1f}"
     if waited >= 0.05:
         times += f" ({waited:.1f} waiting for other ranks)"
-    of_step = "" if total.step_ms is None else f"of {total.step_ms:.1f} "
-    parts.append(
-        f"plugin {select + encode + exchange + decode:.1f} {of_step}ms per step: select {select:.1f}, "
-        f"encode {encode:.1f}, {times}, decode {decode:.1f}"
-    )
+    plugin, step = select + encode + exchange + decode, total.step_ms
+    took = f"{plugin:.1f} ms per step" if step is None else f"{plugin:.1f} of {step:.1f} ms per step"
+    if step is not None and plugin > step:  # the plugin works in few of the steps
+        took = f"{plugin:.1f} ms per step on average (the median step takes {step:.1f} ms)"
+    parts.append(f"plugin {took}: select {select:.1f}, encode {encode:.1f}, {times}, decode {decode:.1f}")
     if not counts_host:
         parts.append("not counted: what the framework sends by itself")
     return "; ".join(parts)

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from dct_plugin import ConfigError
 from dct_plugin.config import MetricsConfig
 from dct_plugin.metrics import Event, Metrics, Record, format_bytes
+from dct_plugin.metrics.summary import in_words
 
 FIELDS = {
     "step", "steps", "is_start", "step_ms", "dense_step_ms", "class", "dense_bytes", "sent_bytes", "ratio",
@@ -291,9 +293,12 @@ def test_summary_totals_classes_and_line() -> None:
     assert summary.classes["gradient_small"].density is None
     assert recorder.summary_line() == (
         "dct: 4 steps, rank 0 sent 2.1 kB in place of 33.6 kB (16.2x fewer); 85 % of it tensors below "
-        f"min_numel; density 0.00900 (target 0.0100); plugin 7.0 of {summary.step_ms:.1f} ms per step: "
-        "select 1.2, encode 0.6, exchange 4.2, decode 1.0; not counted: what the framework sends by itself"
+        "min_numel; density 0.00900 (target 0.0100); plugin 7.0 ms per step on average (the median step "
+        f"takes {summary.step_ms:.1f} ms): select 1.2, encode 0.6, exchange 4.2, decode 1.0; not counted: "
+        "what the framework sends by itself"
     )
+    longer = in_words(replace(summary, step_ms=20.0), rank=0, world_size=2, counts_host=True)
+    assert "; plugin 7.0 of 20.0 ms per step: select" in longer
 
 
 def test_the_start_counts_apart() -> None:
