@@ -12,6 +12,8 @@ from support.state_files import save_state
 
 from dct_plugin import checkpoint
 from dct_plugin.compression.stream import Compressor
+from dct_plugin.config import DataParallelConfig
+from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.errors import DCTError
 
 
@@ -60,7 +62,9 @@ def test_the_same_number_of_ranks_gets_its_own_back(tmp_path: Path) -> None:
 
 def _loaded_by_one(rank: int, world_size: int, folder: Path) -> list[str]:
     with processes.logged() as lines:
-        assert checkpoint.StateFiles(rank, world_size).load(folder) is not None
+        loaded = checkpoint.StateFiles(rank, world_size).load(folder)
+        assert loaded is not None
+        GradientReducer(DataParallelConfig()).load_state_dict(loaded)
     return lines
 
 

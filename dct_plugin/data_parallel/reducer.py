@@ -361,7 +361,8 @@ class GradientReducer:
         kept = sum(each.get("residual") is not None for each in loaded.values())
         # torchft restores states in mid-run, and may have no default process group.
         is_first = isinstance(self.group.exchange.peers, GroupPeers) and dist.get_rank() == 0
-        if self.group.step and (kept or not loaded) and is_first:
+        has_peers = self.group.world_size > 1  # one rank sends nothing
+        if self.group.step and (kept or not loaded) and is_first and has_peers:
             what = f"the residuals of {kept} tensors, for {self.group.world_size} ranks or nodes"
             step, rest = self.group.step, self.group.schedule.rest(self.group.step)
             logger.warning(f"dct: resumed at step {step} with {what}; {rest}")
