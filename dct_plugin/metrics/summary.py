@@ -173,11 +173,10 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
     elif total.start_steps:
         parts.append("all steps are the start, dense or with rising sparsity")
     parts += [words for _, words in uncompressed(total.classes, total.classes)]
-    gradients = total.classes.get("gradient")
     if (largest := total.largest) is not None:
         name = _CLASS_NAMES.get(largest[0], largest[0])
-        if gradients is not None and largest[0] == "gradient" and gradients.density is None:
-            name = "gradients, all entries"
+        if name.startswith("thresholded ") and total.classes[largest[0]].density is None:
+            name = name.removeprefix("thresholded ") + ", all entries"
         parts.append(f"{100 * largest[1]:.0f} % of it {name}")
     parts += _shares(total)
     if total.intra_node:

@@ -347,6 +347,8 @@ def test_summary_lines_of_special_runs() -> None:
     recorder.record(Record("gradient", 4e3, 1e3, numel=1000, nnz=1000, target_density=1.0))
     said = recorder.summary_line()
     assert "% of it gradients, all entries" in said
+    recorder.record(Record("gradient_answer", 4e3, 2e3, numel=1000, nnz=1000, target_density=1.0))
+    assert "% of it sums of gradients, all entries" in recorder.summary_line()
     assert "density" not in said
 
 
