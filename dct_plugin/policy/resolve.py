@@ -325,7 +325,8 @@ def _offer(training: Training) -> str:
     can = not training.stage and training.exact_unavailable is None
     if measured is None or not can or training.family.loses_by_delay > training.is_fine_tuning:
         return ""
-    price = f"{measured.what} and keeps 8 bytes per parameter, with fp32 weights (docs/{measured.source})"
+    memory = "keeps 8 bytes per parameter, with fp32 weights or masters"
+    price = f"{measured.what} and {memory} (docs/{measured.source})"
     return f'; "exchange_of": "updates" sends {price}'
 
 

@@ -105,6 +105,7 @@ class LocalSteps(AddOn):
         optimizers: Sequence[Any],
         parameters: Mapping[str, Tensor] | None = None,
         saved: Saved | None = None,
+        masters: Mapping[str, tuple[Tensor, Any]] | None = None,
     ) -> None:
         """Train the weights of ``module``; evaluation passes and ``state_dict`` see the common ones.
 
@@ -117,18 +118,26 @@ class LocalSteps(AddOn):
                 contiguous) is the memory of the weights, and can be replaced.
             optimizers: Those of torch, whose states are a rank's own until :meth:`flush`.
             parameters: The module's parameters by the same names, if ``weights`` are others.
-            saved: Makes the values in a ``state_dict``; None: they have the shape of the parameter.
+            saved: Makes the values in a ``state_dict``; None: they have the shape and type of the parameter.
+            masters: By the names of parameters in 16 bits, the fp32 tensor in an optimizer that has their
+                weights, and the part of it that they are (an index). Parameters hold its values, rounded.
 
         Raises:
             ConfigError: There is no optimizer, or it trains a share of the weights on each rank; weights are
                 of another type than fp32, or not contiguous.
         """
-        names = {id(parameter): name for name, parameter in (parameters or weights).items()}
-        self._optimizers = Optimizers(optimizers, names, self._kind.option)
-        self.weights = TrainedWeights(weights, self._kind.option)
+        option, parameters = self._kind.option, parameters or weights
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        trained = masters or {name: (parameter, ...) for name, parameter in parameters.items()}
+        self._optimizers = Optimizers(optimizers, trained, option)
+        if masters:
+            held = {name: tensor.detach()[part] for name, (tensor, part) in masters.items()}
+            self.weights = TrainedWeights(held, option, rounded=weights)
+        else:
+            self.weights = TrainedWeights(weights, option)
         self._buffers = AveragedBuffers(self._group, module)
         register(module, self.weights)
-        saved = saved or (lambda name, flat: flat.view(weights[name].shape))
+        saved = saved or (lambda name, flat: flat.view(weights[name].shape).to(weights[name].dtype))
         self._handles += self.weights.follow(module, names, saved, self._forget)
 
     @torch.no_grad()
@@ -138,6 +147,7 @@ class LocalSteps(AddOn):
         if self.weights.common:
             self.weights.hide()
             torch._foreach_copy_(self.weights.own(), list(self.weights.common.values()))
+            self.weights.update_parameters()
         unregister(self.weights)
         self._forget()
 
@@ -220,6 +230,7 @@ class LocalSteps(AddOn):
         self.progress.exchanges += 1
         self._buffers.take_over()
         self._exchanges = False
+        self.weights.update_parameters()
 
     def flush(self) -> None:
         if self.progress is None:
@@ -233,6 +244,7 @@ class LocalSteps(AddOn):
         else:
             states = self._optimizers.states().values()
             average(self._group, [*own, *states, *self._buffers.all().values()])
+        self.weights.update_parameters()
         self._forget()
         self._start = sys.maxsize
 
@@ -258,6 +270,7 @@ class LocalSteps(AddOn):
             for name, tensor in tensors.items():
                 targets[kind][name].copy_(tensor)
         self.progress.restore()
+        self.weights.update_parameters()
 
     def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the tensors of a saved state."""

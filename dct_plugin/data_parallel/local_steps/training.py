@@ -25,6 +25,8 @@ class TrainedWeights:
         held: Trainable parameters, or a framework's slices of them, by name: ``data`` is the memory of the
             weights, and can be replaced.
         option: The option that asks for common weights.
+        rounded: The model's parameters by the same names, if ``held`` are masters of another type; parameters
+            hold the masters' values, rounded.
 
     Attributes:
         common: The common weights by name, 1-D; empty before the first local step. Each has a storage of its
@@ -35,7 +37,9 @@ class TrainedWeights:
         ConfigError: Weights are of another type than fp32, or not contiguous.
     """
 
-    def __init__(self, held: Mapping[str, Any], option: str) -> None:
+    def __init__(
+        self, held: Mapping[str, Any], option: str, rounded: Mapping[str, Any] | None = None
+    ) -> None:
         for name, each in held.items():
             if each.data.dtype != torch.float32 or not each.data.is_contiguous():
                 found = f"{each.data.dtype}, contiguous: {each.data.is_contiguous()}"
@@ -43,10 +47,10 @@ class TrainedWeights:
                     f"must be contiguous and of torch.float32 (is {found}); train in fp32 with torch.autocast"
                 )
                 raise ConfigError(f"dct.data_parallel.{option}: {name} {rule}")
-        self.held, self.flat = held, torch.empty(0)
+        self.held, self.flat, self._rounded = held, torch.empty(0), rounded or {}
         self.common: dict[str, Tensor] = {}
         self._own: dict[str, Tensor] = {}
-        """Own weights of those parameters that show the common ones now."""
+        """What those parameters held that show the common weights now."""
 
     def adopt(self) -> None:
         """Take this rank's weights for the common ones."""
@@ -57,7 +61,13 @@ class TrainedWeights:
 
     def own(self) -> list[Tensor]:
         """Return this rank's weights in the order of the names, 1-D."""
-        return [self._own.get(name, each.data).detach().view(-1) for name, each in self.held.items()]
+        replaced = {} if self._rounded else self._own
+        return [replaced.get(name, each.data).detach().view(-1) for name, each in self.held.items()]
+
+    def update_parameters(self) -> None:
+        """Let the parameters hold this rank's weights, if they are others."""
+        for name, parameter in self._rounded.items():
+            parameter.data.copy_(self.held[name].data.view(parameter.shape))
 
     def weight(self, name: str) -> Tensor:
         """Return the weights of a name that all ranks hold; before the first local step its own."""
@@ -66,14 +76,18 @@ class TrainedWeights:
     def show(self) -> None:
         """Let the parameters hold the common weights."""
         for name, common in self.common.items() if not self._own else ():
-            held = self.held[name]
-            self._own[name], held.data = held.data, common.view(held.data.shape)
+            parameter = self._parameter(name)
+            own = self._own[name] = parameter.data
+            parameter.data = common.view(own.shape).to(own.dtype)
 
     def hide(self) -> None:
         """Undo :meth:`show`."""
         for name, own in self._own.items():
-            self.held[name].data = own
+            self._parameter(name).data = own
         self._own.clear()
+
+    def _parameter(self, name: str) -> Any:
+        return (self._rounded or self.held)[name]
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -124,7 +138,7 @@ class Optimizers:
 
     Args:
         optimizers: Those of torch.
-        names: The names of the trained parameters, by identity.
+        trained: By the name of weights, the tensor in an optimizer that has them, and the part that they are.
         option: The option that needs the optimizers.
 
     Attributes:
@@ -134,7 +148,9 @@ class Optimizers:
         ConfigError: There is no optimizer, or it trains a share of the weights on each rank.
     """
 
-    def __init__(self, optimizers: Sequence[Any], names: Mapping[int, str], option: str) -> None:
+    def __init__(
+        self, optimizers: Sequence[Any], trained: Mapping[str, tuple[Any, Any]], option: str
+    ) -> None:
         if not optimizers:
             raise ConfigError(
                 f"dct.data_parallel.{option} needs an optimizer: dct_plugin.attach(model, optimizer, section)"
@@ -144,18 +160,23 @@ class Optimizers:
                 f"dct.data_parallel.{option}: {type(sharded[0]).__name__} sends every rank's weights "
                 "to the others in each step; use the optimizer that it is made of"
             )
-        self.all, self._names = optimizers, names
+        self.all = optimizers
+        self._parts: dict[int, dict[str, Any]] = {}
+        """By the identity of a tensor, the parts of it by name."""
+        for name, (tensor, part) in trained.items():
+            self._parts.setdefault(id(tensor), {})[name] = part
         self.groups: dict[str, tuple[Any, Any]] = {}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                trained = (names[id(p)] for p in group["params"] if id(p) in names)
-                self.groups |= dict.fromkeys(trained, (optimizer, group))
+                names = (name for p in group["params"] for name in self._parts.get(id(p), ()))
+                self.groups |= dict.fromkeys(names, (optimizer, group))
 
     def used(self, optimizer: Any) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
         """Yield the parameter groups that an optimizer is to change, and their gradients by name."""
         for group in optimizer.param_groups:
-            have = [p for p in group["params"] if p.grad is not None and id(p) in self._names]
-            yield group, {self._names[id(p)]: _local(p.grad) for p in have}
+            have = [p for p in group["params"] if p.grad is not None and id(p) in self._parts]
+            parts = ((_local(p.grad), name, part) for p in have for name, part in self._parts[id(p)].items())
+            yield group, {name: gradient[part] for gradient, name, part in parts}
 
     def states(self) -> dict[str, Tensor]:
         """Return the states that differ from rank to rank, numbered."""

@@ -38,7 +38,7 @@ from .moe import ExpertPath
 from .path import ActivationPath, GradientPath
 from .pipeline import PipelinePath
 from .rules import require, training_facts
-from .section import SECTION, TOPIC, gradient_path_of_optimizer
+from .section import SECTION, TOPIC, gradient_path_of_optimizer, inner_optimizer
 from .stage0 import Bf16Path, Stage0Path
 from .weight_updates import UpdatedWeights, WeightUpdates
 from .zero import ZeroPath
@@ -308,7 +308,9 @@ class EngineAttachment(HostAttachment):
             part.install(patches)
         if (local := self.reducer.add_ons.local_steps) is not None:
             named = {name: p for group in self._path.named_parameters() for name, p in group}
-            local.attach(engine.module, named, [self._path.optimizer])
+            masters = self._path.masters()
+            optimizer = inner_optimizer(engine) if masters else self._path.optimizer
+            local.attach(engine.module, named, [optimizer], masters=masters)
             ends.callback(local.detach)
         self.steps.replicas = self._replicas()
         if engine.global_rank == 0 and not self._path.trains_unfrozen:

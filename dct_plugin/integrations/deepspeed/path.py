@@ -195,6 +195,13 @@ class GradientPath(EnginePart, ABC):
             groups = [group["params"] for group in self.optimizer.param_groups]
         return [[(self.name_of(i, parameter), parameter) for parameter in g] for i, g in enumerate(groups)]
 
+    def masters(self) -> dict[str, tuple[Tensor, Any]]:
+        """Return, by the name of a parameter, the fp32 tensor that this rank's optimizer trains in its place,
+        and the part of it (an index) that the parameter has; empty where parameters are trained, or where
+        ranks have parts of the masters.
+        """
+        return {}
+
     def replicated(self) -> list[tuple[str, Tensor]]:
         """Return the weights that all ranks hold, experts left out: the optimizer's, and trainable parameters
         that it does not have.

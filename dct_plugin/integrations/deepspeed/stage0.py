@@ -21,6 +21,9 @@ from .path import CommunicationBuffer, GradientPath
 from .weight_updates import WeightLayout
 
 _BF16, _BF16_MODULE = "BF16_Optimizer", "deepspeed.runtime.bf16_optimizer"
+#: Attributes of DeepSpeed's wrappers for 16 bits, and keys of their states: the fp32 masters of each group,
+#: or all of a group in one tensor.
+_MASTERS, _FLAT_MASTERS = "fp32_groups", "fp32_groups_flat"
 #: Name, offset in the buffer of a gradient, and number of entries of a parameter.
 _Slice = tuple[str, int, int]
 
@@ -54,6 +57,31 @@ class Stage0Path(GradientPath):
     def install(self, patches: Patches) -> None:
         patches.intercept(self.engine, "buffered_allreduce_fallback", self._reduce_gradients)
         patches.intercept(self.engine, "allreduce_and_copy", self._reduce_bucket)
+        if self.reducer.add_ons.local_steps is not None and self.masters():
+            patches.intercept(self.optimizer, "state_dict", self._save_common_masters)
+
+    def masters(self) -> dict[str, tuple[Tensor, Any]]:
+        found: dict[str, tuple[Tensor, Any]] = {}
+        parameters, optimizer = self.named_parameters(), self.optimizer
+        for named, tensors in zip(parameters, getattr(optimizer, _MASTERS, ()), strict=False):
+            found |= {name: (tensor, ...) for (name, _), tensor in zip(named, tensors, strict=True)}
+        for named, flat in zip(parameters, getattr(optimizer, _FLAT_MASTERS, ()), strict=False):
+            stop = 0
+            for name, parameter in named:
+                start, stop = stop, stop + parameter.numel()
+                found[name] = flat, slice(start, stop)
+        return found
+
+    def _save_common_masters(self, original: Function, *args: Any, **keywords: Any) -> dict[str, Any]:
+        """Save the weights that all ranks hold; the plugin's files have those of each rank."""
+        state: dict[str, Any] = original(*args, **keywords)
+        groups = [
+            [self.reducer.shared_weight(name, p.data).view(p.shape) for name, p in group]
+            for group in self.named_parameters()
+        ]
+        if _MASTERS in state:
+            return state | {_MASTERS: groups}
+        return state | {_FLAT_MASTERS: [torch.cat([each.view(-1) for each in group]) for group in groups]}
 
     def _reduce_gradients(self, original: Function, *args: Any, **keywords: Any) -> None:
         self._layout = None  # gradients are other tensors in every step

@@ -57,7 +57,7 @@ def _int8(settings: DataParallelConfig, job: Any) -> bool:
 
 
 def _is_divided(job: Any) -> bool:
-    return bool(job.stage or job.pipeline or job.experts or job.precision != "fp32")
+    return bool(job.stage or job.pipeline or job.experts or job.precision == "fp16")
 
 
 def _exact_in_fp32(settings: DataParallelConfig, job: Any) -> bool:
@@ -69,8 +69,8 @@ def _rows(keys: str, why: str) -> tuple[Refusal, ...]:
 
 
 _OWN_WEIGHTS = (
-    "every rank trains weights of its own, which needs ZeRO stage 0 with fp32 weights "
-    '("torch_autocast" computes in bf16), without pipeline stages and experts'
+    "every rank trains weights of its own, which needs ZeRO stage 0 with fp32 weights or the bf16 section, "
+    "without pipeline stages, experts and fp16"
 )
 _ALONE = (
     Refusal("local_steps", _OWN_WEIGHTS, when=lambda s, job: asks_for("local_steps", s) and _is_divided(job)),
