@@ -201,3 +201,28 @@ def test_ranks_with_loss_scales_of_their_own_are_refused(kind: str) -> None:
     assert not refusals(Job.of_json({**content, "bf16": {"enabled": True}}), config)
     (why,) = refusals(Job.of_json({**content, "fp16": {"enabled": True}}), config)
     assert "ZeRO stage 0 with fp32 weights or the bf16 section" in why
+
+
+def _saves(rank: int, world_size: int, kind: str, folder: str) -> dict[str, Tensor]:
+    engine = made(SECTIONS[kind], fused)
+    steps(engine, rank, range(9))
+    engine.save_checkpoint(folder, tag="saved")
+    common = engine.dct.reducer.add_ons.local_steps.weights.common
+    return {name: each.clone() for name, each in common.items()}
+
+
+def _goes_on(rank: int, world_size: int, kind: str, folder: str) -> dict[str, Tensor]:
+    engine = made(SECTIONS[kind], fused)
+    engine.load_checkpoint(folder, tag="saved")
+    loaded = masters(engine)
+    steps(engine, rank, range(9, 13))
+    common = engine.dct.reducer.add_ons.local_steps.weights.common
+    assert all(equal(common, each) for each in everyones(common))
+    return loaded
+
+
+@pytest.mark.parametrize("kind", list(SECTIONS))
+def test_another_number_of_ranks_starts_at_the_common_masters(kind: str, tmp_path: Path) -> None:
+    common, _ = run(2, _saves, kind, str(tmp_path))
+    for loaded in run(3, _goes_on, kind, str(tmp_path)):
+        assert equal({name: each.view(-1) for name, each in loaded.items()}, common)
