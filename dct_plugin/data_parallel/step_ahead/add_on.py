@@ -564,7 +564,8 @@ class StepAheadAddOn(AddOn):
             logger.warning(
                 f"dct: the ranks' residuals cancel out (agreement {agreement:.2f}; 1 is chance): their data "
                 "are of different kinds, and thresholds lose more than with shuffled data. Shuffle them over "
-                "the ranks, or lower the sparsity (docs/quality.md#data-that-differ-between-ranks)"
+                'the ranks, or send all entries ("sparsity": 0, "value_dtype": "int8"), which lost nothing '
+                "(docs/quality.md#data-that-differ-between-ranks)"
             )
 
     def rescale(self, factor: float) -> None:
