@@ -18,6 +18,16 @@ A rule is a list of settings, separated by blanks; those left out have their def
   Douillard et al. 2023).
 - ``answer=int8``: value type of the mean, which an owner sends back to all (the two-phase exchange).
 - ``clip=median``: each tensor is clipped to the median norm over the replicas (SparseLoCo).
+- ``factor=steps``: each step of a replica is as much longer, tensor by tensor, as the replicas' gradients are
+  longer than their mean in the steps before an exchange; ``factor=progress``: the mean progress is as much
+  longer as the replicas' progress is longer than its mean.
+- ``seen=bf16``: an entry crosses when its common weight in bf16 would change by it (PULSELoCo,
+  2602.03839v2); the rest is added to the next progress. The payload counts 3 bytes for each.
+- ``fragments=3``: the tensors in so many parts, one of which crosses every ``--every`` / 3 steps;
+  ``delay=5``: steps for which an exchange is on its way; ``mix=0.5``: share of a replica's own weights where
+  the new common ones arrive (Streaming DiLoCo, Douillard et al. 2025); ``mix=-1``: the replica's progress
+  during the delay is added to them.
+- ``inner=muon``: Muon trains the matrices of the blocks (MuLoCo, 2505.23725), at ``rate=6`` times AdamW's.
 
     python benchmarks/studies/local_steps.py --text wikitext2_valid.txt.gz --width 128 --results FILE \\
         --rules "outer=0.7 momentum=0.9" "density=0.0156 value=int4 unsent=weights decay=0.9 mean=senders"
@@ -34,14 +44,14 @@ import copy
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from many_streams import rows_of
-from tasks import BATCH, CLIP, SEQUENCE, WIDTH, Gpt, Run
+from tasks import BATCH, CLIP, SEQUENCE, WEIGHT_DECAY, WIDTH, Gpt, Run
 from torch import Tensor, nn
 
 from dct_plugin import Compressor
@@ -52,6 +62,8 @@ RESULTS = Path(__file__).resolve().parents[1] / "results" / "local_steps.jsonl"
 MIN_NUMEL = 1024
 #: Side of a block of ``value=bins``, entries that it sends, and bits of a position and a value.
 SIDE, IN_BLOCK, POSITION_BITS, VALUE_BITS = 64, 64, 12, 2
+#: Share of the norms of gradients that outlasts an exchange.
+KEPT = 0.5
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,13 @@ class Rule:
     momentum: float = 0.0
     clip: str = "none"
     answer: str = "fp32"
+    factor: str = "none"
+    seen: str = "all"
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
+    inner: str = "adamw"
+    rate: float = 6.0
 
     @classmethod
     def parse(cls, text: str) -> Rule:
@@ -108,11 +127,16 @@ class Sender:
                 sparsity_warmup_steps=0,
             )
 
-    def send(self, progress: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the others decode, and where this replica sent an entry."""
-        if self._rule.unsent == "residual":
+    def send(self, progress: Tensor, common: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the others decode of progress since the ``common`` weights, and what was sent."""
+        if self._rule.unsent == "residual" or self._rule.seen == "bf16":
             progress = progress + self._rule.decay * self.unsent
-        decoded, sent = self._decoded(progress)
+        if self._rule.seen == "bf16" and not self._whole:
+            sent = (common + progress).bfloat16() != common.bfloat16()
+            decoded = torch.where(sent, progress.bfloat16().float(), torch.zeros(()))
+            self.sent_bytes += 3 * int(sent.sum())
+        else:
+            decoded, sent = self._decoded(progress)
         self.unsent = progress - decoded
         return decoded, sent
 
@@ -172,13 +196,13 @@ class Outer:
         self.senders = [{n: Sender(rule, w.shape) for n, w in weights.items()} for _ in range(replicas)]
 
     @torch.no_grad()
-    def exchange(self, replicas: Sequence[Mapping[str, Tensor]]) -> None:
-        """Move the common weights by the progress of all replicas, and let each start again from them."""
+    def _exchange(self, replicas: Sequence[Mapping[str, Tensor]]) -> None:
+        """Move common weights by the progress of all replicas."""
         rule = self._rule
-        for name, common in self.weights.items():
-            own = [replica[name] for replica in replicas]
+        for name in replicas[0]:
+            common, own = self.weights[name], [replica[name] for replica in replicas]
             senders = [each[name] for each in self.senders]
-            both = [sender.send(x - common) for sender, x in zip(senders, own, strict=True)]
+            both = [sender.send(x - common, common) for sender, x in zip(senders, own, strict=True)]
             decoded, sent = (torch.stack(each) for each in zip(*both, strict=True))
             if rule.clip == "median":
                 norms = decoded.flatten(1).norm(dim=1)
@@ -186,12 +210,30 @@ class Outer:
                 decoded = decoded * factors.view(-1, *[1] * common.dim())
             count = sent.sum(0).clamp(min=1) if rule.mean == "senders" else len(own)
             mean = self._answer(decoded.sum(0) / count)
+            if rule.factor == "progress":
+                mean *= length_factor(decoded)
             momentum = self._momentum[name].mul_(rule.momentum).add_(mean)
             common.add_(mean + rule.momentum * momentum if rule.momentum else mean, alpha=rule.outer)
-            for sender, x in zip(senders, own, strict=True):
-                x.copy_(common)
+
+    @torch.no_grad()
+    def arrive(self, sent: Sequence[Mapping[str, Tensor]], replicas: Sequence[Mapping[str, Tensor]]) -> None:
+        """End an exchange, and let the replicas go on from the new common weights.
+
+        Args:
+            sent: What their weights were when the exchange began, of the tensors that crossed.
+            replicas: Their weights now; changed in place.
+        """
+        rule = self._rule
+        self._exchange(sent)
+        for number, (before, now) in enumerate(zip(sent, replicas, strict=True)):
+            for name, then in before.items():
+                common, own = self.weights[name], now[name]
+                if rule.mix < 0:
+                    own.add_(common - then)
+                else:
+                    own.mul_(rule.mix).add_(common, alpha=1 - rule.mix)
                 if rule.unsent == "weights":
-                    x.add_(sender.unsent, alpha=rule.decay)
+                    own.add_(self.senders[number][name].unsent, alpha=rule.decay)
 
     def _answer(self, mean: Tensor) -> Tensor:
         if self._rule.answer == "fp32" or mean.numel() < MIN_NUMEL:
@@ -200,32 +242,60 @@ class Outer:
         return sent.decompress(sent.compress(mean))
 
 
-class Replica:
-    """A replica's model, optimizer and data."""
+def length_factor(parts: Tensor) -> Tensor:
+    """Return how much longer tensors [replicas, ...] are than their mean: 1 to the number of replicas."""
+    mean = parts.mean(0).square().sum().clamp(min=torch.finfo(torch.float32).tiny)
+    return (parts.square().sum() / len(parts) / mean).sqrt().clamp(1.0, float(len(parts)))
 
-    def __init__(self, task: Gpt, model: nn.Module, job: Job, rank: int) -> None:
+
+class Replica:
+    """A replica's model, optimizers and data."""
+
+    def __init__(self, task: Gpt, model: nn.Module, job: Job, rank: int, rule: Rule) -> None:
         self.model = copy.deepcopy(model)
         self.weights = dict(self.model.named_parameters())
-        self.optimizer = task.optimizer(self.weights.values())
+        self.factors = dict.fromkeys(self.weights, torch.ones(()))
+        """Factors of the steps, by the name of the tensor."""
+        matrices = [
+            w for n, w in self.weights.items() if rule.inner == "muon" and "block" in n and w.dim() == 2
+        ]
+        others = [w for w in self.weights.values() if not any(w is each for each in matrices)]
+        self.optimizers = [task.optimizer(others)]
+        if matrices:
+            muon = {"weight_decay": WEIGHT_DECAY, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+            self.optimizers.append(torch.optim.Muon(matrices, **muon))
+        self._rates = [1.0, rule.rate]
         run = Run("gpt", "local", job.replicas, 1, job.seed, job.steps)
         self.losses = task.losses(run, rank, job.replicas)
 
     def backward(self) -> None:
         """Set the learning rate of the next step, and the gradients of this replica's batch."""
-        loss, self.optimizer.param_groups[0]["lr"] = next(self.losses)
-        self.optimizer.zero_grad()
+        loss, rate = next(self.losses)
+        for optimizer, factor in zip(self.optimizers, self._rates, strict=False):
+            optimizer.param_groups[0]["lr"] = rate * factor
+            optimizer.zero_grad()
         loss(self.model).backward()
 
+    @torch.no_grad()
     def step(self) -> None:
         """Clip the gradients by their own norm, and take an optimizer step."""
         nn.utils.clip_grad_norm_(self.weights.values(), CLIP)
-        self.optimizer.step()
+        longer = any(factor > 1 for factor in self.factors.values())
+        before = {name: weight.clone() for name, weight in self.weights.items()} if longer else {}
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for name, start in before.items():
+            self.weights[name].copy_(torch.lerp(start, self.weights[name], self.factors[name]))
+
+    def snapshot(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return copies of weights."""
+        return {name: self.weights[name].detach().clone() for name in names}
 
 
 def train(task: Gpt, job: Job, rule: Rule) -> dict[str, Any]:
     """Train all replicas, and return the figures of the run."""
     model = task.model(job.seed)
-    replicas = [Replica(task, model, job, rank) for rank in range(job.replicas)]
+    replicas = [Replica(task, model, job, rank, rule) for rank in range(job.replicas)]
     for _ in range(job.start):
         for each in replicas:
             each.backward()
@@ -236,24 +306,54 @@ def train(task: Gpt, job: Job, rule: Rule) -> dict[str, Any]:
         for each in replicas:
             each.step()
     common = {name: weight.detach().clone() for name, weight in replicas[0].weights.items()}
-    outer, exchanges = Outer(rule, common, job.replicas), 0
-    for first in range(job.start, job.steps, job.every):
+    outer, weights = Outer(rule, common, job.replicas), [each.weights for each in replicas]
+    squares = {name: torch.zeros(2) for name in common}
+    """Squared norms of the replicas' own gradients, and of their mean; of the last exchanges."""
+    under_way: list[tuple[int, list[dict[str, Tensor]]]] = []
+    """When exchanges arrive, and what crosses."""
+    for step in range(job.start, job.steps):
         for each in replicas:
-            for _ in range(min(job.every, job.steps - first)):
-                each.backward()
-                each.step()
-        outer.exchange([each.weights for each in replicas])
-        exchanges += 1
-    sent = sum(each.sent_bytes for senders in outer.senders for each in senders.values())
-    sent_once = sent / job.replicas / max(exchanges, 1)
+            each.backward()
+        parts = crossing(list(common), rule, job, step + 1 - job.start)
+        if rule.factor == "steps" and parts:
+            note_lengths(replicas, squares)
+        for each in replicas:
+            each.step()
+        if step + 1 < job.steps and parts:
+            under_way.append((step + rule.delay, [each.snapshot(parts) for each in replicas]))
+        while under_way and (under_way[0][0] <= step or step + 1 == job.steps):
+            outer.arrive(under_way.pop(0)[1], weights)
+    outer.arrive([each.snapshot(common) for each in replicas], weights)
+    tensors = [sender for senders in outer.senders for sender in senders.values()]
+    exchanges = max(1.0, (job.steps - job.start) / job.every)
+    sent_once = sum(each.sent_bytes for each in tensors) / job.replicas / exchanges
     numel = sum(weight.numel() for weight in common.values())
     tokens = job.every * BATCH * SEQUENCE / job.replicas
-    mean = {name: torch.stack([each.weights[name].detach() for each in replicas]).mean(0) for name in common}
+    mean = {name: torch.stack([each[name].detach() for each in weights]).mean(0) for name in common}
     scores = {}
-    for name, weights in (("loss", common), ("loss_of_mean", mean)):
-        model.load_state_dict({**model.state_dict(), **weights})
+    for name, final in (("loss", common), ("loss_of_mean", mean)):
+        model.load_state_dict({**model.state_dict(), **final})
         scores[name] = task.score(model)
     return {**scores, "sent": sent_once, "fewer": 4 * numel / sent_once, "per_token": sent_once / tokens}
+
+
+def crossing(names: Sequence[str], rule: Rule, job: Job, steps: int) -> Sequence[str]:
+    """Return the tensors that cross after so many local steps."""
+    turn, rest = divmod(steps, job.every // rule.fragments)
+    return [] if rest else names[(turn - 1) % rule.fragments :: rule.fragments]
+
+
+def note_lengths(replicas: Sequence[Replica], squares: Mapping[str, Tensor]) -> None:
+    """Let the replicas' steps have the factors that their gradients of this step give."""
+    for name, lengths in squares.items():
+        gradients = torch.stack([each.weights[name].grad for each in replicas])
+        now = torch.stack([gradients.square().sum() / len(replicas), gradients.mean(0).square().sum()])
+        own, mean = lengths.mul_(KEPT).add_(now)
+        factor = (
+            (own / mean.clamp(min=torch.finfo(torch.float32).tiny)).sqrt().clamp(1.0, float(len(replicas)))
+        )
+        for each in replicas:
+            each.factors[name] = factor
 
 
 def runs_of(args: argparse.Namespace) -> Iterator[tuple[Job, str]]:

@@ -100,6 +100,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "0.85/0.75 int4": _section(0.85, 0.75, value_dtype="int4"),
     "int4 of all": {**_local(0, value_dtype="int4"), "min_numel": 1024},
     "int8 of all": {**_local(0, value_dtype="int8"), "min_numel": 1024},
+    "4-bit levels of all": {**_local(0, value_dtype="log4"), "min_numel": 1024},
     "local 0.99 for Adam": _section(0.99, feedback="local"),
     "the default": {"min_numel": 1024},
     "the default at 0.9": {"min_numel": 1024, "sparsity": 0.9},
