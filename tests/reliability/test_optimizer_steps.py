@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from support.processes import launch, logged, run
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -323,6 +324,16 @@ def a_script_that_averages_by_itself(rank: int) -> None:
     assert sum("nothing is compressed" in line for line in lines) == (rank == 0)
 
 
+def states_that_torch_makes(rank: int) -> None:
+    """``torch.distributed.checkpoint`` makes an optimizer's states by a step of its own."""
+    with logged() as lines:
+        model, (optimizer,), state = attached(lambda model: [torch.optim.AdamW(model.parameters())])
+        get_state_dict(model, optimizer)
+        descend(model, [optimizer], rank, range(3))
+    assert state.steps.step == 3
+    assert not any("all-reduce of gradients" in line for line in lines)
+
+
 def steps_within_the_backward_pass(rank: int) -> None:
     """FSDP2 with an optimizer for each parameter: one step per pass."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -346,7 +357,8 @@ def steps_within_the_backward_pass(rank: int) -> None:
 LOOPS = [
     a_scaler_skips_one_of_two, a_scaler_that_is_not_passed, a_scale_that_the_script_lowers,
     an_error_inside_a_step, optimizers_that_take_turns, a_rejected_batch, sharpness_aware, zero_redundancy,
-    restored_weights, a_script_that_averages_by_itself, steps_within_the_backward_pass,
+    restored_weights, a_script_that_averages_by_itself, states_that_torch_makes,
+    steps_within_the_backward_pass,
 ]  # fmt: skip
 
 

@@ -204,8 +204,11 @@ class StepHooks:
 
     def warn_of_own_reduction(self, optimizer: torch.optim.Optimizer) -> None:
         """Say once if an optimizer steps with gradients, and none were ever passed to dct."""
-        has_gradients = any(parameter.grad is not None for parameter in parameters_of(optimizer))
-        if self._warns and has_gradients and dist.get_rank() == 0:
+        if not self._warns or dist.get_rank() != 0:
+            return
+        # torch.distributed.checkpoint makes states by a step at learning rate 0, with gradients of its own.
+        trained = (p for group in optimizer.param_groups if group.get("lr", 1.0) for p in group["params"])
+        if any(parameter.grad is not None for parameter in trained):
             self._warn("nothing is compressed: ")
 
     def warn_of_another(self, optimizer: torch.optim.Optimizer, passed: torch.optim.Optimizer) -> None:
