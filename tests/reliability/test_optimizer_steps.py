@@ -334,6 +334,35 @@ def states_that_torch_makes(rank: int) -> None:
     assert not any("all-reduce of gradients" in line for line in lines)
 
 
+class Rivals(nn.Module):
+    """Two parts that are trained in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(20, 8), nn.Linear(20, 8)
+
+    def forward(self, x: Tensor, part: str) -> Tensor:
+        return self.get_submodule(part)(x)
+
+
+def the_other_part_is_unused(rank: int) -> None:
+    """Its optimizer has nothing to use, and nothing was cleared."""
+    for set_to_none in (True, False):
+        model = DistributedDataParallel(Rivals(), find_unused_parameters=True)
+        optimizers = {name: sgd(each.parameters()) for name, each in model.module.named_children()}
+        with logged() as lines:
+            state = dct_plugin.attach(model, [*optimizers.values()], {"data_parallel": LOCAL})
+            for step in range(12):
+                for part, optimizer in optimizers.items():
+                    optimizer.zero_grad(set_to_none)
+                    x = batch(rank, step)
+                    (model(x, part) - x[:, :8]).square().mean().backward()
+                    optimizer.step()
+        assert state.steps.step == 24
+        assert not any("cleared" in line for line in lines)
+
+
 def steps_within_the_backward_pass(rank: int) -> None:
     """FSDP2 with an optimizer for each parameter: one step per pass."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -358,7 +387,7 @@ LOOPS = [
     a_scaler_skips_one_of_two, a_scaler_that_is_not_passed, a_scale_that_the_script_lowers,
     an_error_inside_a_step, optimizers_that_take_turns, a_rejected_batch, sharpness_aware, zero_redundancy,
     restored_weights, a_script_that_averages_by_itself, states_that_torch_makes,
-    steps_within_the_backward_pass,
+    the_other_part_is_unused, steps_within_the_backward_pass,
 ]  # fmt: skip
 
 

@@ -47,7 +47,7 @@ TRANSITIONS = {
     (Use.REDUCED, Event.STEP): Use.USED,
     (Use.REDUCED, Event.LEAVE_OUT): Use.SKIPPED,
     (Use.REDUCED, Event.CLEAR): Use.CLEARED,
-    # A loaded state takes their place.
+    # A loaded state takes their place, or no rank has used the parameters.
     (Use.REDUCED, Event.CLOSE): Use.IDLE,
     # A step in a backward pass, for each gradient that is ready; or a closure.
     (Use.USED, Event.REDUCE): Use.REDUCED,
@@ -72,6 +72,7 @@ class OptimizerGradients:
         use: What became of the gradients.
         reduced: By name, the parameters whose gradients were reduced since the last step.
         covered: True if a second residual was there when they were reduced.
+        accumulates: True if a further pass adds to them.
         asked: True if a gradient scaler has looked at them.
         overflow: Returns what the scaler found out for a step that it leaves to the optimizer (fused ones).
     """
@@ -80,14 +81,15 @@ class OptimizerGradients:
         self.optimizer = optimizer
         self.use = Use.IDLE
         self.reduced: dict[str, Tensor] = {}
-        self.covered = self.asked = False
+        self.covered = self.accumulates = self.asked = False
         self.overflow: Callable[[], Tensor] | None = None
 
     def note(self, event: Event) -> None:
         """Follow an event."""
         self.use = TRANSITIONS.get((self.use, event), self.use)
         if self.use is Use.IDLE:
-            self.reduced, self.asked, self.overflow = {}, False, None
+            self.reduced, self.overflow = {}, None
+            self.accumulates = self.asked = False
 
     def add(self, named: dict[str, Tensor], *, covered: bool) -> None:
         """Note that gradients of parameters, by name, were reduced, with a second residual (``covered``) or
@@ -103,6 +105,13 @@ class OptimizerGradients:
             if each.grad is not None and (not zeros or bool(local_part(each.grad).any())):
                 return False
         return True
+
+    def leave(self, unused: Collection[str]) -> None:
+        """Note the names of parameters that no rank used in a pass. If it reduced no others, nothing waits
+        for the optimizer: what gradients they have, it has used.
+        """
+        if self.use is Use.REDUCED and not self.accumulates and self.reduced.keys() <= set(unused):
+            self.note(Event.CLOSE)
 
     def is_decided(self, updated: bool) -> bool:
         """Return whether the scaler, which was ``updated`` or not, has made or left out the step."""

@@ -354,6 +354,16 @@ class OptimizerSteps:
             owner.add(parameters, covered=self.transactions.armed)
         self.steps.begin()
 
+    def accumulate(self) -> None:
+        """Note that the coming pass adds to the gradients that wait for an optimizer."""
+        for each in self._gradients:
+            each.accumulates = each.use is Use.REDUCED
+
+    def leave(self, unused: Collection[str]) -> None:
+        """Note the names of parameters that no rank used in the pass that has ended."""
+        for each in self._gradients:
+            each.leave(unused)
+
     def end_pass(self) -> None:
         """Note the end of a backward pass that reduced gradients, and may have run optimizers' steps."""
         if self._passes_are_steps:
