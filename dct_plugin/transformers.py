@@ -54,7 +54,7 @@ class DCTCallback(TrainerCallback):
         self._report(self.state.metrics)
         if state.global_step:
             given = args.resume_from_checkpoint
-            self.state.load(given if isinstance(given, str) else self._folder(args, state))
+            self.state.load(given if isinstance(given, str) else self._folder(state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remove all hooks; the next training attaches again."""
@@ -83,8 +83,9 @@ class DCTCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save the residuals in the folder of a checkpoint that training can go on from."""
         if self.state is not None and not args.save_only_model:
-            self.state.save(self._folder(args, state))
+            self.state.save(self._folder(state))
 
-    @staticmethod
-    def _folder(args: Any, state: Any) -> Path:
-        return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    def _folder(self, state: Any) -> Path:
+        """Return the Trainer's folder of a checkpoint; each trial of a hyperparameter search has its own."""
+        trainer = self.trainer
+        return Path(trainer._get_output_dir(trainer._trial)) / f"checkpoint-{state.global_step}"

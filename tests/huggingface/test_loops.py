@@ -244,3 +244,34 @@ def _resumes_from_the_model_alone(rank: int, world_size: int, folder: str) -> li
 def test_trainer_resumes_from_a_checkpoint_of_the_model_alone(tmp_path: Any) -> None:
     pytest.importorskip("transformers")
     assert run(2, _resumes_from_the_model_alone, str(tmp_path)) == [[], []]
+
+
+def _searches(rank: int, world_size: int, folder: str) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from dct_plugin.transformers import DCTCallback
+
+    class Search(Trainer):
+        """Gives each run a folder of its own, as the Trainer does for the trials of a search."""
+
+        run = 0
+
+        def _get_output_dir(self, trial: Any) -> str:
+            return f"{self.args.output_dir}/run-{self.run}"
+
+    rows = [{"x": x, "labels": x.roll(1)} for x in torch.randn(64, 16)]
+    arguments = TrainingArguments(
+        folder, max_steps=4, per_device_train_batch_size=4, use_cpu=True, save_steps=4,
+        ddp_backend="gloo", report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Search(Regression(), arguments, train_dataset=rows)
+    trainer.add_callback(DCTCallback(SECTION, trainer=trainer))
+    for trainer.run in range(2):
+        trainer.train()
+
+
+def test_residuals_are_in_the_folder_of_the_trial(tmp_path: Any) -> None:
+    pytest.importorskip("transformers")
+    run(2, _searches, str(tmp_path))
+    folders = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("dct_rank_*.pt")}
+    assert folders == {"run-0/checkpoint-4", "run-1/checkpoint-4"}
