@@ -10,8 +10,9 @@ from typing import Any
 
 
 def spare() -> None:
-    """Let the interpreter patch its language when it first runs a kernel and leave it so, know the types of
-    numpy and of tensors, and leave out the checks for overflow, whose findings it drops unless it debugs.
+    """Let the interpreter rewrite the kernels here instead of in every process that is forked later, patch
+    its language when it first runs a kernel and leave it so, and know the types of numpy and of tensors.
+    Leave out the checks for overflow, whose findings it drops unless it debugs.
 
     Where Triton has not been imported, or does otherwise, nothing is changed.
     """
@@ -35,11 +36,21 @@ def spare() -> None:
 
     interpreter._patch_lang = patch_first
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+    interpreter._validate_np_data_size = _fits
     if semantic := getattr(interpreter, "interpreter_semantic", None):
-        _remember_types(sys.modules["triton.language.core"], type(semantic))
+        core = sys.modules["triton.language.core"]
+        _remember_types(core, type(semantic))
+        _remember_operands(core, type(semantic))
+        if hasattr(interpreter, "_LangPatchScope"):
+            interpreter._patch_attr = _call_directly(semantic)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("dct_plugin.kernels.triton"):
+            for function in list(vars(module).values()):
+                if isinstance(function, interpreter.InterpretedFunction):
+                    function.rewrite()
 
 
 def _remembered(found: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -96,3 +107,64 @@ def _remember_types(core: Any, semantic: Any) -> None:
     core.tensor.__init__, semantic.broadcast_impl_value = init, broadcast_others
     core.block_type.__new__, core.block_type.__init__ = new_block, init_block
     core.dtype.__eq__ = lambda one, other: one is other or slow_eq(one, other)
+
+
+def _fits(array: Any, kind: Any) -> bool:
+    """Return whether the entries of an array have no more bits than a type; a pointer has 64."""
+    return array.itemsize <= 1 or 8 * array.itemsize <= getattr(kind, "primitive_bitwidth", 64)
+
+
+def _remember_operands(core: Any, semantic: Any) -> None:
+    """Let operands of two types become of the types that the first ones became, and numbers beside a type of
+    tensors become tensors once.
+    """
+    convert, cast = semantic.binary_op_type_checking_impl, semantic.cast
+    tensor, unwrap = core.tensor, core._unwrap_if_constexpr
+    #: What becomes of both operands: None, itself; a type; or, of a number, a tensor.
+    known: dict[Any, tuple[Any, Any]] = {}
+
+    def operands(
+        self: Any, lhs: Any, rhs: Any, lhs_pointer: Any = False, rhs_pointer: Any = False,
+        arithmetic: Any = True, division: Any = False,
+    ) -> Any:  # fmt: skip
+        left = lhs.type.name if type(lhs) is tensor else (type(lhs), lhs)
+        right = rhs.type.name if type(rhs) is tensor else (type(rhs), rhs)
+        key = (left, right, lhs_pointer, rhs_pointer, arithmetic, division)
+        if key not in known:
+            found = convert(self, lhs, rhs, lhs_pointer, rhs_pointer, arithmetic, division)
+            known[key] = becomes(lhs, found[0]), becomes(rhs, found[1])
+            return found
+        one, other = known[key]
+        if one is not None:
+            lhs = one if type(one) is tensor else cast(self, lhs, one)
+        if other is not None:
+            rhs = other if type(other) is tensor else cast(self, rhs, other)
+        return self.broadcast_impl_value(lhs, rhs)
+
+    def becomes(operand: Any, result: Any) -> Any:
+        if type(operand) is not tensor:
+            return result
+        return None if operand.dtype == result.dtype else result.dtype
+
+    def cast_others(self: Any, value: Any, kind: Any, rounding: Any = None) -> Any:
+        return value if value.dtype is kind else cast(self, value, kind, rounding)
+
+    semantic.binary_op_type_checking_impl, semantic.cast = operands, cast_others
+    core._unwrap_if_constexpr = lambda value: value if type(value) is tensor else unwrap(value)
+
+
+def _call_directly(semantic: Any) -> Callable[..., None]:
+    """Return what patches a builtin of the language, to be called without the wrapper that looks for its
+    argument *_semantic*.
+    """
+
+    def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*arguments, **options)
+
+        scope.set_attr(owner, name, call)
+
+    return patch
