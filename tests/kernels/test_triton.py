@@ -94,8 +94,15 @@ def test_several_blocks_and_programs(tau: float, capacity: int | None) -> None:
     read_alike(payload, nnz, grad.numel())
 
 
-@pytest.mark.parametrize("tau", [0.3, 1.9])
-@pytest.mark.parametrize("capacity", [300, 9000, 200_000])
+@pytest.mark.parametrize(
+    ("tau", "capacity"),
+    [
+        (0.3, 300),
+        (1.9, 9000),
+        (1.9, 200_000),  # more than there is
+        *(pytest.param(*each, marks=pytest.mark.long) for each in [(1.9, 300), (0.3, 9000), (0.3, 200_000)]),
+    ],
+)
 def test_counts_of_many_blocks(tau: float, capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven blocks, in two payloads of a message. Groups are small here."""
     for module in (selection_kernels, message_kernels):
@@ -193,12 +200,16 @@ def test_sums_of_messages(dtype: torch.dtype, scale: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_of_more_messages_and_entries_than_a_program_looks_at(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("searched", [4, pytest.param(32, marks=pytest.mark.long)])
+def test_sums_of_more_messages_and_entries_than_a_program_looks_at(
+    dtype: torch.dtype, searched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More messages than are searched at once, and tensors of several programs, few or many entries."""
+    monkeypatch.setattr(message_kernels, "SEARCHED", tl.constexpr(searched))
     generator = torch.Generator().manual_seed(5)
     sizes = [2 * message_kernels.RANGE.value + 9, message_kernels.RANGE.value, 1]
     messages = []
-    for sender in range(message_kernels.SEARCHED.value + 2):
+    for sender in range(searched + 2):
         writer = MessageWriter(torch.device("cpu"))
         for size in sizes:
             tensor, tau = torch.randn(size, generator=generator), (2.5, 0.5, 1.5)[sender % 3]
@@ -511,14 +522,17 @@ def test_a_damaged_payload_is_told_on_the_stream_that_read_it(monkeypatch: pytes
         written(TRITON)  # told once
 
 
+@pytest.mark.parametrize("spots", [8, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("tau", [0.1, 1.5, 2.5])
-def test_wrong_positions_under_right_checksums(tau: float) -> None:
-    """As a sender that is wrong would write them: bits of either part, one bit moved, the last byte."""
+def test_wrong_positions_under_right_checksums(tau: float, spots: int) -> None:
+    """As a sender that is wrong would write them: bits of either part, the last byte, and one bit moved in so
+    many spots.
+    """
     good = written(REFERENCE, tau=tau)
     header = Payload.from_tensor(good).header
     end, bitmap = header.index_nbytes, -(-index_form(header.nnz, header.numel).bits // 8)
     changes = [(at % end, flip) for at in (0, 4, bitmap - 1, bitmap, end - 1) for flip in (0xFF, 0x80, 0x11)]
-    for at, flip in [*changes, *((at, 3 << at % 7) for at in range(0, end, 5))]:
+    for at, flip in [*changes, *((at, 3 << at % 7) for at in range(0, end, max(5, end // spots)))]:
         body = good[24:].clone()
         body[at] ^= flip
         wrong = torch.cat([torch.tensor(list(header.with_checks(body).pack()), dtype=torch.uint8), body])
@@ -529,7 +543,7 @@ def test_wrong_positions_under_right_checksums(tau: float) -> None:
             TRITON.decode_add(wrong, out)
             assert not bool(out.any())
             with pytest.raises(PayloadError, match="decoded before"):
-                written(TRITON)
+                written(TRITON, 64)
         else:  # other positions, none of them impossible
             outs = [torch.zeros(3000), torch.zeros(3000)]
             for backend, out in zip(BOTH, outs, strict=True):
