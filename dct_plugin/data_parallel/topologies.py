@@ -193,22 +193,24 @@ class OwnersToAll(Phase):
         return None
 
 
-class Topology(ABC):
+class Topology:
     """Assignment of the parts of gradients to their owners, and the exchanges that bring them there.
 
     Attributes:
         name: Name in fingerprints.
-        sums_everywhere: Every rank gets the whole sums; else each owner gets its part.
         phases: The exchanges: one, or two of which the second answers the first.
+        owners: Ranks that own parts, where the host does not say it.
+        sums_everywhere: Every rank gets the whole sums; else each owner gets its part.
     """
 
-    name: str
-    sums_everywhere: bool = True
-    phases: Sequence[Phase]
+    def __init__(
+        self, name: str, phases: Sequence[Phase], *, owners: int = 1, sums_everywhere: bool = True
+    ) -> None:
+        self.name, self.phases, self.owners, self.sums_everywhere = name, phases, owners, sums_everywhere
 
-    @abstractmethod
     def shards(self, name: str, numel: int, *, small: bool) -> Sequence[Shard]:
         """Return the parts of a tensor and their owners."""
+        return shards_of(name, numel, self.owners, undivided=small)
 
     def owner_residuals(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:
         """Yield the parts of the sum of a tensor that this rank has residuals of, as their owner, and the
@@ -265,16 +267,11 @@ class GradientPhase(Phase):
         return ValueDtype.lossless(tensor.dtype)
 
 
-class Direct(Topology):
-    """Every rank sends one message to all: fewest bytes for two ranks, and one exchange instead of two."""
-
-    name = "direct"
-
-    def __init__(self, group: StreamGroup) -> None:
-        self.phases = [_MessagesToAll(group)]
-
-    def shards(self, name: str, numel: int, *, small: bool) -> Sequence[Shard]:
-        return shards_of(name, numel, 1)
+def direct(group: StreamGroup) -> Topology:
+    """Return the topology in which every rank sends one message to all: fewest bytes for two ranks, and one
+    exchange instead of two.
+    """
+    return Topology("direct", [_MessagesToAll(group)])
 
 
 class _MessagesToAll(GradientPhase):
@@ -282,19 +279,6 @@ class _MessagesToAll(GradientPhase):
 
     def sums(self, plan: ReductionPlan) -> tuple[Sequence[Tensor], float]:
         return [each.tensor for each in plan.tensors], plan.scale
-
-
-class Scatter(Topology):
-    """The owner of a part keeps its sum, as under ZeRO-1 and 2; the host says who owns what."""
-
-    name = "reduce_scatter"
-    sums_everywhere = False
-
-    def __init__(self, group: StreamGroup) -> None:
-        self.phases = [_MessagesToOwners(group)]
-
-    def shards(self, name: str, numel: int, *, small: bool) -> Sequence[Shard]:
-        raise ValueError(f"{name}: the host says which parts its ranks own")
 
 
 class _MessagesToOwners(GradientPhase):
@@ -321,14 +305,10 @@ class TwoPhase(Topology):
     of its own.
     """
 
-    name = "two_phase"
-
     def __init__(self, group: StreamGroup) -> None:
+        phases = [_MessagesToSummingOwners(group), _Answers(group)]
+        super().__init__("two_phase", phases, owners=group.world_size)
         self._group = group
-        self.phases = [_MessagesToSummingOwners(group), _Answers(group)]
-
-    def shards(self, name: str, numel: int, *, small: bool) -> Sequence[Shard]:
-        return shards_of(name, numel, self._group.world_size, undivided=small)
 
     def owner_residuals(self, name: str, numel: int) -> Iterator[tuple[Shard, str]]:
         for shard in self.shards(name, numel, small=self._group.is_small(name, numel)):
@@ -421,7 +401,7 @@ def _sums(group: StreamGroup, plan: ReductionPlan) -> list[Tensor]:
 
 
 #: Topologies of sums that all ranks get, by their names in the configuration.
-ALL_REDUCE: dict[str, Callable[[StreamGroup], Topology]] = {"direct": Direct, "two_phase": TwoPhase}
+ALL_REDUCE: dict[str, Callable[[StreamGroup], Topology]] = {"direct": direct, "two_phase": TwoPhase}
 
 
 class Topologies:
@@ -435,7 +415,8 @@ class Topologies:
             fewest bytes.
         all_reduce: Topology of sums that all ranks get.
         small: Topology of tensors below ``min_numel``; None if it is that of all tensors.
-        scatter: Topology of sums of which each owner gets its part.
+        scatter: Topology of sums of which each owner gets its part, as under ZeRO-1 and 2; the host says who
+            owns what.
         sums_at_owners: True if the host has asked for sums of which each owner gets its part.
     """
 
@@ -444,5 +425,5 @@ class Topologies:
         self.is_direct = name == "direct"
         self.all_reduce = ALL_REDUCE[name](group)
         self.small = TwoPhase(group) if self.is_direct and group.world_size > 2 else None
-        self.scatter = Scatter(group)
+        self.scatter = Topology("reduce_scatter", [_MessagesToOwners(group)], sums_everywhere=False)
         self.sums_at_owners = False
