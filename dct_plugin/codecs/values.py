@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from ..errors import PayloadError
-from .labelled import Labelled
 from .quantised import pack, unpack
 
 VALUE_GROUP = 256
@@ -23,7 +23,7 @@ VALUE_GROUP = 256
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-class ValueDtype(Labelled):
+class ValueDtype(IntEnum):
     """Value type as written in the header."""
 
     FP32 = 0
@@ -36,9 +36,22 @@ class ValueDtype(Labelled):
     SIGN = 7
 
     @property
+    def label(self) -> str:
+        return self.name.lower()
+
+    @property
     def bits(self) -> int:
         """Bits per value, without scales."""
         return VALUE_CODECS[self].bits
+
+    @classmethod
+    def parse(cls, value: int | str) -> ValueDtype:
+        """Return the member for a name (``"bf16"``) or a number; ``ValueError`` names the allowed ones."""
+        try:
+            return cls[value.upper()] if isinstance(value, str) else cls(value)
+        except (KeyError, ValueError):
+            allowed = ", ".join(m.label for m in cls)
+            raise ValueError(f"value dtype {value!r} is unknown; allowed: {allowed}") from None
 
     @classmethod
     @functools.lru_cache(maxsize=64)
