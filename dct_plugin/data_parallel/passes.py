@@ -73,9 +73,20 @@ class FollowedCalls:
         self._module.__dict__[_PLACE] = self
 
     def follow(
-        self, before: Callable[[bool], None], after: Callable[[bool], None] | None, *, inside: bool
+        self,
+        before: Callable[[bool], None],
+        after: Callable[[bool], None] | None = None,
+        *,
+        inside: bool = False,
     ) -> Handle:
-        """See :func:`around_passes`."""
+        """Follow the forward passes of the module; passes of its parts alone are not seen.
+
+        Args:
+            before: Called before a pass, and before the functions that were given earlier: True if gradients
+                are on.
+            after: Called after a pass: True if it has failed.
+            inside: Call them nearest to the pass: before it after the functions that were given earlier.
+        """
         pair = (before, after)
         self._followers = [pair, *self._followers] if inside else [*self._followers, pair]
         self._module.__dict__[_PLACE] = self
@@ -113,25 +124,6 @@ def calls_of(module: nn.Module) -> FollowedCalls:
     """Return the calls of a module."""
     found = module.__dict__.get(_PLACE)
     return found if isinstance(found, FollowedCalls) else FollowedCalls(module)
-
-
-def around_passes(
-    module: nn.Module,
-    before: Callable[[bool], None],
-    after: Callable[[bool], None] | None = None,
-    *,
-    inside: bool = False,
-) -> Handle:
-    """Follow the forward passes of a module; passes of its parts alone are not seen.
-
-    Args:
-        module: The module.
-        before: Called before a pass, and before the functions that were given earlier: True if gradients are
-            on.
-        after: Called after a pass: True if it has failed.
-        inside: Call them nearest to the pass: before it after the functions that were given earlier.
-    """
-    return calls_of(module).follow(before, after, inside=inside)
 
 
 def is_exporting() -> bool:

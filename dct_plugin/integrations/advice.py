@@ -25,7 +25,7 @@ from dct_plugin.config import MetricsConfig
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
 from dct_plugin.data_parallel.autotune.cost_model import CostModel, Link
 from dct_plugin.data_parallel.autotune.measurements import largest, probe_link
-from dct_plugin.data_parallel.passes import around_passes
+from dct_plugin.data_parallel.passes import calls_of
 from dct_plugin.host_traffic import HostTraffic
 from dct_plugin.metrics import HOST, Metrics
 from dct_plugin.policy import Training
@@ -113,7 +113,7 @@ def _measure_shards(model: torch.nn.Module) -> None:
 
     go_on(True)
     register_optimizer_step_pre_hook(lambda *_: stepped.append(True))
-    around_passes(model, go_on)
+    calls_of(model).follow(go_on)
 
 
 def _turns(model: torch.nn.Module) -> Iterator[None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ...policy.optimizers import OptimizerFamily, family_of
-from ..passes import ModuleHook, around_passes
+from ..passes import ModuleHook, calls_of
 from ..step_units import stepping, unwrapped
 
 #: Makes the value in a ``state_dict`` from a name and common weights, 1-D.
@@ -122,7 +122,7 @@ class TrainedWeights:
             if shown and shown.pop():
                 self.hide()
 
-        yield around_passes(module, before, after)
+        yield calls_of(module).follow(before, after)
         for part in module.modules():
             own = [(key, names[id(p)]) for key, p in part.named_parameters(recurse=False) if id(p) in names]
 

@@ -24,7 +24,7 @@ from ...console import listed, logger
 from ...errors import DCTError
 from ...metrics import Record
 from ...metrics.summary import DISPLACED
-from ..passes import ModuleHook, around_backward_passes, around_passes, is_transforming
+from ..passes import ModuleHook, around_backward_passes, calls_of, is_transforming
 from ..stream_group import StreamGroup
 
 #: Entries of each tensor that are compared to find writes which version counters miss (``.data``).
@@ -302,7 +302,7 @@ class TrainingPasses:
             Handles that remove the hooks.
         """
         handles: list[Any] = [
-            around_passes(module, self.before_forward, self.after_forward),
+            calls_of(module).follow(self.before_forward, self.after_forward),
             around_backward_passes(self._around_backward),
         ]
         for part in module.modules():

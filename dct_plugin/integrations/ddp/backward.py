@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.passes import around_backward_passes, around_passes, remove
+from dct_plugin.data_parallel.passes import around_backward_passes, calls_of, remove
 from dct_plugin.data_parallel.reducer import Overlap
 from dct_plugin.errors import ConfigError
 
@@ -302,7 +302,7 @@ class NextPass:
     def watch(self, model: nn.Module) -> None:
         """End the step that a gradient scaler has made before the forward passes of ``model``."""
         remove(self._forward)
-        self._forward.append(around_passes(model, lambda _: self._steps.end_due()))
+        self._forward.append(calls_of(model).follow(lambda _: self._steps.end_due()))
 
     def unwatch(self) -> None:
         """Follow no passes any more."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.parameters import ParameterUpdates
-from dct_plugin.data_parallel.passes import around_passes, remove
+from dct_plugin.data_parallel.passes import calls_of, remove
 from dct_plugin.data_parallel.plan import Part, shards_in
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError
@@ -176,7 +176,7 @@ class HpzCopies(WeightUpdates):
         patches.intercept(self._optimizer, "invalidate_secondary_tensor", self._invalidate)
         for parameter in self._parameters:
             patches.intercept(parameter, "partition", self._partition)
-        self._handles = [around_passes(self._module, self._before_pass, self._after_pass)]
+        self._handles = [calls_of(self._module).follow(self._before_pass, self._after_pass)]
 
     def close(self) -> None:
         remove(self._handles)

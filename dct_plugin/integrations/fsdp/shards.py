@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dct_plugin.codecs.values import VALUE_GROUP
 from dct_plugin.config import DCTConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
-from dct_plugin.data_parallel.passes import around_passes
+from dct_plugin.data_parallel.passes import calls_of
 from dct_plugin.errors import ConfigError
 from dct_plugin.metrics.summary import format_bytes
 from dct_plugin.policy import Training
@@ -285,7 +285,7 @@ class ShardCompression(FSDPAttachment):
     def _change_passes(self) -> None:
         """Look whether the first pass has read the copies."""
         if self.copies is not None:
-            self.ends.callback(around_passes(self._model, lambda _: None, self._check_pass).remove)
+            self.ends.callback(calls_of(self._model).follow(lambda _: None, self._check_pass).remove)
 
     def _check_pass(self, failed: bool) -> None:
         if not failed and self.copies is not None and not self.copies.gathers:

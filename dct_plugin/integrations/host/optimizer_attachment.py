@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dct_plugin.config import DataParallelConfig, DCTConfig
 from dct_plugin.console import listed, logger
 from dct_plugin.data_parallel import GradientReducer
-from dct_plugin.data_parallel.passes import Handle, ModuleHook, around_passes, remove
+from dct_plugin.data_parallel.passes import Handle, ModuleHook, calls_of, remove
 from dct_plugin.data_parallel.step_units import ParameterGroups
 from dct_plugin.errors import ConfigError
 from dct_plugin.transport.nodes import Nodes
@@ -65,7 +65,7 @@ class RestoredWeights:
         model = self._model()
         if self._steps.has_stepped and not self._before and model is not None:
             self._before = {name: checksum(weight) for name, weight in self._weights()}
-            self._passes.append(around_passes(model, self._before_forward))
+            self._passes.append(calls_of(model).follow(self._before_forward))
 
     def _before_forward(self, gradients: bool) -> None:
         if not gradients:
@@ -133,7 +133,7 @@ class OptimizerAttachment(HostAttachment, ABC):
         self._optimizer_steps.end_or_reject()
         super().detach()
         if (module := self._module()) is not None:  # weights are displaced by then
-            close = around_passes(module, lambda _: self.close_if_done(), inside=True)
+            close = calls_of(module).follow(lambda _: self.close_if_done(), inside=True)
             self.ends.callback(close.remove)
 
     # -- saved states ---
@@ -158,7 +158,7 @@ class OptimizerAttachment(HostAttachment, ABC):
 
     def _before_forward(self, model: nn.Module, function: Callable[[], None]) -> None:
         """Call a function before a model's forward passes, and before functions that were given earlier."""
-        self.ends.callback(around_passes(model, lambda _: function()).remove)
+        self.ends.callback(calls_of(model).follow(lambda _: function()).remove)
 
     def _watch_loading(self, model: nn.Module, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         """Drop residuals when the script restores weights; before weights are displaced."""
