@@ -23,7 +23,6 @@ from ..codecs.payload import (
     dense_payload_nbytes,
     header_bytes,
     parse_payload,
-    payload_bound,
 )
 from ..codecs.stats import Stats, Totals, read_stats
 from ..codecs.values import ValueDtype
@@ -446,34 +445,24 @@ def encode_all(
     kernels: Selection,
     flat: Tensor,
     writer: MessageWriter,
-    value_dtype: ValueDtype | None = None,
+    value_dtype: ValueDtype,
+    bounds: Key | None = None,
+    receivers: Key = ONE,
     *,
     zeros: bool = True,
     clear: bool = False,
 ) -> Encoded:
-    """Append a payload that holds every entry of ``flat`` (:func:`as_flat`), or every one but zeros, to the
-    one message of a writer.
-
-    ``value_dtype`` None is lossless; ``clear`` leaves zeros in ``flat``.
-    """
-    numel = flat.numel()
-    code = wire_dtype(flat.dtype, dense=True) if value_dtype is None else value_dtype
-    room = writer.reserve(payload_bound(numel, numel, code, dense=zeros))
-    tau = 0.0 if zeros else SMALLEST_TAU
-    stats = kernels.compress(Job(flat, None, tau, room, capacity=numel, value_dtype=code, clear=clear))
-    writer.advance(stats)
-    return Encoded([stats], numel)
-
-
-def encode_dense(
-    kernels: Selection, flat: Tensor, writer: MessageWriter, bounds: Key, receivers: Key, dtype: ValueDtype
-) -> Encoded:
     """Write every entry of ``flat`` (:func:`as_flat`) in a type, in payloads of its parts (see
-    :meth:`Compressor.encode`); leave zeros there.
+    :meth:`Compressor.encode`).
+
+    Without ``zeros`` every entry but zeros, in one payload; ``clear`` leaves zeros in ``flat``.
     """
     numel = flat.numel()
-    parts = parts_of(bounds, numel, 1.0, dtype, kernels.most_kept)
-    job = PartedJob(flat, None, 0.0, None, parts, clear=True)
+    if zeros:
+        parts = parts_of(bounds, numel, 1.0, value_dtype, kernels.most_kept)
+    else:
+        parts = Parts.whole(numel, numel, value_dtype)
+    job = PartedJob(flat, None, 0.0 if zeros else SMALLEST_TAU, None, parts, clear=clear)
     return Encoded(kernels.compress_parts(job, writer, receivers), numel)
 
 

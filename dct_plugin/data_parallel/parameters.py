@@ -233,7 +233,8 @@ class MasterBroadcast(OwnersToAll):
         for each, shard, working, master in owned:
             stream = None
             if each.small:
-                encoded = encode_all(group.backend, next(rounded), writer)
+                dtype = wire_dtype(working.dtype, dense=True)
+                encoded = encode_all(group.backend, next(rounded), writer, dtype)
             else:
                 stream = group.streams.named(each.name)
                 self._own[each.name] = shard, working, master

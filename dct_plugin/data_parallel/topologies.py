@@ -22,7 +22,7 @@ from torch import Tensor
 from ..codecs.message import Key, MessageWriter
 from ..codecs.payload import dense_payload_nbytes
 from ..codecs.values import ValueDtype
-from ..compression.stream import Compressor, Encoded, as_flat, encode_all, encode_dense, parts_of
+from ..compression.stream import Compressor, Encoded, as_flat, encode_all, parts_of
 from ..errors import PayloadError
 from ..host_traffic import bytes_sent
 from ..kernels.job import GRAD_DTYPES
@@ -240,18 +240,18 @@ class GradientPhase(Phase):
         """Write a tensor, for each byte of which the host would send so many bytes (``dense``), in so many
         ``copies`` of each payload; None: one to each owner that is another rank.
         """
-        group, stream, shards = self.group, None, tensor.parts
+        group, stream, bounds, owners = self.group, None, tensor.parts.bounds, tensor.parts.owners
         grad, (density, label) = as_flat(tensor.tensor), tensor.sparsity
         if tensor.small:
             dtype = self._small_dtype(grad)
-            encoded = encode_dense(group.backend, grad, writer, shards.bounds, shards.owners, dtype)
+            encoded = encode_all(group.backend, grad, writer, dtype, bounds, owners, clear=True)
         else:
             stream = group.streams.named(tensor.name)
-            encoded = stream.encode(grad, writer, density, shards.bounds, shards.owners, clear=True)
+            encoded = stream.encode(grad, writer, density, bounds, owners, clear=True)
         if grad is not tensor.tensor and grad.data_ptr() != tensor.tensor.data_ptr():
             tensor.tensor.zero_()
         if copies is None:
-            copies = [int(owner != group.rank) for owner in shards.owners]
+            copies = [int(owner != group.rank) for owner in owners]
         cls = "gradient_small" if tensor.small else "gradient"
         dense *= tensor.tensor.nbytes
         return WrittenTensor(tensor.name, cls, encoded, stream, dense, copies, label)
