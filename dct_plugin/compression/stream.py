@@ -36,7 +36,7 @@ from .thresholds import Threshold, wanted
 
 #: Multiplier of the position from which a full message is filled; odd and large, so that successive starts
 #: spread.
-_START_STRIDE = 0x9E3779B1
+START_STRIDE = 0x9E3779B1
 #: The packed types of ``residual_dtype``.
 _PACKED = {"bf16": torch.bfloat16, "int8": torch.int8}
 
@@ -122,11 +122,6 @@ class Stream:
 def fresh_state(residual: Tensor) -> dict[str, Any]:
     """Return the state of a stream that has a residual, and measures its threshold at its next use."""
     return {"threshold": Threshold().state_dict(), "residual": residual, "shape": None}
-
-
-def first_position(step: int, numel: int) -> int:
-    """Return the position from which a payload of limited capacity is filled in a step."""
-    return (step * _START_STRIDE) % numel if numel else 0
 
 
 class Compressor(Stream):
@@ -268,7 +263,7 @@ class Compressor(Stream):
         tau = 0.0 if dense else self.propose(encoded, grad, before)
         kernels = self._backend or self.backend(grad.device)
         parts = parts_of(bounds, numel, encoded.density, self._value_dtype, kernels.most_kept)
-        job = PartedJob(grad, before, tau, after, parts, step * _START_STRIDE, clear)
+        job = PartedJob(grad, before, tau, after, parts, step * START_STRIDE, clear)
         encoded.stats = kernels.compress_parts(job, writer, receivers)
         if residual is not None:
             residual.end(step)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...codecs.payload import Header, dense_payload_nbytes, header_bytes
 from ...codecs.stats import read_stats
 from ...codecs.values import ValueDtype
-from ...compression.stream import Encoded, Stream, add_payload, as_flat, first_position, wire_dtype
+from ...compression.stream import START_STRIDE, Encoded, Stream, add_payload, as_flat, wire_dtype
 from ...compression.thresholds import Threshold
 from ...kernels import Job
 from ...kernels.job import Tau
@@ -66,7 +66,7 @@ class Whole(ActivationCompressor[Settings]):
             capacity = self.entries(flat.numel(), code)
             size = self.payload_nbytes(flat.numel(), code)
             buffers.append(torch.empty(size, dtype=torch.uint8, device=flat.device))
-            start = first_position(self.site.step, flat.numel())
+            start = self.site.step * START_STRIDE
             job = Job(flat, None, tau, buffers[-1], capacity=capacity, start=start, value_dtype=code)
             encoded.stats.append(self.backend(flat.device).compress(job))
         read_stats(encoded.stats)
