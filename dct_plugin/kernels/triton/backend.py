@@ -27,7 +27,7 @@ from ...errors import PayloadError
 from ..backend import Backend
 from ..displacement import Displacement, Scratch, Squares, fresh
 from ..job import GRAD_CODES, GRAD_DTYPES, OUT_CODES, SMALLEST_TAU, Job, PartedJob, Spans, check_vector
-from ..reference import ReferenceBackend, sample_positions
+from ..reference import sample_positions
 
 try:
     import triton
@@ -78,7 +78,6 @@ class TritonBackend(Backend):
             raise OSError("torch is built for ROCm, for which the kernels were not made")
         self._errors: dict[tuple[torch.device, int], Tensor] = {}
         self._waiting = _Waiting()
-        self._reference = ReferenceBackend()
 
     def __repr__(self) -> str:
         return f"TritonBackend(triton={triton.__version__!r})"
@@ -233,7 +232,7 @@ class TritonBackend(Backend):
     def difference(self, wanted: Tensor, held: Tensor, out: Tensor) -> None:
         if wanted.dtype != torch.float32 or held.dtype not in GRAD_DTYPES:
             self._waiting.launch()
-            self._reference.difference(wanted, held, out)
+            super().difference(wanted, held, out)
             return
         self._batch(held.device).difference(wanted, held, out)
 

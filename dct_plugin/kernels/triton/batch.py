@@ -316,7 +316,7 @@ class Batch:
         launch(getattr(device, kernel), chunks, table, count, **{constant: value})
 
     def _find(self, table: Tensor, count: int, key: tuple[Any, ...], chunks: int, most: int) -> None:
-        magnitudes = self._empty(chunks * CHUNK, torch.int32)
+        magnitudes = torch.empty(chunks * CHUNK, dtype=torch.int32, device=self.where)
         launch(device.sample, chunks, table, magnitudes, count, GRAD=key[0], HAS_RESIDUAL=key[1])
         lanes = min(_LANES, 1 << max(10, (most - 1).bit_length()))
         warps = min(32, lanes // 256)
@@ -339,7 +339,7 @@ class Batch:
             launch(device.overflow, tiles, table, state, count, GRAD=variant.grad, ALIGNED=variant.aligned)
         if variant.selected:
             words = blocks * (BLOCK // 32)
-            scratch = self._empty(words + room, torch.int32)
+            scratch = torch.empty(words + room, dtype=torch.int32, device=self.where)
             options = {"HAS_LEFT": variant.left, "IN_PLACE": variant.in_place, **aligned}
             launch(device.select, tiles, table, scratch, state, self._taus, count, **options)
             launch(device.compact, blocks, table, scratch, state, words, count, num_warps=8)
@@ -355,9 +355,6 @@ class Batch:
         blocks = blocks if put_back or variant.clear else 0
         arguments = (table, state, counts, self._errors, count, blocks)
         launch(device.settle, blocks + count, *arguments, **constants)
-
-    def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=self.where)
 
 
 def _undo(job: Job | PartedJob) -> None:
