@@ -6,16 +6,19 @@ Reductions of gradients and updates of weights have them in common.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from .. import checkpoint
 from ..codecs.copies import Stopwatch
 from ..codecs.values import ValueDtype
-from ..compression.stream import backend_of
+from ..compression.feedback import ScratchBuffers
+from ..compression.stream import Compressor, backend_of
 from ..config import DataParallelConfig, KernelConfig
 from ..console import logger
 from ..errors import ConfigError
@@ -28,14 +31,6 @@ from .plan import fingerprint_of
 
 if TYPE_CHECKING:
     from .nodes.ranks import NodeRanks
-from collections.abc import Mapping
-
-from torch import Tensor
-
-from .. import checkpoint
-from ..compression.feedback import ScratchBuffers
-from ..compression.stream import Compressor
-from ..kernels.backend import PACK_BLOCK
 
 
 class Streams(dict[str, Compressor]):
@@ -127,12 +122,6 @@ class Streams(dict[str, Compressor]):
         self.loaded = dict(checkpoint.in_unit({"streams": self.loaded}, ratio)["streams"])
         for stream in self.values():
             stream.rescale(ratio)
-
-    def residual_bytes(self, numel: int) -> float:
-        """Return the memory of one residual of so many entries."""
-        if not self._settings.feedback.keeps_residual:
-            return 0.0
-        return {"bf16": 2.0, "int8": 1.0 + 1.0 / PACK_BLOCK}.get(self._settings.residual_dtype, 4.0) * numel
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all streams, also of those that were loaded and not used since."""

@@ -80,6 +80,11 @@ JOBS = (
 )
 
 
+def residual_bytes(settings: DataParallelConfig) -> float:
+    """Return the bytes of an entry of a residual; 0 where none is kept."""
+    return _RESIDUAL[settings.residual_dtype] * settings.feedback.keeps_residual
+
+
 def kept_in_words(settings: DataParallelConfig, entries: float, weights: float, free: float) -> str:
     """Return what a rank keeps from step to step and two smaller settings, in words; empty if it is less
     than a tenth of what is free.
@@ -144,7 +149,7 @@ def memory(job: Job, parameters: float, *, width: int = 1024, bucket: int = 6_55
     """
     settings = resolve(DataParallelConfig.of(job.section), Training(["AdamW"], ranks=job.ranks)).settings
     feedback, entries, weights = settings.feedback, parameters / job.inside, job.weight_bytes * parameters
-    kept = (1.0 + job.transactional) * _RESIDUAL[settings.residual_dtype] * feedback.keeps_residual * entries
+    kept = (1.0 + job.transactional) * residual_bytes(settings) * entries
     answers = not job.shards and exchange_by_rule(settings, job.ranks) != "direct"
     updates = weights / job.shards if job.shards and settings.parameters else 0.0
     sent = min(entries, bucket + (MOST_PENDING / settings.density if job.in_slots else 0.0))

@@ -18,6 +18,7 @@ from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.host_traffic import own_traffic
 from dct_plugin.metrics import format_bytes
+from dct_plugin.policy.memory import residual_bytes
 from dct_plugin.transport import lost_ranks
 
 
@@ -219,7 +220,7 @@ class Transactions:
         known = told or [parameter for each in cleared for parameter in each.reduced.values()]
         sizes = [local_part(each).numel() for each in known]
         kept = [(r, sum(n for n in sizes if not r.group.is_small("", n))) for r in self._reducers]
-        memory = max(r.group.streams.residual_bytes(numel) for r, numel in kept)
+        memory = max(residual_bytes(r.group.settings) * numel for r, numel in kept)
         logger.warning(
             f"{what}: {lost}. From now on a second residual, {format_bytes(memory)} on a rank, "
             "keeps residuals as they were before such a batch"
