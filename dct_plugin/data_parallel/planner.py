@@ -13,7 +13,6 @@ from .plan import BoundedTable, Entries, PlannedTensor, ReductionPlan, Shard, Sh
 from .stream_group import StreamGroup
 from .topologies import Phase, Topologies, Topology
 
-_ALL = Sparsity(1.0)
 _Names: TypeAlias = tuple[tuple[str, int, torch.dtype], ...]
 
 #: Bytes of tensors below ``min_numel`` in a bucket that are worth two exchanges of their own.
@@ -91,10 +90,10 @@ class Planner:
         )
         for see in add_ons.before_reduce:
             see(plan)
-        for each in tensors:
-            if not each.small:
-                each.sparsity = _ALL if self.sends_all else self._sparsity
         if not self.sends_all:
+            for each in tensors:
+                if not each.small:
+                    each.sparsity = self._sparsity
             add_ons.choose_sparsities(tensors)
         return plan
 
