@@ -244,13 +244,9 @@ def _limit(idx: Tensor, capacity: int, start: int) -> Tensor:
     """Return at most ``capacity`` of the ascending ``idx``, from the first one >= start on and wrapping
     around.
     """
-    count = idx.numel()
-    if count <= capacity:
+    if idx.numel() <= capacity:
         return idx
-    first = int(torch.searchsorted(idx, start))
-    if first + capacity <= count:
-        return idx[first : first + capacity]
-    return torch.cat([idx[: first + capacity - count], idx[first:]])
+    return idx.roll(-int(torch.searchsorted(idx, start)))[:capacity].sort().values
 
 
 def _stats(nbytes: int, nnz: int, above: int, nonfinite: bool, tau: Tau, began: int, selected: int) -> Stats:
