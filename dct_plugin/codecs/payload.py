@@ -172,27 +172,6 @@ def header_bytes(data: Tensor) -> bytes:
     return data[:HEADER_NBYTES].cpu().numpy().tobytes()
 
 
-def parse_payload(data: Tensor, numel: int | None = None, *, verify: bool = True) -> Header:
-    """Check that ``data``, uint8 1-D contiguous, is exactly one payload (of ``numel`` entries, if given).
-
-    ``verify=False`` leaves the checksum to a later decode.
-
-    Raises:
-        PayloadError: the reason.
-    """
-    if data.dtype is not torch.uint8 or data.dim() != 1 or not data.is_contiguous():
-        shape = tuple(data.shape)
-        raise PayloadError(f"a payload is a contiguous 1-D uint8 tensor, got {data.dtype} of shape {shape}")
-    header = Header.parse(header_bytes(data), data.numel())
-    if header.nbytes != data.numel():
-        raise PayloadError(f"payload announces {header.nbytes} bytes, the buffer has {data.numel()}")
-    if numel is not None:
-        check_numel(header, numel)
-    if verify:
-        verify_checksum(header, data)
-    return header
-
-
 def check_numel(header: Header, numel: int) -> None:
     """Raise :class:`PayloadError` unless the payload is of a tensor of ``numel`` entries."""
     if header.numel != numel:
@@ -220,12 +199,22 @@ class Payload:
 
     @classmethod
     def from_tensor(cls, data: Tensor, *, verify: bool = True) -> Payload:
-        """Wrap a received uint8 tensor that is exactly one payload; ``verify=False`` skips the checksum.
+        """Wrap a received tensor, uint8 1-D contiguous, that is exactly one payload.
+
+        ``verify=False`` leaves the checksum to a later decode.
 
         Raises:
             PayloadError: the reason.
         """
-        return cls(data, parse_payload(data, verify=verify))
+        if data.dtype is not torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+            found = f"{data.dtype} of shape {tuple(data.shape)}"
+            raise PayloadError(f"a payload is a contiguous 1-D uint8 tensor, got {found}")
+        header = Header.parse(header_bytes(data), data.numel())
+        if header.nbytes != data.numel():
+            raise PayloadError(f"payload announces {header.nbytes} bytes, the buffer has {data.numel()}")
+        if verify:
+            verify_checksum(header, data)
+        return cls(data, header)
 
     @classmethod
     def split(cls, message: Tensor, *, verify: bool = True) -> list[Payload]:
@@ -292,7 +281,7 @@ def open_payload(payload: Payload | Tensor, numel: int, *, verify: bool = True) 
         PayloadError: The payload is not valid, or not of ``numel`` entries.
     """
     if not isinstance(payload, Payload):
-        return Payload(payload, parse_payload(payload, numel, verify=verify))
+        payload = Payload.from_tensor(payload, verify=False)
     check_numel(payload.header, numel)
     if verify:
         verify_checksum(payload.header, payload.data)

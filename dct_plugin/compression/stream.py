@@ -17,13 +17,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.message import ONE, Key, MessageWriter
-from ..codecs.payload import (
-    Header,
-    Payload,
-    dense_payload_nbytes,
-    header_bytes,
-    parse_payload,
-)
+from ..codecs.payload import Header, Payload, dense_payload_nbytes, header_bytes
 from ..codecs.stats import Stats, Totals, read_stats
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
@@ -498,7 +492,7 @@ def add_at(kernels: Backend, payload: Tensor, out: Tensor, mask: Tensor) -> None
     """
     flat = out.view(-1)
     # Their headers are read once: on a device the host waits for each.
-    positions, sent = (Payload(each, parse_payload(each, verify=False)) for each in (mask, payload))
+    positions, sent = (Payload.from_tensor(each, verify=False) for each in (mask, payload))
     at = kernels.positions(positions, flat.numel())
     values = flat[at].to(torch.float32)
     kernels.decode_add(sent, values)

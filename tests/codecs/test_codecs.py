@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dct_plugin.codecs.index import decode_indices, encode_indices, index_bound, index_form
-from dct_plugin.codecs.payload import HEADER_NBYTES, Header, Payload, checksum, parse_payload, payload_bound
+from dct_plugin.codecs.payload import HEADER_NBYTES, Header, Payload, checksum, payload_bound
 from dct_plugin.codecs.values import VALUE_CODECS, ValueDtype, decode_values, encode_values
 from dct_plugin.errors import PayloadError
 from dct_plugin.kernels import Job, build
@@ -459,7 +459,7 @@ def test_payload_of_another_tensor(backend: Backend) -> None:
             backend.decode_add(data, out)
         assert not bool(out.any())
     with pytest.raises(PayloadError, match="uint8"):
-        parse_payload(torch.zeros(50))
+        Payload.from_tensor(torch.zeros(50))
     with pytest.raises(PayloadError, match="uint8"):
         Payload.split(torch.zeros(2, 50, dtype=torch.uint8))
 
