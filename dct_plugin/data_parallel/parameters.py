@@ -23,9 +23,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..codecs.message import MessageWriter
-from ..codecs.payload import dense_payload_nbytes, split_message
+from ..codecs.payload import split_message
 from ..codecs.values import ValueDtype
-from ..compression.stream import add_payload, encode_all, wire_dtype
+from ..compression.stream import add_payload, encode_all
 from ..config import DataParallelConfig, NoFeedback, ParametersConfig
 from ..metrics import Record
 from ..transport.slots import Slots
@@ -223,8 +223,7 @@ class MasterBroadcast(OwnersToAll):
         return shard, self._difference(working, master)
 
     def encode(self, plan: ReductionPlan, writer: MessageWriter) -> list[WrittenTensor]:
-        group, written = self.group, []
-        density, copies = group.schedule.density(group.step), group.world_size - 1
+        group, written, copies = self.group, [], self.group.world_size - 1
         owned = [
             (each, shard, each.view(shard), self.masters(each.name))
             for each, shard in plan.owned_by(group.rank)
@@ -233,13 +232,13 @@ class MasterBroadcast(OwnersToAll):
         for each, shard, working, master in owned:
             stream = None
             if each.small:
-                dtype = wire_dtype(working.dtype, dense=True)
+                dtype = self.small_dtype(working.dtype)
                 encoded = encode_all(group.backend, next(rounded), writer, dtype)
             else:
                 stream = group.streams.named(each.name)
                 self._own[each.name] = shard, working, master
                 difference = self._difference(working, master)
-                encoded = stream.encode(difference, writer, density)
+                encoded = stream.encode(difference, writer, self.density(each))
             name = "parameter_small" if each.small else "parameter"
             dense = copies * encoded.numel * each.tensor.element_size()
             written.append(WrittenTensor(None, name, encoded, stream, dense, [copies]))
@@ -254,14 +253,6 @@ class MasterBroadcast(OwnersToAll):
             with naming_sender(self.group, owner):
                 for working, payload in zip(weights, split_message([message], 0, weights), strict=True):
                     add_payload(self.group.backend, payload, working)
-
-    def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
-        group, numels = self.group, [stop - start for _, start, stop in tensor.parts]
-        if tensor.small:
-            dtype = wire_dtype(tensor.tensor.dtype, dense=True)
-            return [dense_payload_nbytes(numel, dtype) for numel in numels]
-        density = group.schedule.density(group.step)
-        return [self.most_bytes(None, numel, density)[0] for numel in numels]
 
     def prepare_sum(self, plan: ReductionPlan, slots: Slots) -> Callable[[], Tensor]:
         add_up = super().prepare_sum(plan, slots)

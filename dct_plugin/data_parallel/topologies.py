@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..codecs.message import Key, MessageWriter
+from ..codecs.message import MessageWriter
 from ..codecs.payload import dense_payload_nbytes
 from ..codecs.values import ValueDtype
 from ..compression.stream import Compressor, Encoded, as_flat, encode_all, parts_of
@@ -137,16 +137,29 @@ class Phase(ABC):
             slots.received, slots.bounds, tensors, scale, spans, spare=self.spare, bits=group.value_dtype.bits
         )
 
-    @abstractmethod
     def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
         """Return the most bytes of the payload of each part of a tensor."""
+        if tensor.small:
+            dtype = self.small_dtype(tensor.tensor.dtype)
+            return [dense_payload_nbytes(stop - start, dtype) for _, start, stop in tensor.parts]
+        density, dtype, most_kept = self.density(tensor), self.value_dtype, self.group.backend.most_kept
+        if self.from_owners:  # a part is all of its owner's stream
+            bounds = tensor.parts.bounds
+            return [parts_of(None, stop - start, density, dtype, most_kept).total for start, stop in bounds]
+        return parts_of(tensor.parts.bounds, tensor.numel, density, dtype, most_kept).nbytes
 
-    def most_bytes(
-        self, bounds: Key | None, numel: int, density: float, value_dtype: ValueDtype | None = None
-    ) -> Sequence[int]:
-        """Return the most bytes of the payloads that :meth:`.Compressor.encode` writes of parts."""
-        value_dtype, kernels = value_dtype or self.group.value_dtype, self.group.backend
-        return parts_of(bounds, numel, density, value_dtype, kernels.most_kept).nbytes
+    def density(self, tensor: PlannedTensor) -> float:
+        """Return the share of the entries of a tensor that is sent."""
+        return tensor.sparsity.density
+
+    @property
+    def value_dtype(self) -> ValueDtype:
+        """The type of the selected values."""
+        return self.group.value_dtype
+
+    def small_dtype(self, dtype: torch.dtype) -> ValueDtype:
+        """Return the type of a small tensor's entries on the wire: its own, without loss."""
+        return ValueDtype.lossless(dtype)
 
     def capacities(self, plan: ReductionPlan) -> AgreedCapacities:
         """Return the capacities of slots that hold any message of a plan."""
@@ -243,7 +256,7 @@ class GradientPhase(Phase):
         group, stream, bounds, owners = self.group, None, tensor.parts.bounds, tensor.parts.owners
         grad, (density, label) = as_flat(tensor.tensor), tensor.sparsity
         if tensor.small:
-            dtype = self._small_dtype(grad)
+            dtype = self.small_dtype(grad.dtype)
             encoded = encode_all(group.backend, grad, writer, dtype, bounds, owners, clear=True)
         else:
             stream = group.streams.named(tensor.name)
@@ -255,16 +268,6 @@ class GradientPhase(Phase):
         cls = "gradient_small" if tensor.small else "gradient"
         dense *= tensor.tensor.nbytes
         return WrittenTensor(tensor.name, cls, encoded, stream, dense, copies, label)
-
-    def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
-        if not tensor.small:
-            return self.most_bytes(tensor.parts.bounds, tensor.numel, tensor.sparsity.density)
-        dtype, numels = self._small_dtype(tensor.tensor), [stop - start for _, start, stop in tensor.parts]
-        return [dense_payload_nbytes(numel, dtype) for numel in numels]
-
-    def _small_dtype(self, tensor: Tensor) -> ValueDtype:
-        """Return the type of a small tensor's entries on the wire: its own, without loss."""
-        return ValueDtype.lossless(tensor.dtype)
 
 
 def direct(group: StreamGroup) -> Topology:
@@ -292,10 +295,10 @@ class _MessagesToOwners(GradientPhase):
     def sums(self, plan: ReductionPlan) -> tuple[Sequence[Tensor], float]:
         return plan.views_of(self.group.rank), plan.scale
 
-    def _small_dtype(self, tensor: Tensor) -> ValueDtype:
+    def small_dtype(self, dtype: torch.dtype) -> ValueDtype:
         """fp32 crosses in bf16 beside entries in 8 bits or fewer that have no residual either."""
         few = not self.group.settings.feedback.keeps_residual and self.group.value_dtype.bits <= 8
-        return ValueDtype.BF16 if few and tensor.dtype == torch.float32 else super()._small_dtype(tensor)
+        return ValueDtype.BF16 if few and dtype == torch.float32 else super().small_dtype(dtype)
 
 
 class TwoPhase(Topology):
@@ -350,37 +353,30 @@ class _Answers(Phase):
         """Write a sum, and leave zeros in ``total``."""
         stream = None
         if tensor.small:
-            encoded = encode_all(self.group.backend, total, writer, _sum_dtype(tensor), clear=True)
+            dtype = self.small_dtype(tensor.tensor.dtype)
+            encoded = encode_all(self.group.backend, total, writer, dtype, clear=True)
         else:
             stream = self.group.streams.named(_stream_of(tensor.name, shard))
-            stream.set_value_dtype(self._value_dtype)
-            encoded = stream.encode(total, writer, self._density(tensor), clear=True)
+            stream.set_value_dtype(self.value_dtype)
+            encoded = stream.encode(total, writer, self.density(tensor), clear=True)
         receivers, cls = self.group.world_size - 1, "gradient_small" if tensor.small else "gradient_answer"
         dense = receivers * total.numel() * tensor.tensor.element_size()
         return WrittenTensor(None, cls, encoded, stream, dense, [receivers])
 
-    def _density(self, tensor: PlannedTensor) -> float:
+    def density(self, tensor: PlannedTensor) -> float:
         return min(1.0, tensor.sparsity.density * self.group.settings.server_density)
 
-    def payload_bounds(self, tensor: PlannedTensor) -> Sequence[int]:
-        numels = [stop - start for _, start, stop in tensor.parts]
-        if tensor.small:
-            return [dense_payload_nbytes(numel, _sum_dtype(tensor)) for numel in numels]
-        density, dtype = self._density(tensor), self._value_dtype
-        return [self.most_bytes(None, numel, density, dtype)[0] for numel in numels]
-
     @property
-    def _value_dtype(self) -> ValueDtype:
+    def value_dtype(self) -> ValueDtype:
         """The type of the values; signs lose too much of sums."""
         dtype = self.group.value_dtype
         return ValueDtype.INT2 if dtype is ValueDtype.SIGN else dtype
 
-
-def _sum_dtype(tensor: PlannedTensor) -> ValueDtype:
-    """Return the type in which the sum of a small tensor is sent. A sum of bf16 is rounded to bf16 on
-    arrival. One of fp16 may not be an fp16 before it is scaled.
-    """
-    return ValueDtype.BF16 if tensor.tensor.dtype == torch.bfloat16 else ValueDtype.FP32
+    def small_dtype(self, dtype: torch.dtype) -> ValueDtype:
+        """Return the type in which the sum of a small tensor is sent. A sum of bf16 is rounded to bf16 on
+        arrival. One of fp16 may not be an fp16 before it is scaled.
+        """
+        return ValueDtype.BF16 if dtype == torch.bfloat16 else ValueDtype.FP32
 
 
 def _stream_of(name: str, shard: Shard) -> str:
