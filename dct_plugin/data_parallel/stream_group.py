@@ -53,7 +53,6 @@ class Streams(dict[str, Compressor]):
     ) -> None:
         super().__init__()
         self._settings, self._rank, self.kernels = settings, rank, kernels
-        self._value_dtype = ValueDtype.parse(settings.value_dtype)
         self.transactional = transactional
         self.scratch = ScratchBuffers()
         self.loaded: dict[str, dict[str, Any]] = {}
@@ -67,7 +66,6 @@ class Streams(dict[str, Compressor]):
                 settings, name=name, rank=self._rank, kernels=self.kernels,
                 transactional=transactional, scratch=scratch,
             )  # fmt: skip
-            stream.set_value_dtype(self._value_dtype)
             if name in self.loaded:
                 stream.load_state_dict(self.loaded.pop(name))
         return stream
@@ -96,11 +94,11 @@ class Streams(dict[str, Compressor]):
             for stream in self.values():
                 stream.arm()
 
-    def set_value_dtype(self, value_dtype: ValueDtype) -> None:
-        """Send the kept values in another type from now on."""
-        self._value_dtype = value_dtype
+    def set_value_dtype(self, settings: DataParallelConfig) -> None:
+        """Send the kept values in the type of these settings from now on."""
+        self._settings = settings
         for stream in self.values():
-            stream.set_value_dtype(value_dtype)
+            stream.set_value_dtype(settings.value_dtype)
 
     def add_to_residual(self, name: str, flat: Tensor) -> None:
         """Add to the residual of a tensor what an exchange left in it, where no rank used that."""
@@ -242,7 +240,7 @@ class StreamGroup:
         """Send the kept values of all streams in another type from now on."""
         self.settings = self.settings.model_copy(update={"value_dtype": value_dtype})
         self.value_dtype = ValueDtype.parse(value_dtype)
-        self.streams.set_value_dtype(self.value_dtype)
+        self.streams.set_value_dtype(self.settings)
 
     def is_small(self, name: str, numel: int) -> bool:
         """Return whether a tensor is sent dense, of which so many entries take part in the exchange."""
