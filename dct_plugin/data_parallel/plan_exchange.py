@@ -56,9 +56,7 @@ class PlanExchanges:
         finished: Called for each plan whose results are complete.
     """
 
-    def __init__(
-        self, group: StreamGroup, finished: Callable[[ReductionPlan], None] = lambda _: None
-    ) -> None:
+    def __init__(self, group: StreamGroup, finished: Callable[[ReductionPlan], None]) -> None:
         self.group, self.finished = group, finished
         self._spare_writers: list[tuple[MessageWriter, MessageWriter]] = []
 
