@@ -296,7 +296,6 @@ class Backend(Selection, Sums, Residuals):
             neither tensors nor payloads may be read or written.
     """
 
-    name: str
     batches: ClassVar[bool] = False
     lengths_on_host: ClassVar[bool] = True
     message_entries: ClassVar[float] = 50_000

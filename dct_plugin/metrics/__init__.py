@@ -29,14 +29,7 @@ from ..config import MetricsConfig
 from ..console import logger
 from .sinks import Event as Event
 from .sinks import ReportSinks, Sink
-from .summary import (
-    UNCOMPRESSED,
-    ClassSummary,
-    Summary,
-    in_words,
-    ratio_of,
-    uncompressed,
-)
+from .summary import UNCOMPRESSED, ClassSummary, Summary, in_words, ratio_of, uncompressed
 from .summary import format_bytes as format_bytes
 
 
