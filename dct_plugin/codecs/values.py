@@ -114,10 +114,9 @@ class _ScaledInt8(_ValueCodec):
         # A tensor as divisor: CUDA divides by a Python number by multiplying with its rounded reciprocal.
         divisor = torch.full((), 127.0, device=x.device)
         scale = table.abs().amax(dim=1) / divisor if groups else torch.empty(0, device=x.device)
-        q = torch.round(table / scale.unsqueeze(1))
-        # A zero scale divides by zero; a subnormal one may have been rounded so far that the quotient passes
-        # 127. Adding 0 turns -0 into the +0 a receiver gets.
-        q = torch.where(scale.unsqueeze(1) > 0, q, torch.zeros_like(q)).clamp(-127, 127) + 0.0
+        # A subnormal scale may have been rounded so far that the quotient passes 127. Adding 0 turns -0 into
+        # the +0 a receiver gets.
+        q = _whole_steps(table, scale.unsqueeze(1)).clamp(-127, 127) + 0.0
         decoded = (q * scale.unsqueeze(1)).reshape(-1)[:n]
         data = torch.cat([scale.view(torch.uint8), q.reshape(-1)[:n].to(torch.int8).view(torch.uint8)])
         return data, decoded
@@ -151,9 +150,7 @@ class _Levels(_ValueCodec):
         high = magnitude.nan_to_num(nan=0.0).amax(dim=1) if n else low
         ends = torch.stack([low + (high - low) * share for share in self._share], dim=1).to(torch.bfloat16)
         start, step = self._scale(ends, x)
-        level = torch.round((magnitude - start) / step)
-        # Equal ends divide by zero.
-        level = torch.where(step > 0, level, torch.zeros_like(level)).clamp(0, self._levels - 1)
+        level = _whole_steps(magnitude - start, step).clamp(0, self._levels - 1)
         negative = _in_groups(x, 0.0) < 0
         code = torch.where(negative, level + self._levels, level).nan_to_num(nan=0.0)
         decoded = torch.where(negative, -(start + level * step), start + level * step).reshape(-1)[:n]
@@ -238,8 +235,7 @@ class _Sign(_ValueCodec):
         n, table = x.numel(), _in_groups(x, 0.0)
         whole = torch.full((), 32767.0, device=x.device)
         step = table.abs().amax(dim=1) / whole if n else table[:, 0]
-        parts = torch.round(table.abs() / step.unsqueeze(1))
-        parts = torch.where(step.unsqueeze(1) > 0, parts, torch.zeros_like(parts)).clamp(max=32767.0)
+        parts = _whole_steps(table.abs(), step.unsqueeze(1)).clamp(max=32767.0)
         scale = parts.sum(dim=1) / _in_groups(torch.ones_like(x), 0.0).sum(dim=1) * step
         negative = (table < 0).view(-1)[:n]
         return torch.cat([scale.view(torch.uint8), _packed(negative, n, 1)]), self._decoded(negative, scale)
@@ -259,6 +255,11 @@ def _refuse(wrong: Tensor, what: str) -> None:
     """Raise :class:`~dct_plugin.errors.PayloadError` if an entry is wrong."""
     if bool(wrong.any()):
         raise PayloadError(f"value section holds {what}")
+
+
+def _whole_steps(x: Tensor, step: Tensor) -> Tensor:
+    """Return how many steps ``x`` is, rounded; 0 where a step is 0, which divides by zero."""
+    return torch.where(step > 0, torch.round(x / step), 0.0)
 
 
 def _in_groups(x: Tensor, padding: float, group: int = VALUE_GROUP) -> Tensor:
