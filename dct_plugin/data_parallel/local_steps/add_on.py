@@ -215,11 +215,9 @@ class LocalSteps(AddOn):
             return []
         self.weights.hide()
         self._exchanges = True
-        crossing, has_buffers = (
-            self.progress.entries(last=last),
-            not self.progress.number % self._kind.buffers_every,
-        )
-        return [*crossing, *(self._buffers.entries() if last or has_buffers else ())]
+        crossing = self.progress.entries(last=last)
+        has_buffers = last or not self.progress.number % self._kind.buffers_every
+        return [*crossing, *(self._buffers.entries() if has_buffers else ())]
 
     @torch.no_grad()
     def step(self) -> None:
