@@ -31,7 +31,6 @@ from ..metrics import format_bytes
 from ..policy import AppliedSettings, Training, resolve
 from ..policy.memory import JOBS, memory
 from ..policy.rules import Setting, exchange_by_rule, settings_within
-from ..processes import tail
 from ..rates import bits_per_second, check_rates, rate_name
 
 #: Lines of a failed job's output that are shown.
@@ -210,7 +209,7 @@ def _measured(command: Sequence[str], limit: float) -> Figures:
         raise DCTError(
             f"the job {what}, which takes 15 optimizer steps of DistributedDataParallel, FSDP2 (61 on "
             "one mesh), DeepSpeed or Megatron on at least two ranks; the end of its output:\n"
-            + tail(own, _LINES)
+            + processes.tail(own, _LINES)
         )
 
 

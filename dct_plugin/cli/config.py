@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..console import print_error, print_warning
+from ..errors import ConfigError
+
 if TYPE_CHECKING:
     from ..integrations.deepspeed.file_check import FileReport
 
@@ -72,8 +75,6 @@ def check(
     its own keys when the job starts.
     """
     from ..config.dct import read_hjson
-    from ..console import print_error
-    from ..errors import ConfigError
     from ..integrations.deepspeed import file_check
 
     failed = False
@@ -95,7 +96,6 @@ def check(
 def _print(report: FileReport, file: str) -> bool:
     """Print what is to be said about a file; return whether its job would start."""
     from ..config.validation_errors import faulty
-    from ..console import print_error, print_warning
 
     if report.faults:
         print_error(faulty(report.faults, f"dct configuration in {file}"))
@@ -142,7 +142,6 @@ def suggest(
     import torch
 
     from ..config import DCTConfig
-    from ..errors import ConfigError
     from ..integrations.deepspeed.rules import training_facts
     from ..integrations.deepspeed.section import Job
     from ..policy import resolve
