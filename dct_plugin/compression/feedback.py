@@ -108,10 +108,8 @@ def entries_of(saved: Saved) -> tuple[int, ...]:
         raise ValueError("is not in int8")
     if exponents.shape != (-(-values.numel() // PACK_BLOCK),):
         raise ValueError(f"has {exponents.numel()} exponents for {values.numel()} entries")
-    if (
-        exponents.numel()
-        and not PACK_EXPONENTS[0] <= int(exponents.min()) <= int(exponents.max()) <= PACK_EXPONENTS[1]
-    ):
+    low, high = PACK_EXPONENTS
+    if bool(((exponents < low) | (exponents > high)).any()):
         raise ValueError("has exponents out of range")
     return tuple(values.shape)
 
@@ -168,7 +166,6 @@ class Residual(_Transaction[Tensor]):
         # quarter of the traffic. It takes the memory of one tensor, which the caching allocator passes on.
         self._beside = device.type == "cuda" and memory is None
         self._is_of_host = memory is not None
-        self._written: Tensor | None = None
 
     def arm(self) -> None:
         """Keep a second buffer from now on, unless a host keeps the residual."""
@@ -195,20 +192,15 @@ class Residual(_Transaction[Tensor]):
         The residual stays as it is until :meth:`end`, also if the pass fails before.
         """
         if self._pending is not None:
-            source, self._written = self._newest, self._pending
-        else:
-            source = self._committed
-            self._written = torch.empty_like(source) if self._beside else source
-        return source, self._written
+            return self._newest, self._pending
+        return self._committed, torch.empty_like(self._committed) if self._beside else self._committed
 
-    def end(self, step: int) -> None:
-        """Take over what the pass wrote; ``step`` passes of the stream came before it."""
-        assert self._written is not None, "begin() comes first"
+    def end(self, written: Tensor, step: int) -> None:
+        """Take over what the pass has ``written``; ``step`` passes of the stream came before it."""
         if self._pending is None:
-            self._committed = self._written
+            self._committed = written
         else:
             self._dirty = True
-        self._written = None
 
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradient's unit (loss scale); exact for powers of two."""
@@ -265,14 +257,12 @@ class PackedResidual(_Transaction[PackedTensor]):
         self._pending = PackedTensor(numel, dtype, kernels, device) if transactional else None
         self._scratch, self._seed, self._batched = scratch, seed, kernels.batches
         self._kernels = kernels
-        self._left: Tensor | None = None
 
     def arm(self) -> None:
         """See :meth:`Residual.arm`."""
         if self._pending is None:
             values = self._committed.values
             self._pending = PackedTensor(self.numel, values.dtype, self._kernels, values.device)
-            self._dirty = False
 
     def clear(self) -> None:
         """Set the residual to zero."""
@@ -292,17 +282,15 @@ class PackedResidual(_Transaction[PackedTensor]):
         """See :meth:`Residual.begin`."""
         if self._batched:
             source = self._newest.read(torch.empty_like(self._newest.values, dtype=torch.float32))
-            self._left = torch.empty_like(source)
-        else:
-            source = self._left = self.show(self._scratch, "pass")
-        return source, self._left
+            return source, torch.empty_like(source)
+        source = self.show(self._scratch, "pass")
+        return source, source
 
-    def end(self, step: int) -> None:
+    def end(self, written: Tensor, step: int) -> None:
         """See :meth:`Residual.end`."""
-        assert self._left is not None, "begin() comes first"
         target = self._committed if self._pending is None else self._pending
-        target.write(self._left, self._seed + 0x9E3779B9 * (step + 1))
-        self._left, self._dirty = None, True
+        target.write(written, self._seed + 0x9E3779B9 * (step + 1))
+        self._dirty = self._pending is not None
 
     def rescale(self, factor: float) -> None:
         """See :meth:`Residual.rescale`; but for powers of two it is rounded."""

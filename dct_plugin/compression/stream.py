@@ -259,8 +259,8 @@ class Compressor(Stream):
         parts = parts_of(bounds, numel, encoded.density, self._value_dtype, kernels.most_kept)
         job = PartedJob(grad, before, tau, after, parts, step * START_STRIDE, clear)
         encoded.stats = kernels.compress_parts(job, writer, receivers)
-        if residual is not None:
-            residual.end(step)
+        if residual is not None and after is not None:
+            residual.end(after, step)
         return encoded
 
     def observe(self, encoded: Encoded, totals: Totals | None = None) -> None:

@@ -175,8 +175,7 @@ def test_a_residual_without_a_transaction_is_lost_once() -> None:
     assert not residual.current.any()
     residual.current.fill_(1.0)
     residual.arm()
-    residual.begin()[1].fill_(2.0)
-    residual.end(0)
+    residual.end(residual.begin()[1].fill_(2.0), 0)
     assert residual.current.tolist() == [2.0] * 4
     residual.rollback()
     assert residual.current.tolist() == [1.0] * 4
