@@ -104,10 +104,9 @@ class Transformed(ActivationCompressor[TransformMethod]):
             state.peers |= state.arrived
             if state.scatter is not None:
                 with self._side.queue(state.scatter, *(state.own or ())):
-                    state.update_covariance()
+                    covariance = state.update_covariance(state.scatter)
                     if self._sends_directions(state):
-                        assert state.covariance is not None
-                        state.own = self._fitted(state.covariance, state.own)
+                        state.own = self._fitted(covariance, state.own)
             state.scatter, state.arrived = None, {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,15 +254,17 @@ class _State:
         self.arrived: dict[int, _Code] = {}
         self.valid: dict[int, Callable[[], Tensor]] = {}
 
-    def update_covariance(self) -> None:
-        """Add the step's covariance to those before; leave out one of NaN, infinity or zeros alone."""
-        assert self.scatter is not None
-        trace, hidden = self.scatter.trace(), self.scatter.shape[0]
-        usable = torch.isfinite(self.scatter).all() & (trace > 0)
+    def update_covariance(self, scatter: Tensor) -> Tensor:
+        """Add the step's covariance to those before, and return it; leave out one of NaN, infinity or zeros
+        alone.
+        """
+        trace, hidden = scatter.trace(), scatter.shape[0]
+        usable = torch.isfinite(scatter).all() & (trace > 0)
         known, unknown = self.covariance, torch.eye(hidden, device=trace.device) / hidden
         before = unknown if known is None else to_device(known, trace.device)
-        after = before.lerp(self.scatter / trace, 1.0 if known is None else 1 - _DECAY)
+        after = before.lerp(scatter / trace, 1.0 if known is None else 1 - _DECAY)
         self.covariance = torch.where(usable, after, before)
+        return self.covariance
 
     def state_dict(self) -> dict[str, Any]:
         return {
