@@ -127,20 +127,9 @@ class AnswerMethod(Method):
 
 
 _CHOSEN, _SHORT = Field(discriminator="method"), written_short("method")
+_Entrywise = ThresholdMethod | QuantiseMethod
 #: Methods with messages whose size both ends know.
-_Known = ThresholdMethod | QuantiseMethod | TransformMethod
-
-#: Methods between tensor-parallel ranks.
-TensorForward = Annotated[_Known | BoundMethod | NoMethod, _CHOSEN, _SHORT]
-TensorBackward = Annotated[AnswerMethod | _Known | BoundMethod | NoMethod, _CHOSEN, _SHORT]
-#: Methods between pipeline stages, where a receiver knows the size of a message in advance: no bound.
-PipelineForward = Annotated[_Known | NoMethod, _CHOSEN, _SHORT]
-PipelineBackward = Annotated[AnswerMethod | _Known | NoMethod, _CHOSEN, _SHORT]
-#: Methods for tokens on their way to experts.
-ExpertsForward = Annotated[ThresholdMethod | QuantiseMethod | BoundMethod | NoMethod, _CHOSEN, _SHORT]
-ExpertsBackward = Annotated[
-    AnswerMethod | ThresholdMethod | QuantiseMethod | BoundMethod | NoMethod, _CHOSEN, _SHORT
-]
+_Known = _Entrywise | TransformMethod
 
 
 class ActivationConfig(Section):
@@ -151,14 +140,14 @@ class ActivationConfig(Section):
     #: Whether receivers must know the size of a message in advance.
     fixed_size: ClassVar[bool] = False
 
-    forward: TensorForward = NoMethod()
+    forward: Annotated[_Known | BoundMethod | NoMethod, _CHOSEN, _SHORT] = NoMethod()
     """Method that compresses activations.
 
     One of the [methods](#methods): `transform` between pipeline stages
     ([comparison](model-parallel.md#compressor-classes),
     [quality](quality.md#compressor-classes-for-activations)).
     """
-    backward: TensorBackward | None = None
+    backward: Annotated[AnswerMethod | _Known | BoundMethod | NoMethod, _CHOSEN, _SHORT] | None = None
     """Method for the gradients of these activations. null is the method of `forward`; with `threshold`
     gradients return at the forward positions, in the type of `{"method": "answer", ...}`.
 
@@ -214,8 +203,9 @@ class PipelineConfig(ActivationConfig):
     section_path = "dct.model_parallel.pipeline"
     fixed_size = True
 
-    forward: PipelineForward = NoMethod()
-    backward: PipelineBackward | None = None
+    # A receiver knows the size of a message in advance: no bound.
+    forward: Annotated[_Known | NoMethod, _CHOSEN, _SHORT] = NoMethod()
+    backward: Annotated[AnswerMethod | _Known | NoMethod, _CHOSEN, _SHORT] | None = None
     boundaries: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         default=None, strict=False, json_schema_extra={"allowed": "a list of integers >= 0 or null"}
     )
@@ -282,8 +272,8 @@ class ExpertsConfig(ActivationConfig):
 
     section_path = "dct.model_parallel.experts"
 
-    forward: ExpertsForward = NoMethod()
-    backward: ExpertsBackward | None = None
+    forward: Annotated[_Entrywise | BoundMethod | NoMethod, _CHOSEN, _SHORT] = NoMethod()
+    backward: Annotated[AnswerMethod | _Entrywise | BoundMethod | NoMethod, _CHOSEN, _SHORT] | None = None
 
 
 class ModelParallelConfig(Section):
