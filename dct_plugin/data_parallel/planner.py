@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import torch
 
@@ -12,8 +11,6 @@ from .add_ons import AddOns
 from .plan import BoundedTable, Entries, PlannedTensor, ReductionPlan, Shard, Shards, Sparsity, shards_of
 from .stream_group import StreamGroup
 from .topologies import Phase, Topologies, Topology
-
-_Names: TypeAlias = tuple[tuple[str, int, torch.dtype], ...]
 
 #: Bytes of tensors below ``min_numel`` in a bucket that are worth two exchanges of their own.
 SMALL_APART = 4096
@@ -33,7 +30,7 @@ class Planner:
 
     def __init__(self, group: StreamGroup, topologies: Topologies, add_ons: AddOns) -> None:
         self._group, self._topologies, self._add_ons = group, topologies, add_ons
-        self._known: BoundedTable[_Names, list[_Layout]] = BoundedTable()
+        self._known: BoundedTable[tuple[tuple[str, int, torch.dtype], ...], list[_Layout]] = BoundedTable()
         """Layouts of an all-reduce, by the names and sizes of its tensors."""
         self._sparsity = Sparsity(1.0)
         self.sends_all = False
