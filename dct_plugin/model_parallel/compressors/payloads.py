@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...codecs.payload import Header, dense_payload_nbytes, header_bytes
+from ...codecs.payload import Header, header_bytes, payload_bound
 from ...codecs.stats import read_stats
 from ...codecs.values import ValueDtype
 from ...compression.stream import START_STRIDE, Encoded, Stream, add_payload, as_flat, wire_dtype
@@ -50,7 +50,7 @@ class Whole(ActivationCompressor[Settings]):
 
     def payload_nbytes(self, numel: int, value_dtype: ValueDtype) -> int:
         """Return the most bytes of a message about ``numel``."""
-        return dense_payload_nbytes(numel, value_dtype)
+        return payload_bound(numel, self.entries(numel, value_dtype), value_dtype, dense=self.density >= 1.0)
 
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
         return self.payload_nbytes(shape.numel(), self.value_type(dtype))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...codecs.payload import HEADER_NBYTES, dense_payload_nbytes, payload_bound
+from ...codecs.payload import HEADER_NBYTES, dense_payload_nbytes
 from ...codecs.values import VALUE_GROUP, ValueDtype, value_nbytes
 from ...compression.stream import Encoded, add_at, as_flat, encode_at, values_nbytes, wire_dtype
 from ...config.model_parallel import ThresholdMethod
@@ -58,9 +58,6 @@ class Thresholded(Whole[ThresholdMethod]):
         itemsize = value_nbytes(VALUE_GROUP, value_dtype) / VALUE_GROUP
         header = int(-(-(NUMBER_NBYTES + HEADER_NBYTES) // itemsize))
         return max(1, min(numel, max(room // 2, room - header)))
-
-    def payload_nbytes(self, numel: int, value_dtype: ValueDtype) -> int:
-        return payload_bound(numel, self.entries(numel, value_dtype), value_dtype)
 
     def encode(self, parts: Sequence[Tensor]) -> Written:
         written = super().encode(parts)
