@@ -18,9 +18,8 @@ _ROWS_EACH, _COLUMNS_EACH, _SUMS = device.ROWS_EACH.value, device.COLUMNS_EACH.v
 
 def add_squares(jobs: Iterable[Squares]) -> None:
     """See :meth:`.backend.Backend.add_squares`."""
-    for dtype, group in grouped(
-        [job for job in jobs if job.gradient.numel()], lambda job: job.gradient.dtype
-    ).items():
+    filled = [job for job in jobs if job.gradient.numel()]
+    for dtype, group in grouped(filled, lambda job: job.gradient.dtype).items():
         where, rows = group[0].gradient.device, []
         tiles = sums = room = 0
         for job in group:
@@ -61,9 +60,8 @@ def takes(job: Displacement) -> bool:
 
 def displace(jobs: Iterable[Displacement]) -> None:
     """See :meth:`.backend.Backend.displace`."""
-    for dtype, group in grouped(
-        [job for job in jobs if job.weight.numel()], lambda job: job.weight.dtype
-    ).items():
+    filled = [job for job in jobs if job.weight.numel()]
+    for dtype, group in grouped(filled, lambda job: job.weight.dtype).items():
         where = group[0].weight.device
         firsts = itertools.accumulate((programs(job.weight.numel(), CHUNK) for job in group), initial=0)
         *begins, chunks = firsts
