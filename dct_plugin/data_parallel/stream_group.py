@@ -61,10 +61,9 @@ class Streams(dict[str, Compressor]):
         """Return the stream of a tensor, made when it is first asked for."""
         stream = self.get(name)
         if stream is None:
-            settings, scratch, transactional = self._settings, self.scratch, self.transactional
             stream = self[name] = Compressor(
-                settings, name=name, rank=self._rank, kernels=self.kernels,
-                transactional=transactional, scratch=scratch,
+                self._settings, name=name, rank=self._rank, kernels=self.kernels,
+                transactional=self.transactional, scratch=self.scratch,
             )  # fmt: skip
             if name in self.loaded:
                 stream.load_state_dict(self.loaded.pop(name))
