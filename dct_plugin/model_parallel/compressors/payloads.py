@@ -48,12 +48,9 @@ class Whole(ActivationCompressor[Settings]):
     def _observe(self, encoded: Encoded) -> None:
         """Take note of the figures of messages."""
 
-    def payload_nbytes(self, numel: int, value_dtype: ValueDtype) -> int:
-        """Return the most bytes of a message about ``numel``."""
-        return payload_bound(numel, self.entries(numel, value_dtype), value_dtype, dense=self.density >= 1.0)
-
     def nbytes(self, shape: torch.Size, dtype: torch.dtype) -> int:
-        return self.payload_nbytes(shape.numel(), self.value_type(dtype))
+        numel, code = shape.numel(), self.value_type(dtype)
+        return payload_bound(numel, self.entries(numel, code), code, dense=self.density >= 1.0)
 
     def encode(self, parts: Sequence[Tensor]) -> Written:
         """Write one payload for each tensor; their figures are read at once."""
@@ -64,7 +61,7 @@ class Whole(ActivationCompressor[Settings]):
         for part, flat in zip(parts, flats, strict=True):
             code = self.value_type(part.dtype)
             capacity = self.entries(flat.numel(), code)
-            size = self.payload_nbytes(flat.numel(), code)
+            size = self.nbytes(part.shape, part.dtype)
             buffers.append(torch.empty(size, dtype=torch.uint8, device=flat.device))
             start = self.site.step * START_STRIDE
             job = Job(flat, None, tau, buffers[-1], capacity=capacity, start=start, value_dtype=code)
