@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import signal
@@ -189,6 +190,33 @@ SMALL = {**SECTION, "min_numel": 500}
 )
 def test_resumes_bitwise_and_detaches(section: dict[str, Any], ranks: int, tmp_path: Path) -> None:
     run(ranks, _resumes, section, str(tmp_path))
+
+
+LOCAL = {"local_steps": {"every": 3}, "warmup_steps": 2}
+
+
+def _loads_the_model_last(rank: int, world_size: int, section: dict[str, Any], folder: str) -> None:
+    """Other weights are the start of another run, in which the ranks have common ones, too."""
+    model, optimizer, state = attached(section)
+    train(model, optimizer, rank, range(7))
+    state.save(f"{folder}/dct")
+    of_optimizer = copy.deepcopy(optimizer.state_dict())
+    of_model = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train(model, optimizer, rank, range(7, 14))
+    ends = own(model)
+    model, optimizer, state = attached(section)
+    optimizer.load_state_dict(of_optimizer)
+    for changed in (0.0, 1.0):
+        assert state.load(f"{folder}/dct")
+        model.load_state_dict({name: tensor + changed for name, tensor in of_model.items()})
+        train(model, optimizer, rank, range(7, 14))
+        assert torch.equal(own(model), ends) == (not changed)
+        assert all(torch.equal(common(model), each) for each in everyones(common(model)))
+
+
+@pytest.mark.parametrize("section", [SECTION, LOCAL], ids=["updates", "local steps"])
+def test_a_model_that_is_loaded_last(section: dict[str, Any], tmp_path: Path) -> None:
+    run(2, _loads_the_model_last, section, str(tmp_path))
 
 
 def _skips(rank: int, world_size: int) -> tuple[float, int]:

@@ -13,6 +13,7 @@ entries are sent: thresholded progress lost quality in every form that was tried
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from ...console import logger
 from ...errors import ConfigError
 from ..add_on import AddOn, ReducerContext
-from ..passes import register, remove, unregister
+from ..passes import calls_of, register, remove, unregister
 from ..plan import Entries, Sparsity
 from ..stream_group import StreamGroup
 from .buffers import AveragedBuffers, average
@@ -89,7 +90,11 @@ class LocalSteps(AddOn):
         self._exchanges = False
         """True while progress is exchanged."""
         self._loaded: Mapping[str, Any] | None = None
+        self._restored: Mapping[str, Any] | None = None
+        """The state that was loaded since the last step."""
         self._handles: list[Any] = []
+        self._passes: list[Any] = []
+        """Follows the passes up to the first one after the module has loaded a state."""
 
     @classmethod
     def configured(cls, context: ReducerContext) -> LocalSteps | None:
@@ -138,12 +143,14 @@ class LocalSteps(AddOn):
         self._buffers = AveragedBuffers(self._group, module)
         register(module, self.weights)
         saved = saved or (lambda name, flat: flat.view(weights[name].shape).to(weights[name].dtype))
-        self._handles += self.weights.follow(module, names, saved, self._forget)
+        self._handles += self.weights.follow(module, names, saved, self._module_loaded)
+        self._module = weakref.ref(module)
 
     @torch.no_grad()
     def detach(self) -> None:
         """Undo :meth:`attach`. Ranks keep the common weights, lest their own ones go on to differ."""
         remove(self._handles)
+        remove(self._passes)
         if self.weights.common:
             self.weights.hide()
             torch._foreach_copy_(self.weights.own(), list(self.weights.common.values()))
@@ -201,6 +208,7 @@ class LocalSteps(AddOn):
         return 1.0 if self.progress is None else self.progress.shorten([name for name, _ in entries])
 
     def end_step(self, *, skipped: bool) -> None:
+        self._restored = None
         if self.progress is not None:
             self.progress.end_step()
 
@@ -258,8 +266,19 @@ class LocalSteps(AddOn):
         self._exchanged = self._steps // self._every * self._every
         self.progress = self._kind(self._context, self.weights, self._optimizers)
         self._buffers.note()
-        loaded, self._loaded, targets = self._loaded or {}, None, self._tensors()
-        for kind, tensors in loaded.items():
+        loaded, self._loaded = self._loaded or {}, None
+        self._copy(loaded)
+        self.progress.restore()
+        self.weights.update_parameters()
+
+    def _copy(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Copy the tensors of a saved state to this rank's.
+
+        Raises:
+            ConfigError: The optimizer has not the states that are in it.
+        """
+        targets = self._tensors()
+        for kind, tensors in state.items():
             if tensors.keys() != targets.get(kind, {}).keys():
                 raise ConfigError(
                     f"dct.data_parallel.{self._kind.option}: a saved state has other tensors than this "
@@ -267,8 +286,28 @@ class LocalSteps(AddOn):
                 )
             for name, tensor in tensors.items():
                 targets[kind][name].copy_(tensor)
-        self.progress.restore()
-        self.weights.update_parameters()
+
+    def _module_loaded(self) -> None:
+        """Have no common weights until the next local step. Whether weights that are loaded after a state are
+        of the same checkpoint is known before the next pass, when all of them are there.
+        """
+        module = self._module()
+        if self._restored is None or self.progress is None or module is None:
+            self._forget()
+        elif not self._passes:
+            self._passes.append(calls_of(module).follow(lambda _: self._restore_own()))
+
+    @torch.no_grad()
+    def _restore_own(self) -> None:
+        """Let this rank go on from a state whose checkpoint has the weights that the module has loaded."""
+        remove(self._passes)
+        state, self._restored = self._restored or {}, None
+        loaded = dict(zip(self.weights.held, self.weights.own(), strict=True))
+        for kind in ("common", "own"):  # torch.distributed.checkpoint may load into the weights themselves
+            if all(torch.equal(loaded[name].cpu(), each) for name, each in state[kind].items()):
+                self._copy({kind: state[kind] for kind in ("own", "optimizer")})
+                return self.weights.update_parameters()
+        return self._forget()
 
     def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the tensors of a saved state."""
@@ -293,6 +332,7 @@ class LocalSteps(AddOn):
         if state is None and step > self._start and not self._group.group_rank:
             logger.warning(f"dct: every rank starts at the common weights; {self._kind.lost}")
         self._forget()
-        self._loaded = state
+        remove(self._passes)
+        self._loaded = self._restored = state
         if state is not None and self.weights.held:
             self._adopt()
