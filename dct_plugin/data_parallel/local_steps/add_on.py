@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from .buffers import AveragedBuffers, average
 from .outer_step import OuterStep
 from .training import Optimizers, Saved, TrainedWeights
 from .updates import UnsentUpdates
+
+_Tensors: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 
 
 class SharedNonfinite:
@@ -62,6 +64,76 @@ class SharedNonfinite:
             gradient[:1] += value
 
 
+def copy_state(state: _Tensors, targets: _Tensors, option: str) -> None:
+    """Copy the tensors of a saved state to this rank's.
+
+    Args:
+        state: The saved tensors by kind and name.
+        targets: Those of this rank.
+        option: The option that has the state.
+
+    Raises:
+        ConfigError: The optimizer has not the states that are in it.
+    """
+    for kind, tensors in state.items():
+        if tensors.keys() != targets.get(kind, {}).keys():
+            raise ConfigError(
+                f"dct.data_parallel.{option}: a saved state has other tensors than this "
+                f"training ({kind}); load the model and its optimizer before it"
+            )
+        for name, tensor in tensors.items():
+            targets[kind][name].copy_(tensor)
+
+
+class RestoredState:
+    """The state that was loaded since the last step.
+
+    The module may load the weights of the same checkpoint after it: torch.distributed.checkpoint hands them
+    over last. They replace what the state had restored. Whether they are of the same checkpoint is known
+    before the next pass, when all of them are there.
+
+    Args:
+        tensors: Returns the tensors of this rank that a state has, by kind and name.
+        forget: Called if the module has loaded other weights.
+    """
+
+    def __init__(self, tensors: Callable[[], _Tensors], forget: Callable[[], None]) -> None:
+        self._tensors, self._forget = tensors, forget
+        self._state: _Tensors | None = None
+        self._passes: list[Any] = []
+        """Follows the passes up to the first one after the module has loaded weights."""
+
+    def follow(self, module: torch.nn.Module, weights: TrainedWeights) -> None:
+        """Know the module, and the weights that this rank trains."""
+        self._module, self._weights = weakref.ref(module), weights
+
+    def note(self, state: _Tensors | None) -> None:
+        """Note that a state was loaded; None: weights that are loaded from now on are others."""
+        remove(self._passes)
+        self._state = state
+
+    def module_loaded(self) -> None:
+        """Follow the module, which has loaded weights."""
+        module = self._module()
+        if self._state is None or not self._weights.common or module is None:
+            self._forget()
+        elif not self._passes:
+            self._passes.append(calls_of(module).follow(lambda _: self._decide()))
+
+    @torch.no_grad()
+    def _decide(self) -> None:
+        """Let this rank go on from the state, if its checkpoint has the weights that were loaded."""
+        state = self._state or {}
+        loaded = dict(zip(self._weights.held, self._weights.own(), strict=True))
+        for kind in ("common", "own"):  # torch.distributed.checkpoint may load into the weights themselves
+            if all(torch.equal(loaded[name].cpu(), each) for name, each in state[kind].items()):
+                self.note(None)
+                targets = self._tensors()
+                copy_state({key: state[key] for key in ("own", "optimizer")}, targets, self._weights.option)
+                return self._weights.update_parameters()
+        return self._forget()
+
+
 class LocalSteps(AddOn):
     """Steps without an exchange of gradients, and an exchange of progress after so many of them.
 
@@ -90,11 +162,8 @@ class LocalSteps(AddOn):
         self._exchanges = False
         """True while progress is exchanged."""
         self._loaded: Mapping[str, Any] | None = None
-        self._restored: Mapping[str, Any] | None = None
-        """The state that was loaded since the last step."""
+        self._restored = RestoredState(self._tensors, self._forget)
         self._handles: list[Any] = []
-        self._passes: list[Any] = []
-        """Follows the passes up to the first one after the module has loaded a state."""
 
     @classmethod
     def configured(cls, context: ReducerContext) -> LocalSteps | None:
@@ -143,14 +212,13 @@ class LocalSteps(AddOn):
         self._buffers = AveragedBuffers(self._group, module)
         register(module, self.weights)
         saved = saved or (lambda name, flat: flat.view(weights[name].shape).to(weights[name].dtype))
-        self._handles += self.weights.follow(module, names, saved, self._module_loaded)
-        self._module = weakref.ref(module)
+        self._handles += self.weights.follow(module, names, saved, self._restored.module_loaded)
+        self._restored.follow(module, self.weights)
 
     @torch.no_grad()
     def detach(self) -> None:
         """Undo :meth:`attach`. Ranks keep the common weights, lest their own ones go on to differ."""
         remove(self._handles)
-        remove(self._passes)
         if self.weights.common:
             self.weights.hide()
             torch._foreach_copy_(self.weights.own(), list(self.weights.common.values()))
@@ -208,7 +276,7 @@ class LocalSteps(AddOn):
         return 1.0 if self.progress is None else self.progress.shorten([name for name, _ in entries])
 
     def end_step(self, *, skipped: bool) -> None:
-        self._restored = None
+        self._restored.note(None)
         if self.progress is not None:
             self.progress.end_step()
 
@@ -267,47 +335,9 @@ class LocalSteps(AddOn):
         self.progress = self._kind(self._context, self.weights, self._optimizers)
         self._buffers.note()
         loaded, self._loaded = self._loaded or {}, None
-        self._copy(loaded)
+        copy_state(loaded, self._tensors(), self._kind.option)
         self.progress.restore()
         self.weights.update_parameters()
-
-    def _copy(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Copy the tensors of a saved state to this rank's.
-
-        Raises:
-            ConfigError: The optimizer has not the states that are in it.
-        """
-        targets = self._tensors()
-        for kind, tensors in state.items():
-            if tensors.keys() != targets.get(kind, {}).keys():
-                raise ConfigError(
-                    f"dct.data_parallel.{self._kind.option}: a saved state has other tensors than this "
-                    f"training ({kind}); load the model and its optimizer before it"
-                )
-            for name, tensor in tensors.items():
-                targets[kind][name].copy_(tensor)
-
-    def _module_loaded(self) -> None:
-        """Have no common weights until the next local step. Whether weights that are loaded after a state are
-        of the same checkpoint is known before the next pass, when all of them are there.
-        """
-        module = self._module()
-        if self._restored is None or self.progress is None or module is None:
-            self._forget()
-        elif not self._passes:
-            self._passes.append(calls_of(module).follow(lambda _: self._restore_own()))
-
-    @torch.no_grad()
-    def _restore_own(self) -> None:
-        """Let this rank go on from a state whose checkpoint has the weights that the module has loaded."""
-        remove(self._passes)
-        state, self._restored = self._restored or {}, None
-        loaded = dict(zip(self.weights.held, self.weights.own(), strict=True))
-        for kind in ("common", "own"):  # torch.distributed.checkpoint may load into the weights themselves
-            if all(torch.equal(loaded[name].cpu(), each) for name, each in state[kind].items()):
-                self._copy({kind: state[kind] for kind in ("own", "optimizer")})
-                return self.weights.update_parameters()
-        return self._forget()
 
     def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the tensors of a saved state."""
@@ -322,6 +352,7 @@ class LocalSteps(AddOn):
         if self.progress is not None:
             self.progress.close()
         self.weights.common, self.progress, self._loaded = {}, None, None
+        self._restored.note(None)
 
     def state_dict(self) -> Any:
         if self.progress is None:
@@ -332,7 +363,7 @@ class LocalSteps(AddOn):
         if state is None and step > self._start and not self._group.group_rank:
             logger.warning(f"dct: every rank starts at the common weights; {self._kind.lost}")
         self._forget()
-        remove(self._passes)
-        self._loaded = self._restored = state
+        self._restored.note(state)
+        self._loaded = state
         if state is not None and self.weights.held:
             self._adopt()

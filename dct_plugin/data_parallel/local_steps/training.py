@@ -29,6 +29,7 @@ class TrainedWeights:
             hold the masters' values, rounded.
 
     Attributes:
+        held, option: See above.
         common: The common weights by name, 1-D; empty before the first local step. Each has a storage of its
             own: safetensors takes tensors of one storage for copies, and saves the first alone.
         flat: All of them in one tensor, 1-D, whose memory they share.
@@ -47,7 +48,8 @@ class TrainedWeights:
                     f"must be contiguous and of torch.float32 (is {found}); train in fp32 with torch.autocast"
                 )
                 raise ConfigError(f"dct.data_parallel.{option}: {name} {rule}")
-        self.held, self.flat, self._rounded = held, torch.empty(0), rounded or {}
+        self.held, self.option, self.flat = held, option, torch.empty(0)
+        self._rounded = rounded or {}
         self.common: dict[str, Tensor] = {}
         self._own: dict[str, Tensor] = {}
         """What those parameters held that show the common weights now."""

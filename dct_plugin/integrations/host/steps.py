@@ -270,7 +270,8 @@ class OptimizerSteps:
         if scaler is not None:
             self._patches.intercept(scaler, "update", self._update_scaler)
         self._unknown = OptimizerGradients(None)
-        self._gradients = [self._unknown]
+        self.gradients = [self._unknown]
+        """The gradients of each optimizer, and first those of an unknown one."""
         self._owners: dict[int, OptimizerGradients] = {}
         """The optimizer's gradients to which a parameter belongs, by identity."""
         self._reducers, self._poisoned, self._sharded = reducers, poisoned, sharded
@@ -300,7 +301,7 @@ class OptimizerSteps:
         """End steps with those of ``optimizers`` (torch's), or of others of the same parameters."""
         own = [each for each in optimizers if isinstance(each, torch.optim.Optimizer)]
         self._passed |= {id(each) for each in own}
-        self._gradients += [OptimizerGradients(each) for each in own]
+        self.gradients += [OptimizerGradients(each) for each in own]
         if not self._handles:
             before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
             self._handles += [
@@ -315,12 +316,12 @@ class OptimizerSteps:
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers that are known."""
-        return [each.optimizer for each in self._gradients if each.optimizer is not None]
+        return [each.optimizer for each in self.gradients if each.optimizer is not None]
 
     @property
     def awaits_optimizer(self) -> bool:
         """True if gradients were reduced that no optimizer has used yet."""
-        return Use.REDUCED in [each.use for each in self._gradients]
+        return Use.REDUCED in [each.use for each in self.gradients]
 
     def close(self) -> None:
         """Follow the optimizers and the scaler no longer."""
@@ -344,7 +345,7 @@ class OptimizerSteps:
         if not self.steps.open:
             self._owners = {
                 id(parameter): each
-                for each in reversed(self._gradients[1:])
+                for each in reversed(self.gradients[1:])
                 for parameter in parameters_of(each.optimizer)
             }
         reduced: dict[OptimizerGradients, dict[str, Tensor]] = {}
@@ -353,16 +354,6 @@ class OptimizerSteps:
         for owner, parameters in reduced.items():
             owner.add(parameters, covered=self.transactions.armed)
         self.steps.begin()
-
-    def accumulate(self) -> None:
-        """Note that the coming pass adds to the gradients that wait for an optimizer."""
-        for each in self._gradients:
-            each.accumulates = each.use is Use.REDUCED
-
-    def leave(self, unused: Collection[str]) -> None:
-        """Note the names of parameters that no rank used in the pass that has ended."""
-        for each in self._gradients:
-            each.leave(unused)
 
     def end_pass(self) -> None:
         """Note the end of a backward pass that reduced gradients, and may have run optimizers' steps."""
@@ -374,7 +365,7 @@ class OptimizerSteps:
     @property
     def due(self) -> list[OptimizerGradients]:
         """The gradients of steps that the gradient scaler has made or skipped, and that have not ended."""
-        return [each for each in self._gradients if self.scaler and each.is_decided(self._updated)]
+        return [each for each in self.gradients if self.scaler and each.is_decided(self._updated)]
 
     def end_due(self, *, alone: bool = False) -> None:
         """End the step that the gradient scaler has made or skipped, before the next gradients come.
@@ -396,7 +387,7 @@ class OptimizerSteps:
         """
         self.end_due()
         cleared = self.transactions.cleared(
-            [each for each in self._gradients if each.use is Use.REDUCED], zeros=True
+            [each for each in self.gradients if each.use is Use.REDUCED], zeros=True
         )
         if cleared and not (self.scaler or self._passes_are_steps or self.optimizers):
             self._passes_are_steps = True
@@ -413,7 +404,7 @@ class OptimizerSteps:
     def forget(self) -> None:
         """Forget the gradients reduced since the last step."""
         self.steps.open = self._updated = self.has_stepped = False
-        for each in self._gradients:
+        for each in self.gradients:
             each.note(Event.CLOSE)
 
     # -- called by optimizers and scalers ---
@@ -510,10 +501,10 @@ class OptimizerSteps:
                 del self._unknown.reduced[name]
             if not self._unknown.reduced:
                 self._unknown.use = Use.IDLE
-            self._gradients.append(found)
+            self.gradients.append(found)
         return [
             each
-            for each in self._gradients
+            for each in self.gradients
             if each.optimizer is optimizer or not parameters.isdisjoint(map(id, each.reduced.values()))
         ]
 
@@ -526,7 +517,7 @@ class OptimizerSteps:
 
     def _end(self, *, alone: bool = False) -> None:
         """End the steps that were made or skipped; the first one since gradients were reduced counts."""
-        ended = [each for each in self._gradients if each.use in (Use.USED, Use.SKIPPED)]
+        ended = [each for each in self.gradients if each.use in (Use.USED, Use.SKIPPED)]
         if not ended:
             return
         skipped = [each for each in ended if each.use is Use.SKIPPED]
@@ -535,7 +526,7 @@ class OptimizerSteps:
         names = {name for each in ended for name in each.reduced}
         for each in ended:
             each.note(Event.CLOSE)
-        waiting = {n for each in self._gradients if each.use is Use.REDUCED for n in each.reduced}
+        waiting = {n for each in self.gradients if each.use is Use.REDUCED for n in each.reduced}
         self._updated, self.has_stepped = False, True
         counts, self.steps.open = self.steps.open, False
         for reducer in self._reducers:
