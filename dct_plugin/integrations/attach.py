@@ -58,6 +58,7 @@ def attach(
     """
     optimizers_of(optimizer, "dct_plugin.attach")
     config = DCTConfig.given(section)
+    model = getattr(model, "_forward_module", model)  # of Lightning's Fabric
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     measured = attached_to(getattr(model, "module", model)) if VARIABLE in os.environ else None
     if isinstance(measured, OptimizerAttachment):  # by `dct advise`, when the model was wrapped

@@ -1,4 +1,4 @@
-"""Loops under Lightning and Accelerate with step-ahead, after a start of two steps; as in
+"""Loops under Lightning, its Fabric and Accelerate with step-ahead, after a start of two steps; as in
 ``test_ddp_loops``.
 """
 
@@ -14,6 +14,7 @@ from support.watched import AHEAD, Watched, equal_on_ranks
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+import dct_plugin
 from dct_plugin.data_parallel import weights
 
 pytestmark = pytest.mark.slow
@@ -105,6 +106,31 @@ def _lightning(rank: int, world_size: int) -> dict[str, list[str]]:
 
 def test_lightning() -> None:
     assert run(2, _lightning) == [{}, {}]
+
+
+def _fabric(rank: int, world_size: int) -> list[str]:
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    plugins = [TorchElasticEnvironment()]
+    fabric = lightning.Fabric(accelerator="cpu", devices=world_size, strategy="ddp", plugins=plugins)
+    fabric.launch()
+    torch.manual_seed(0)
+    plain = net()
+    model, optimizer = fabric.setup(plain, torch.optim.AdamW(plain.parameters(), lr=3e-3))
+    state: Any = dct_plugin.attach(model, optimizer, SECTION)
+    watched = Watched(plain, lambda: state._ahead, state.metrics)
+    for (x,) in data(8 * 12):
+        optimizer.zero_grad()
+        fabric.backward((model(x) - x).square().mean())
+        optimizer.step()
+    faults = watched.faults()
+    dct_plugin.detach(state)
+    return faults if equal_on_ranks(list(plain.parameters())) else [*faults, "ranks differ"]
+
+
+def test_fabric() -> None:
+    assert run(2, _fabric) == [[], []]
 
 
 def _accelerate(rank: int, world_size: int) -> list[str]:
