@@ -109,7 +109,8 @@ class RestoredState:
 
     def note(self, state: _Tensors | None) -> None:
         """Note that a state was loaded; None: weights that are loaded from now on are others."""
-        remove(self._passes)
+        if self._passes:
+            remove(self._passes)
         self._state = state
 
     def module_loaded(self) -> None:

@@ -172,7 +172,7 @@ class StepAhead:
         self._kernels = ReferenceBackend() if kernels is None else kernels
         self._unit_of, self._unsent, self._gradient_unit = unit_of, unsent, gradient_unit
         self._world_size, self._owner_factor = world_size, min(world_size, MAX_OWNER_FACTOR)
-        self.moments = SecondMoments(self._parameters, unit_of, node)
+        self.moments = SecondMoments(self._parameters, unit_of, node, unsent.in_memory_order)
         self.coefficients = ResidualCoefficients(
             self._parameters, unsent.newest or unsent.residual, world_size=world_size, fixed=coefficient
         )
@@ -287,7 +287,7 @@ class StepAhead:
         if node is not None and all(self._unsent.residual(name) is None for name in self._parameters):
             return []  # so it is on all ranks of the node
         for name, parameter in self._parameters.items():
-            weight, numel = parameter.data, parameter.numel()
+            numel = (weight := parameter.data).numel()
             if node is not None and not node.is_divided(numel):
                 continue
             start, stop = (0, numel) if node is None else node.part(name, numel)

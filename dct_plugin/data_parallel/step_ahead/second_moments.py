@@ -162,6 +162,7 @@ class SecondMoments:
         unit_of: Returns the unit of the optimizer's steps for a parameter; None if the optimizer does not
             have it.
         node: The ranks of this rank's node, if each of them observes only a part of every gradient.
+        in_memory_order: Whether gradients are in the order of their parameter's memory.
     """
 
     def __init__(
@@ -169,8 +170,10 @@ class SecondMoments:
         parameters: Mapping[str, torch.nn.Parameter],
         unit_of: Callable[[torch.nn.Parameter], StepUnit | None],
         node: NodeRanks | None = None,
+        in_memory_order: bool = False,
     ) -> None:
         self._parameters, self._unit_of, self._node = parameters, unit_of, node
+        self._in_memory_order = in_memory_order
         self._moments: dict[str, Moments] = {}
         self._memory: dict[torch.device, Tensor] = {}
         """All moments of a device, fp32 [2, rows + columns of all parameters]."""
@@ -210,14 +213,17 @@ class SecondMoments:
         if device not in self._memory:
             numel = max(ends.values(), default=0)
             self._memory[device] = torch.zeros(2, numel, dtype=torch.float32, device=device)
-        shape = shape_in_memory(self._parameters[name])
+        shape = self._shape(self._parameters[name])
         memory = self._memory[device][:, ends[name] - sum(sizes(shape)) : ends[name]]
         return Moments(shape, device, missed=missed, memory=memory.zero_())
+
+    def _shape(self, parameter: Tensor) -> tuple[int, ...]:
+        return shape_in_memory(parameter) if self._in_memory_order else parameter.shape
 
     @functools.cached_property
     def _ends(self) -> dict[str, int]:
         """The end of each parameter's moments, by name."""
-        lengths = (sum(sizes(shape_in_memory(parameter))) for parameter in self._parameters.values())
+        lengths = (sum(sizes(self._shape(parameter))) for parameter in self._parameters.values())
         return dict(zip(self._parameters, itertools.accumulate(lengths), strict=True))
 
     def of(self, name: str) -> Moments | None:
