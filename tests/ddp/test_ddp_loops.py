@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import io
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -583,14 +584,16 @@ def test_every_loop() -> None:
     assert run(2, _all_loops) == [{}, {}]
 
 
-def _named(rank: int, world_size: int) -> tuple[list[str], float | None]:
+def _named(
+    rank: int, world_size: int, before: torch.memory_format, after: torch.memory_format
+) -> tuple[list[str], float | None]:
     """Trains parameters that are never displaced, and the log lines that say so."""
     job = Job(rank)
-    ddp, optimizer = job.train(convolution())
+    ddp, optimizer = job.train(convolution().to(memory_format=before))
     with logged() as lines:
         for step in range(STEPS):
             if step == 1:  # DDP goes on to lay out gradients as the weights were
-                ddp.to(memory_format=torch.channels_last)
+                ddp.to(memory_format=after)
             optimizer.zero_grad()
             ddp(images(job, step)).square().mean().backward()
             optimizer.step()
@@ -599,8 +602,9 @@ def _named(rank: int, world_size: int) -> tuple[list[str], float | None]:
     return [line for line in lines if "not displaced" in line], share
 
 
-def test_tensors_that_are_not_displaced_are_named_once() -> None:
-    (lines, share), (others, _) = run(2, _named)
+@pytest.mark.parametrize("formats", itertools.permutations((torch.contiguous_format, torch.channels_last)))
+def test_tensors_that_are_not_displaced_are_named_once(formats: tuple[torch.memory_format, ...]) -> None:
+    (lines, share), (others, _) = run(2, _named, *formats)
     (line,) = lines
     assert not others
     assert "1 of 2 tensors" in line

@@ -179,8 +179,9 @@ class StepAhead:
         self._strides = {
             name: parameter.stride()
             for name, parameter in self._parameters.items()
-            if unsent.in_memory_order and is_dense(parameter)
+            if unsent.in_memory_order and not parameter.is_contiguous() and is_dense(parameter)
         }
+        """Strides of the parameters that are not contiguous, and displaced."""
         self._scratch = ScratchBuffers()
         self._device_types = {parameter.device.type for parameter in self._parameters.values()}
         self._displaced = DisplacedWeights(self._compute)
@@ -295,8 +296,9 @@ class StepAhead:
             pending = None if node is not None else self._unsent.pending(name)
             if residual is None and pending is None and node is None:
                 continue
-            unit = self._unit_of(parameter)
-            if unit is None or not (weight.is_contiguous() or weight.stride() == self._strides.get(name)):
+            unit, strides = self._unit_of(parameter), self._strides.get(name)
+            is_laid_out = weight.is_contiguous() if strides is None else weight.stride() == strides
+            if unit is None or not is_laid_out:
                 continue
             buffer = self._displaced.buffers.get(name)
             if buffer is None or buffer.shape != weight.shape or buffer.dtype != weight.dtype:
@@ -372,9 +374,9 @@ class StepAhead:
 
     def why_missed(self, name: str) -> str:
         """Return why a parameter was not displaced in this step, in words."""
-        weight = self._parameters[name].data
-        if not weight.is_contiguous() and weight.stride() != self._strides.get(name):
-            return "they are not contiguous (channels_last, or transposed), or were made so after attach"
+        weight, strides = self._parameters[name].data, self._strides.get(name)
+        if not (weight.is_contiguous() if strides is None else weight.stride() == strides):
+            return "they are not contiguous (channels_last, or transposed), or were not so at attach"
         if self._passes.transformed:
             return "a forward pass ran within a transform of torch.func, where weights cannot be displaced"
         return (
