@@ -21,7 +21,6 @@ from dct_plugin.data_parallel.passes import around_backward_passes, calls_of, re
 from dct_plugin.data_parallel.reducer import Overlap
 from dct_plugin.errors import ConfigError
 
-from ..host.gradient_use import Use
 from ..host.replica_checksums import not_trained
 from ..host.steps import OptimizerSteps
 
@@ -267,15 +266,16 @@ class BucketReductions:
         unused = [(self._names.name_of(p), view) for bucket in buckets for p, view in bucket.unused()]
         if unused and self._overlap is not None:
             self._overlap.reducer.return_to_residual(unused)
+            names = {name for name, _ in unused}
             for each in self._steps.gradients:
-                each.leave([name for name, _ in unused])
+                each.leave(names)
 
     def _note_earlier(self) -> None:
         """Keep the gradients that DDP reduced in earlier passes of this step, and reduces again with this
         pass's.
         """
         for each in self._steps.gradients:
-            each.accumulates = each.use is Use.REDUCED
+            each.accumulate()
         if self._adds and self._overlap is not None and self._overlap.reducer.config.feedback.looks_ahead:
             self._overlap.reducer.add_ons.earlier = {
                 name: each.detach().reshape(-1).clone() for name, each in self._names.gradients()

@@ -5,7 +5,7 @@ their residuals return to what they were before.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -107,11 +107,15 @@ class OptimizerGradients:
                 return False
         return True
 
-    def leave(self, unused: Collection[str]) -> None:
+    def accumulate(self) -> None:
+        """Note that the coming pass adds to the gradients, if they wait for the optimizer."""
+        self.accumulates = self.use is Use.REDUCED
+
+    def leave(self, unused: Set[str]) -> None:
         """Note the names of parameters that no rank used in a pass. If it reduced no others, nothing waits
         for the optimizer: what gradients they have, it has used.
         """
-        if self.use is Use.REDUCED and not self.accumulates and self.reduced.keys() <= set(unused):
+        if self.use is Use.REDUCED and not self.accumulates and self.reduced.keys() <= unused:
             self.note(Event.CLOSE)
 
     def is_decided(self, updated: bool) -> bool:
