@@ -51,6 +51,7 @@ from typing import Any
 
 import torch
 from many_streams import rows_of
+from muon import MOMENTUM, MUON_LR
 from tasks import BATCH, CLIP, SEQUENCE, WEIGHT_DECAY, WIDTH, Gpt, Run
 from torch import Tensor, nn
 
@@ -85,7 +86,7 @@ class Rule:
     delay: int = 0
     mix: float = 0.0
     inner: str = "adamw"
-    rate: float = 6.0
+    rate: float = MUON_LR
 
     @classmethod
     def parse(cls, text: str) -> Rule:
@@ -195,7 +196,6 @@ class Outer:
         self._momentum = {name: torch.zeros_like(each) for name, each in weights.items()}
         self.senders = [{n: Sender(rule, w.shape) for n, w in weights.items()} for _ in range(replicas)]
 
-    @torch.no_grad()
     def _exchange(self, replicas: Sequence[Mapping[str, Tensor]]) -> None:
         """Move common weights by the progress of all replicas."""
         rule = self._rule
@@ -211,7 +211,7 @@ class Outer:
             count = sent.sum(0).clamp(min=1) if rule.mean == "senders" else len(own)
             mean = self._answer(decoded.sum(0) / count)
             if rule.factor == "progress":
-                mean *= length_factor(decoded)
+                mean *= length_factor(squares_of(decoded), len(own))
             momentum = self._momentum[name].mul_(rule.momentum).add_(mean)
             common.add_(mean + rule.momentum * momentum if rule.momentum else mean, alpha=rule.outer)
 
@@ -242,10 +242,16 @@ class Outer:
         return sent.decompress(sent.compress(mean))
 
 
-def length_factor(parts: Tensor) -> Tensor:
-    """Return how much longer tensors [replicas, ...] are than their mean: 1 to the number of replicas."""
-    mean = parts.mean(0).square().sum().clamp(min=torch.finfo(torch.float32).tiny)
-    return (parts.square().sum() / len(parts) / mean).sqrt().clamp(1.0, float(len(parts)))
+def squares_of(parts: Tensor) -> Tensor:
+    """Return the mean of the squared norms of tensors [replicas, ...], and that of their mean."""
+    return torch.stack([parts.square().sum() / len(parts), parts.mean(0).square().sum()])
+
+
+def length_factor(squares: Tensor, replicas: int) -> Tensor:
+    """Return how much longer than their mean tensors of these squared norms are: 1 to the number of them."""
+    own, mean = squares
+    tiny = torch.finfo(torch.float32).tiny
+    return (own / mean.clamp(min=tiny)).sqrt().clamp(1.0, float(replicas))
 
 
 class Replica:
@@ -262,7 +268,7 @@ class Replica:
         others = [w for w in self.weights.values() if not any(w is each for each in matrices)]
         self.optimizers = [task.optimizer(others)]
         if matrices:
-            muon = {"weight_decay": WEIGHT_DECAY, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+            muon = {"weight_decay": WEIGHT_DECAY, "momentum": MOMENTUM, "adjust_lr_fn": "match_rms_adamw"}
             self.optimizers.append(torch.optim.Muon(matrices, **muon))
         self._rates = [1.0, rule.rate]
         run = Run("gpt", "local", job.replicas, 1, job.seed, job.steps)
@@ -347,11 +353,7 @@ def note_lengths(replicas: Sequence[Replica], squares: Mapping[str, Tensor]) -> 
     """Let the replicas' steps have the factors that their gradients of this step give."""
     for name, lengths in squares.items():
         gradients = torch.stack([each.weights[name].grad for each in replicas])
-        now = torch.stack([gradients.square().sum() / len(replicas), gradients.mean(0).square().sum()])
-        own, mean = lengths.mul_(KEPT).add_(now)
-        factor = (
-            (own / mean.clamp(min=torch.finfo(torch.float32).tiny)).sqrt().clamp(1.0, float(len(replicas)))
-        )
+        factor = length_factor(lengths.mul_(KEPT).add_(squares_of(gradients)), len(replicas))
         for each in replicas:
             each.factors[name] = factor
 
