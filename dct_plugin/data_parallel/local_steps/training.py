@@ -52,7 +52,7 @@ class TrainedWeights:
         self._rounded = rounded or {}
         self.common: dict[str, Tensor] = {}
         self._own: dict[str, Tensor] = {}
-        """What those parameters held that show the common weights now."""
+        """The data that parameters held before they showed the common weights."""
 
     def adopt(self) -> None:
         """Take this rank's weights for the common ones."""
@@ -164,7 +164,7 @@ class Optimizers:
             )
         self.all = optimizers
         self._parts: dict[int, dict[str, Any]] = {}
-        """By the identity of a tensor, the parts of it by name."""
+        """The parts that weights have of a tensor, by its identity and their name."""
         for name, (tensor, part) in trained.items():
             self._parts.setdefault(id(tensor), {})[name] = part
         self.groups: dict[str, tuple[Any, Any]] = {}
