@@ -7,6 +7,7 @@ device, they travel in slots: :mod:`.pending_exchanges`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,8 @@ class Chunk:
     writers: tuple[MessageWriter, MessageWriter]
     """That of messages to each rank, and that of a message to all of them."""
     sent: list[Any] = field(default_factory=list)
+    arriving: Callable[[], list[Tensor]] | None = None
+    """Returns the messages of the phase that was sent last, if another thread receives them."""
 
 
 class PlanExchanges:
@@ -152,6 +155,7 @@ class PlanExchange:
             raise ValueError(f"an exchange has one phase, or two; this one has {len(phases)}")
         self._exchanges, self._group = exchanges, exchanges.group
         self.plan, self._phases, self._record = plan, phases, exchange_record
+        self._in_background = False
         parts = plan.chunks(self._group.backend.message_entries)
         self.chunks = [Chunk(part, exchanges.take_writers()) for part in parts]
 
@@ -160,6 +164,35 @@ class PlanExchange:
         for chunk in self.chunks:
             self._send(self._phases[0], chunk)
 
+    def receive_in_background(self) -> None:
+        """Let another thread receive the messages of each phase that is sent, where the transport can."""
+        self._in_background, group = True, self._group
+        sent = [(chunk.sent[-1], chunk.plan) for chunk in self.chunks]
+        collected = [
+            functools.partial(
+                group.exchange.collect, each.messages[group.rank], bounds=each.phase.largest_messages(plan)
+            )
+            for each, plan in sent
+        ]
+        arriving = group.exchange.announced.in_background(collected)
+        for chunk, messages in zip(self.chunks, arriving, strict=True):
+            chunk.arriving = messages
+
+    def answer(self) -> None:
+        """Receive the messages of the first of two phases, add them up and answer them. Errors as of
+        :meth:`wait`.
+        """
+        if all(len(chunk.sent) == len(self._phases) for chunk in self.chunks):
+            return
+        with self._group.exchange.preparing(posts=0):  # all: a rank that failed on the way answers none
+            received = [self._receive(chunk) for chunk in self.chunks]
+        with self._preparing(len(received)):
+            for chunk, messages in zip(self.chunks, received, strict=True):
+                self._add(chunk, messages)
+                self._send(self._phases[1], chunk)
+        if self._in_background:
+            self.receive_in_background()
+
     def wait(self) -> None:
         """Receive the messages and add them up, and answer them if there are two phases.
 
@@ -167,15 +200,9 @@ class PlanExchange:
             DesyncError: A rank failed, or exchanges other tensors.
             PayloadError: A message arrived damaged.
         """
-        exchange = self._group.exchange
-        for answers in self._phases[1:]:
-            with exchange.preparing(posts=0):  # all: a rank that failed on the way does not answer any
-                received = [self._receive(chunk) for chunk in self.chunks]
-            with self._preparing(len(received)):
-                for chunk, messages in zip(self.chunks, received, strict=True):
-                    self._add(chunk, messages)
-                    self._send(answers, chunk)
-        with exchange.preparing(posts=0):
+        if len(self._phases) > 1:
+            self.answer()
+        with self._group.exchange.preparing(posts=0):
             for chunk in self.chunks:
                 self._add(chunk, self._receive(chunk))
         self._done()
@@ -206,10 +233,13 @@ class PlanExchange:
 
     def _receive(self, chunk: Chunk) -> list[Tensor]:
         """Return the messages of the last phase from all ranks."""
-        group, sent = self._group, chunk.sent[-1]
-        bounds = sent.phase.largest_messages(chunk.plan)
+        group, sent, arriving = self._group, chunk.sent[-1], chunk.arriving
+        bounds, chunk.arriving = sent.phase.largest_messages(chunk.plan), None
         with self._record.timed("exchange"):
-            messages = group.exchange.collect(sent.messages[group.rank], bounds=bounds)
+            if arriving is None:
+                messages = group.exchange.collect(sent.messages[group.rank], bounds=bounds)
+            else:
+                messages = arriving()
         if sent.phase.follows:
             sent.lacking = [sender for sender, message in enumerate(messages) if not message.numel()]
         return messages

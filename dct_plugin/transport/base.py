@@ -67,13 +67,15 @@ class Transport:
     Attributes:
         sent_bytes: Bytes handed to the transport so far.
         queues: Calls return before messages have arrived: the host waits where it reads them.
+        allows_threads: Another thread may receive messages while this one calls collectives of torch, in
+            whatever order.
         peers: Positions in the group to receive from and to send to, each rank in another order.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.sent_bytes = 0
-        self.queues = False
+        self.queues = self.allows_threads = False
         # Point-to-point calls take global ranks.
         self.rank, self.ranks = rank, list(ranks)
         self.world_size = len(ranks)

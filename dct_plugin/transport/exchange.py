@@ -8,12 +8,15 @@ and a rank that fails can tell the others before it stops. :mod:`.transports` ch
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +30,7 @@ from .base import Announced, Header, Transport
 from .transports import GroupPeers, Peers
 
 _FAILED = -1
+_Result = TypeVar("_Result")
 
 
 def _receive_buffers(messages: Sequence[Tensor], sizes: Sequence[int], rank: int) -> list[Tensor]:
@@ -61,6 +65,7 @@ class AnnouncedMessages:
     """Messages, and the time in nanoseconds at which this rank posted them."""
     _left: int = 0
     """Time at which the last exchange ended; 0 before the first."""
+    _thread: threading.Thread | None = None
 
     def post(self, sizes: Sequence[int], fingerprint: int, messages: Sequence[Tensor] | None) -> None:
         """Announce messages of so many bytes to all ranks and start to send them."""
@@ -149,6 +154,35 @@ class AnnouncedMessages:
     def clear(self) -> None:
         """Forget what was posted."""
         self._posted.clear()
+
+    def in_background(self, collected: Sequence[Callable[[], _Result]]) -> list[Callable[[], _Result]]:
+        """Let another thread receive what was posted, if the transport allows it. Nothing else uses the
+        exchange until all results were taken.
+
+        Args:
+            collected: Functions that receive the messages that were posted, in order.
+
+        Returns: Functions that wait for the results of those, and return or raise them.
+        """
+        if not self.transport().allows_threads:
+            return list(collected)
+        futures = [Future[_Result]() for _ in collected]
+
+        def work() -> None:
+            for future, function in zip(futures, collected, strict=True):
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+        return [future.result for future in futures]
+
+    @property
+    def in_use(self) -> bool:
+        """True while another thread receives messages."""
+        return self._thread is not None and self._thread.is_alive()
 
 
 class Staging:
@@ -255,6 +289,7 @@ class Exchange:
             own, which is made when it is first used, on all ranks of the group at the same time.
 
     Attributes:
+        announced: The messages that were posted and not collected yet.
         step: Optimizer steps so far, for messages about lost ranks.
         other_bytes: Bytes that other ranks got so far by other ways than the transport.
     """
@@ -271,7 +306,7 @@ class Exchange:
         self.step: int | None = None
         self._transport_device = self.peers.message_device(device)
         self._staging = Staging(self.rank, device, self._transport_device)
-        self._announced = AnnouncedMessages(self.world_size, self._open, self.guard)
+        self.announced = AnnouncedMessages(self.world_size, self._open, self.guard)
         self._transport: Transport | None = None
         self._transport_failed = False
         self.other_bytes = 0
@@ -281,7 +316,7 @@ class Exchange:
         in which this rank's message was ready and another rank's was not.
         """
         sent = 0 if self._transport is None else self._transport.sent_bytes
-        return self.other_bytes + sent, self._announced.waited_ms
+        return self.other_bytes + sent, self.announced.waited_ms
 
     def recorded(self, record: Record) -> AbstractContextManager[None]:
         """Add to a record what the block sends, and how long it waits."""
@@ -316,22 +351,22 @@ class Exchange:
         must not change until all are collected.
         """
         messages = self._staging.to_send(messages)
-        self._announced.post([m.numel() for m in messages], fingerprint, messages)
+        self.announced.post([m.numel() for m in messages], fingerprint, messages)
 
     def collect(self, own: Tensor, *, bounds: Sequence[int] | None = None) -> list[Tensor]:
         """Complete the oldest :meth:`all_to_all` that was posted; ``own`` is this rank's message to itself.
         After an error nothing is posted any more.
         """
-        announced, sizes = self._announced.receive_sizes(partial(self.checked_sizes, bounds=bounds))
-        received = self._announced.receive_messages(announced, sizes)
+        announced, sizes = self.announced.receive_sizes(partial(self.checked_sizes, bounds=bounds))
+        received = self.announced.receive_messages(announced, sizes)
         if self._open().queues:  # the caller reads them next
             self.await_device("exchange of messages")
         return self._staging.received(received, own)
 
     def agree(self, fingerprint: int) -> None:
         """Make sure that every rank is at this operation; errors as of :meth:`all_to_all`."""
-        self._announced.post([0] * self.world_size, fingerprint, None)
-        self._announced.receive_sizes(self.checked_sizes)
+        self.announced.post([0] * self.world_size, fingerprint, None)
+        self.announced.receive_sizes(self.checked_sizes)
 
     def checked_sizes(
         self, headers: _Headers, fingerprint: int, bounds: Sequence[int] | None = None
@@ -421,11 +456,11 @@ class Exchange:
 
     def abort(self, posts: int = 1) -> None:
         """Tell the ranks that wait in their next ``posts`` exchanges that this one failed. Never raises."""
-        if self._transport_failed:  # the others see that
+        if self._transport_failed or self.announced.in_use:  # the others see that, or look for a statement
             return
         with contextlib.suppress(Exception):
-            self._announced.fail(posts)
-        self._announced.clear()
+            self.announced.fail(posts)
+        self.announced.clear()
 
     def _open(self) -> Transport:
         if self._transport is None:
@@ -438,7 +473,7 @@ class Exchange:
 
     def _give_up(self) -> None:
         self._transport_failed = True
-        self._announced.clear()
+        self.announced.clear()
 
 
 class _Recorded:
@@ -467,11 +502,11 @@ class Preparation:
         self._exchange, self.posts, self._failed = exchange, posts, failed
 
     def __enter__(self) -> Preparation:
-        self._before = self._exchange._announced.posts
+        self._before = self._exchange.announced.posts
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._exchange.peers.state_failure(error)  # first: what follows may wait for the others
-            self._exchange.abort(self.posts - (self._exchange._announced.posts - self._before))
+            self._exchange.abort(self.posts - (self._exchange.announced.posts - self._before))
             self._failed()

@@ -39,7 +39,7 @@ class TcpTransport(Transport):
 
     def __init__(self, rank: int, ranks: Sequence[int], connections: Connections) -> None:
         super().__init__(rank, ranks)
-        self._connections = connections
+        self._connections, self.allows_threads = connections, True
 
     def post(self, announced: Announced) -> None:
         # Bytes, not tensors: where cores are busy a call of torch takes 20 to 130 microseconds.

@@ -45,9 +45,9 @@ def _announces(rank: int, world_size: int, what: str, size: int) -> None:
     """Rank 1 announces so many bytes in the next exchange of gradients, activations, requests or vectors."""
 
     def lie(exchange: Exchange, after: int = 0) -> None:
-        real, calls = exchange._announced.post, iter(range(10))
+        real, calls = exchange.announced.post, iter(range(10))
         if rank == 1:
-            exchange._announced.post = lambda sizes, *others: real(  # type: ignore
+            exchange.announced.post = lambda sizes, *others: real(  # type: ignore
                 [size] * 2 if next(calls) == after else sizes, *others
             )
 
