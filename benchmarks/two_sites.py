@@ -48,6 +48,10 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "DCT 0.99, step-ahead": {"warmup_steps": 2, "sparsity_warmup_steps": 8},
     f"local steps: {EVERY}, fp32": {"local_steps": EVERY, "value_dtype": "fp32", "warmup_steps": 0},
     f"local steps: {EVERY}, int8": {"local_steps": EVERY, "warmup_steps": 0},
+    f"local steps: {EVERY}, int8, a third every {EVERY // 3}, 3 steps later": {
+        "local_steps": {"every": EVERY, "fragments": 3, "delay": 3},
+        "warmup_steps": 0,
+    },
 }
 TORCHFT = f"DiLoCo of torchft: {EVERY}, fp32"
 METHODS = ["nothing sent", "fp32", "bf16", *SECTIONS]

@@ -160,6 +160,29 @@ class LocalStepsConfig(Section):
 
     0 with `outer_lr` 1 makes the common weights the mean of the ranks', and saves a copy of them.
     """
+    fragments: int = Field(default=1, ge=1)
+    """Parts of the model that cross in turn, one of them every `every` / `fragments` steps.
+
+    3 with a `delay`.
+    """
+    delay: int = Field(default=0, ge=0)
+    """Optimizer steps for which an exchange travels while the ranks train on. 0: they wait for it.
+
+    3 with 3 `fragments`, where an exchange takes longer than a step ([measured](local-steps.md)).
+    """
+
+    @property
+    def period(self) -> int:
+        """Optimizer steps from one fragment's exchange to the next one's."""
+        return self.every // self.fragments
+
+    @model_validator(mode="after")
+    def _fragments_fit(self) -> LocalStepsConfig:
+        if self.every % self.fragments:
+            raise conflict(f"every = {self.every} is no multiple of fragments = {self.fragments}")
+        if self.delay >= self.period:
+            raise conflict(f"delay = {self.delay}: less than every / fragments = {self.period} is allowed")
+        return self
 
 
 class VerifyConfig(Section):

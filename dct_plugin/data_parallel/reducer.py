@@ -30,12 +30,13 @@ from .add_ons import AddOns
 from .dense_sums import DenseSums
 from .pending_exchanges import exchanges_of
 from .plan import Entries, ReductionPlan, Shard
-from .plan_exchange import PlanExchange
+from .plan_exchange import PlanExchange, PlanExchanges
 from .planner import Planner
 from .stream_group import GroupOptions, Ranks, StreamGroup
 from .topologies import Phase, Topologies
 
 if TYPE_CHECKING:
+    from .local_steps.exchange import ProgressExchange
     from .nodes.sums import NodeSums
 
 _Shards = Sequence[Sequence[Shard]]
@@ -86,6 +87,7 @@ class GradientReducer:
 
             group.node = NodeRanks(group.nodes, group.device, config.min_numel, group.metrics)
             group.exchanges.append(group.node.exchange)
+        self.progress: ProgressExchange | None = None
         self.topologies = Topologies(group)
         self.add_ons = AddOns(ReducerContext(group, config, self.topologies, optimizer))
         self.planner = Planner(group, self.topologies, self.add_ons)
@@ -95,6 +97,10 @@ class GradientReducer:
             from .nodes.sums import NodeSums
 
             self.node_sums = NodeSums(group.node, group, self.exchanges.preparing)
+        if self.add_ons.local_steps is not None:
+            from .local_steps.exchange import ProgressExchange
+
+            self.progress = ProgressExchange(self, self.add_ons.local_steps)
         self.begin_step(group.step)
 
     # -- collectives ---
@@ -136,6 +142,9 @@ class GradientReducer:
         """Return an :meth:`all_reduce` that is to be posted and finished. Its sums are there after
         :meth:`finish`.
         """
+        local = self.add_ons.local_steps
+        if self.progress is not None and local is not None and local.due:
+            self.progress.before_gradients()
         return Reduction(self, entries, scale)
 
     def begin_scatter(
@@ -174,11 +183,8 @@ class GradientReducer:
         reducer; call it on every rank.
         """
         self.planner.sends_all = True
-        local = self.add_ons.local_steps
-        if local is not None and (unsent := local.entries(last=True)):
-            self.group.set_value_dtype("int8")
-            self.all_reduce(unsent, scale=1.0 / self.group.group_size)
-            local.step()
+        if self.progress is not None:
+            self.progress.flush()
         for each in self.add_ons:
             each.flush()
         self.group.set_value_dtype("fp32")
@@ -217,7 +223,10 @@ class GradientReducer:
         parameter that was unfrozen since.
         """
         local = self.add_ons.local_steps
-        return own if local is None or name not in local.weights.held else local.weights.weight(name)
+        if self.progress is None or local is None or name not in local.weights.held:
+            return own
+        self.progress.finish()
+        return local.weights.weight(name)
 
     # -- steps ---
 
@@ -255,6 +264,11 @@ class GradientReducer:
         self.begin_step(group.step + 1)
         self._exchange_progress()
 
+    def _exchange_progress(self) -> None:
+        local = self.add_ons.local_steps
+        if self.progress is not None and local is not None and (self.progress.under_way or local.due):
+            self.progress.after_step()
+
     def begin_step(self, step: int) -> None:
         """Decide what the reductions of a step have in common; ``step`` is the number of those before it."""
         self.group.step = step
@@ -263,12 +277,6 @@ class GradientReducer:
         starting = step < self.config.dense_steps
         self.is_dense = self.group.world_size == 1 or starting or self.add_ons.dense
         """True if gradients of this step are summed densely."""
-
-    def _exchange_progress(self) -> None:
-        local = self.add_ons.local_steps
-        if local is not None and local.due:
-            self.all_reduce(local.entries(), scale=1.0 / self.group.group_size)
-            local.step()
 
     def undo(self, names: Collection[str], *, lost: bool) -> None:
         """Take back the reductions of these tensors since their last step, whose sums no optimizer used.
@@ -321,6 +329,8 @@ class GradientReducer:
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals, thresholds and counters of this rank (each rank has its own)."""
+        if self.progress is not None:
+            self.progress.finish()
         streams = self.group.streams.state_dict()
         state = {"step": self.group.step, "loss_scale": self.group.loss_scale, "streams": streams}
         state |= {each.key: each.state_dict() for each in self.add_ons if each.key}
@@ -345,6 +355,8 @@ class GradientReducer:
                 f"{self.group.layout or 'none'} now; save and load files, which spread the residuals anew"
             )
         self.finish()
+        if self.progress is not None:
+            self.progress.finish()
         self.dense_sums.forget()
         self.group.loss_scale = scale = state["loss_scale"] if loss_scale is None else loss_scale
         self.group.step = state["step"]
@@ -387,8 +399,12 @@ class Reduction:
         self._exchange_record = Record("gradient")
         self._exchanges: list[PlanExchange] | None = None
 
-    def post(self) -> None:
+    def post(self, exchanges: PlanExchanges | None = None, *, in_background: bool = False) -> None:
         """Send the messages of all tensors. Gradients become zeros; a dense step sums them now.
+
+        Args:
+            exchanges: Those that the plans go into; None: the reducer's.
+            in_background: Messages are to arrive while this thread does other work.
 
         Raises:
             DesyncError, PayloadError: See :meth:`~GradientReducer.all_reduce`.
@@ -406,7 +422,16 @@ class Reduction:
                 elif not plans:
                     reducer.keep(entries, scale)
                 for phases, plan in plans:
-                    self._exchanges.append(reducer.exchanges.start(phases, plan, exchange_record))
+                    into = exchanges or reducer.exchanges
+                    self._exchanges.append(into.start(phases, plan, exchange_record))
+            for exchange in self._exchanges if in_background else ():
+                exchange.receive_in_background()
+
+    def answer(self) -> None:
+        """Receive the first of two phases, and send the second."""
+        with self._reducer.group.recording(self._exchange_record):
+            for exchange in self._exchanges or ():
+                exchange.answer()
 
     def finish(self) -> None:
         """Receive the messages and add them up; posts them first, unless that has been done.

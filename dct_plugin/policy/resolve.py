@@ -278,13 +278,16 @@ def _times_fewer(settings: DataParallelConfig, steps: int) -> float:
 
 def _local_steps(written: DataParallelConfig, training: Training, count: int) -> AppliedSettings:
     """Return the settings of local steps, and a line about them."""
-    assert written.local_steps is not None
+    rule = written.local_steps
+    assert rule is not None
     dense = _of_run(DENSE[1], SHARES[0], written.total_steps or training.steps)
     suited = {**ALL_ENTRIES, "warmup_steps": dense} | written.model_dump(exclude_unset=True)
     made = changed(written, **{**suited, "feedback": NoFeedback(), "nodes": 1})
+    what = "" if rule.fragments == 1 else f"1/{rule.fragments} of "
+    arrives = f"; its mean arrives {rule.delay} steps later" if rule.delay else ""
     line = (
-        f"local steps: after {made.warmup_steps} dense steps the ranks exchange their progress every "
-        f"{written.local_steps.every} steps, and train alone in between"
+        f"local steps: after {made.warmup_steps} dense steps the ranks exchange {what}their progress every "
+        f"{rule.period} steps, and train alone in between{arrives}"
     )
     return AppliedSettings(made, count, line)
 

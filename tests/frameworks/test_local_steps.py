@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.alone import everyones, loss_of, sharded, train
+from support.deferred_backend import DeferredBackend
 from support.processes import launch, logged, run
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -24,12 +26,15 @@ from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, weights
 from dct_plugin.errors import ConfigError
 from dct_plugin.integrations.host.refusals import refuse
+from dct_plugin.kernels import register_backend
 
 pytestmark = pytest.mark.slow
 
 #: Dense steps, and steps from one exchange to the next.
 START, EVERY = 3, 4
 SECTION = {"local_steps": EVERY, "warmup_steps": START, "min_numel": 100, "verify": {"every": 1}}
+#: The mean of half of the tensors arrives two steps after their progress was sent.
+LATER = {**SECTION, "local_steps": {"every": 6, "fragments": 2, "delay": 2}, "verify": None}
 #: The mean of the ranks' progress, exactly.
 MEAN = {
     **SECTION,
@@ -73,10 +78,13 @@ def fsdp(section: dict[str, Any]) -> tuple[nn.Module, Any, Any]:
     return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": section})
 
 
-def by_hand(rank: int, world_size: int, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+def by_hand(
+    rank: int, world_size: int, steps: int, every: int = EVERY, fragments: int = 1, delay: int = 0
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return a rank's weights and the common ones after local steps in plain torch, all ranks in one process:
     gradients and progress are added in rank order.
     """
+    under_way: list[tuple[int, Any, Tensor, list[Tensor]]] = []
     models = [model_of() for _ in range(world_size)]
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in models]
     common = [parameter.detach().clone() for parameter in models[0].parameters()]
@@ -91,12 +99,18 @@ def by_hand(rank: int, world_size: int, steps: int) -> tuple[list[Tensor], list[
                 parameter.grad = mean.clone()
         for optimizer in optimizers:
             optimizer.step()
-        if step < START or (step + 1 - START) % EVERY == 0:
-            for weight, parameters in zip(common, together, strict=True):
-                progress = sum(parameter.detach() - weight for parameter in parameters) / world_size
-                weight.copy_(parameters[0] if step < START else weight + progress)
-                for parameter in parameters:
-                    parameter.data.copy_(weight)
+        for weight, parameters in zip(common, together, strict=True) if step < START else ():
+            weight.copy_(parameters[0])
+        turn, rest = divmod(step + 1 - START, every // fragments)
+        crossing = zip(common, together, strict=True) if step >= START and not rest else ()
+        for weight, parameters in list(crossing)[(turn - 1) % fragments :: fragments]:
+            sent = [parameter.detach().clone() for parameter in parameters]
+            under_way.append((step + delay, parameters, weight, sent))
+        while under_way and under_way[0][0] == step:
+            _, parameters, weight, sent = under_way.pop(0)
+            weight.add_(sum(each - weight for each in sent) / world_size)
+            for parameter, then in zip(parameters, sent, strict=True):
+                parameter.data.copy_(parameter.data + (weight - then) if delay else weight)
     return own(models[rank]), common
 
 
@@ -111,6 +125,51 @@ def _equals_local_sgd(rank: int, world_size: int) -> None:
 
 def test_whole_progress_is_local_sgd_bitwise() -> None:
     run(2, _equals_local_sgd)
+
+
+def _later(rank: int, world_size: int, way: str, folder: str) -> None:
+    """Exchange half of the tensors every 3 steps; their mean arrives 2 steps later. With two ranks, where
+    the order of a sum does not matter, all weights equal those by hand bitwise; else biases are left out, one
+    of which has rounding errors alone for its gradient.
+    """
+    register_backend("deferred", DeferredBackend)
+    os.environ |= {"gloo": {"DCT_TRANSPORT": "gloo"}, "slots": {"DCT_KERNELS": "deferred"}}.get(way, {})
+    rule = {"every": 6, "fragments": 2, "delay": 2}
+    section = {**MEAN, "local_steps": {**MEAN["local_steps"], **rule}, "verify": None}
+    with logged() as lines:
+        model, optimizer, state = ddp(section)
+        train(model, optimizer, rank, range(1))
+    if rank == 0:
+        assert any("exchange 1/2 of their progress every 3 steps" in line for line in lines)
+        assert any("its mean arrives 2 steps later" in line for line in lines)
+    for step in range(1, 20):
+        train(model, optimizer, rank, range(step, step + 1))
+        weights_by_hand, common = by_hand(rank, world_size, step + 1, **rule)
+        held = [model.module.state_dict()[name] for name, _ in model.module.named_parameters()]
+        compared = zip([*own(model), *held], [*weights_by_hand, *common], strict=True)
+        for ours, theirs in list(compared)[:: 1 if world_size == 2 else 2]:
+            torch.testing.assert_close(ours, theirs, **({"rtol": 0, "atol": 0} if world_size == 2 else {}))
+        assert all(same(held, each) for each in everyones(held))
+    assert {each.group.backend.lengths_on_host for each in state.reducers} == {way != "slots"}
+    # The mean of step 18 is on its way: a save takes it over. Both go on alike.
+    state.save(f"{folder}/dct")
+    again, optimizer_again, state_again = ddp(section)
+    again.load_state_dict(model.state_dict())
+    optimizer_again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert state_again.load(f"{folder}/dct")
+    assert same(own(again), own(model))
+    for each, its in ((model, optimizer), (again, optimizer_again)):
+        train(each, its, rank, range(20, 26))
+    assert same(own(again), own(model))
+    state_again.detach()
+    assert all(same(own(again), each) for each in everyones(own(again)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "way"), [(2, "connections"), (3, "connections"), (2, "gloo"), (3, "slots")]
+)
+def test_fragments_that_arrive_later_are_as_by_hand(ranks: int, way: str, tmp_path: Path) -> None:
+    run(ranks, _later, way, str(tmp_path))
 
 
 def _momentum(rank: int, world_size: int) -> None:
@@ -151,9 +210,9 @@ def test_the_outer_optimizer_is_sgd_of_torch_with_nesterov_momentum() -> None:
     run(2, _momentum)
 
 
-def _resumes(rank: int, world_size: int, kind: str, folder: str) -> None:
+def _resumes(rank: int, world_size: int, kind: str, section: dict[str, Any], folder: str) -> None:
     make: Callable[..., Any] = {"ddp": ddp, "fsdp": fsdp}[kind]
-    model, optimizer, state = make(SECTION)
+    model, optimizer, state = make(section)
     train(model, optimizer, rank, range(9))
     mine, common = own(model), saved(model)
     assert all(torch.equal(each["0.weight"], common["0.weight"]) for each in everyones(common))
@@ -173,7 +232,7 @@ def _resumes(rank: int, world_size: int, kind: str, folder: str) -> None:
     torch.save(of_optimizer, f"{folder}/optimizer{rank}")
     of_model = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     train(model, optimizer, rank, range(9, 16))
-    model_again, optimizer_again, state_again = make(SECTION)
+    model_again, optimizer_again, state_again = make(section)
     model_again.load_state_dict(of_model)
     with pytest.raises(ConfigError, match="load the model and its optimizer before"):
         state_again.load(f"{folder}/dct")
@@ -193,9 +252,10 @@ def _resumes(rank: int, world_size: int, kind: str, folder: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("section", [SECTION, LATER], ids=["at once", "later"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_evaluation_saving_resuming_and_the_end(kind: str, tmp_path: Path) -> None:
-    run(4 if kind == "fsdp" else 2, _resumes, kind, str(tmp_path))
+def test_evaluation_saving_resuming_and_the_end(kind: str, section: dict[str, Any], tmp_path: Path) -> None:
+    run(4 if kind == "fsdp" else 2, _resumes, kind, section, str(tmp_path))
 
 
 def _saves(rank: int, world_size: int, folder: str) -> None:
@@ -288,7 +348,7 @@ def test_a_rank_that_skips_a_step_takes_part_in_the_exchange() -> None:
 
 def _leaves_out(rank: int, world_size: int, section: dict[str, Any], clears_late: bool) -> None:
     """Leave out steps whose gradients are not finite on rank 0, by the norm that a rank sees by itself."""
-    model, optimizer, state = ddp({**section, "verify": {"every": 1, "action": "stop"}})
+    model, optimizer, state = ddp({"verify": {"every": 1, "action": "stop"}, **section})
     last = START + 5 * EVERY
     for step in range(last):
         if not clears_late:
@@ -299,10 +359,12 @@ def _leaves_out(rank: int, world_size: int, section: dict[str, Any], clears_late
         (loss * torch.nan if rank == 0 and step in BAD else loss).backward()
         if nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
             optimizer.step()
-    assert state.steps.step == last - (last - 1 in BAD)  # the last one is noted when another pass begins
     made = int(next(iter(optimizer.state.values()))["step"])
-    left_out = BAD if "exchange_of" in section else BAD if rank == 0 else AT_EXCHANGES
+    others = BAD if "exchange_of" in section else () if section == LATER else AT_EXCHANGES
+    left_out = others if rank else BAD
     assert made == last - len(left_out)
+    assert state.steps.step == last - (last - 1 in left_out)  # the last one is noted when another pass begins
+    state.state_dict()  # a rank that has left out its step takes over here what has arrived
     common = [saved(model)[name] for name, _ in model.module.named_parameters()]
     assert all(same(common, each) for each in everyones(common))
     state.detach()
@@ -315,7 +377,7 @@ BAD = (*AT_EXCHANGES, START + EVERY + 1, START + 2 * EVERY)
 
 
 @pytest.mark.parametrize("clears_late", [False, True])
-@pytest.mark.parametrize("section", [SECTION, {"exchange_of": "updates", "warmup_steps": START}])
+@pytest.mark.parametrize("section", [SECTION, LATER, {"exchange_of": "updates", "warmup_steps": START}])
 def test_a_script_that_leaves_out_steps_on_one_rank(section: dict[str, Any], clears_late: bool) -> None:
     run(2, _leaves_out, section, clears_late)
 
@@ -419,7 +481,9 @@ def _ends_early(rank: int, world_size: int, is_killed: bool, section: dict[str, 
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("section", [SECTION, {"exchange_of": "updates"}], ids=["local", "updates"])
+@pytest.mark.parametrize(
+    "section", [SECTION, LATER, {"exchange_of": "updates"}], ids=["local", "later", "updates"]
+)
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_the_exchange_names_a_rank_that_has_ended(is_killed: bool, section: dict[str, Any]) -> None:
     (kind, text), (ended, _) = launch(2, _ends_early, is_killed, section, killed=1)
@@ -442,5 +506,13 @@ def test_what_does_not_go_with_local_steps_is_named() -> None:
             DataParallelConfig.of({"local_steps": 30, other: named})
     with pytest.raises(ConfigError, match="local_steps"):
         DataParallelConfig.of({"local_steps": 0})
+    for rule, text in {
+        (30, 4, 0): "no multiple of fragments = 4",
+        (30, 3, 10): "delay = 10: less than",
+    }.items():
+        with pytest.raises(ConfigError, match=text):
+            DataParallelConfig.of(
+                {"local_steps": dict(zip(("every", "fragments", "delay"), rule, strict=True))}
+            )
     with pytest.raises(ConfigError, match=r"dct\.data_parallel\.local_steps = .*: torchft"):
         refuse("torchft", DataParallelConfig.of({"local_steps": 30}))

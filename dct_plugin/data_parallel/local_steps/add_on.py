@@ -37,8 +37,8 @@ _Tensors: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 class SharedNonfinite:
     """Lets a gradient that is not finite on one rank be so on all ranks, as under plain training.
 
-    It does so before a step that ends in an exchange of progress: a script that leaves out such steps then
-    leaves them out on all ranks. A rank alone would let the others wait.
+    It does so before a step at whose end ranks wait for the mean progress: a script that leaves out such
+    steps then leaves them out on all ranks. A rank alone would let the others wait.
 
     Args:
         group: The ranks.
@@ -140,28 +140,26 @@ class LocalSteps(AddOn):
 
     Args:
         context: The reducer.
-        every: Steps from one exchange to the next.
+        period: Steps from one exchange to the next.
 
     Attributes:
         weights: Those that this rank trains, and the common ones.
         progress: What is exchanged; None before the first local step, and after :meth:`flush`.
         gradients: Those of a step that ends in an exchange.
+        sends: True while progress is sent: what is reduced then is no gradient.
     """
 
     key = "local"
 
-    def __init__(self, context: ReducerContext, every: int) -> None:
-        self._context, self._group, self._every = context, context.group, every
+    def __init__(self, context: ReducerContext, period: int) -> None:
+        self._context, self._group, self._period = context, context.group, period
         self._start, self.gradients = context.config.dense_steps, SharedNonfinite(context.group)
         self._kind = UnsentUpdates if context.config.exchange_of == "updates" else OuterStep
         self.weights = TrainedWeights({}, self._kind.option)
         self.progress: OuterStep | None = None
         self._averages_states = False
         """True if the optimizer's states are to be averaged before the next step."""
-        self._exchanged = 0
-        """The step of the last exchange."""
-        self._exchanges = False
-        """True while progress is exchanged."""
+        self.sends = False
         self._loaded: Mapping[str, Any] | None = None
         self._restored = RestoredState(self._tensors, self._forget)
         self._handles: list[Any] = []
@@ -169,7 +167,7 @@ class LocalSteps(AddOn):
     @classmethod
     def configured(cls, context: ReducerContext) -> LocalSteps | None:
         rule = context.config.local_steps
-        return None if rule is None or context.group.world_size == 1 else cls(context, rule.every)
+        return None if rule is None or context.group.world_size == 1 else cls(context, rule.period)
 
     # -- the model ---
 
@@ -237,22 +235,21 @@ class LocalSteps(AddOn):
     @property
     def alone(self) -> bool:
         """True if gradients of this step stay on their rank."""
-        return self._steps >= 0 and not self._exchanges
+        return self._steps >= 0 and not self.sends
 
     @property
     def counted(self) -> float:
         """Share of the weights whose exchange of progress counts for this step in the metrics."""
-        return 0.0 if (self._steps + 1) % self._every else self._context.config.density
+        return 0.0 if (self._steps + 1) % self._period or not self.progress else self.progress.share
 
     @property
     def due(self) -> bool:
         """True if progress is to be exchanged now. Optimizers that have not made the step yet are waited for,
         by one exchange at most.
         """
-        since = self._steps - self._exchanged
-        if self.progress is None or since < self._every:
+        if self.progress is None or (since := self._steps - self.progress.last) < self._period:
             return False
-        return self._optimizers.groups.keys().isdisjoint(self._group.waiting) or since >= 2 * self._every
+        return self._optimizers.groups.keys().isdisjoint(self._group.waiting) or since >= 2 * self._period
 
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         return Sparsity(1.0)
@@ -272,9 +269,11 @@ class LocalSteps(AddOn):
 
     def keep(self, entries: Entries) -> float:
         """Note gradients that stay on this rank; return their factor until its optimizer uses them."""
-        if self._steps + 1 - self._exchanged >= self._every:
+        if self.progress is None:
+            return 1.0
+        if self._steps + 1 - self.progress.last >= self._period and not self.progress.delay:
             self.gradients.see([gradient for _, gradient in entries])
-        return 1.0 if self.progress is None else self.progress.shorten([name for name, _ in entries])
+        return self.progress.shorten([name for name, _ in entries])
 
     def end_step(self, *, skipped: bool) -> None:
         self._restored.note(None)
@@ -283,7 +282,7 @@ class LocalSteps(AddOn):
 
     def entries(self, *, last: bool = False) -> Entries:
         """Return this rank's progress by name, and the buffers that change; their mean over the ranks is to
-        be there when :meth:`step` is called.
+        be there when :meth:`step` is called, which may be some steps later.
 
         Args:
             last: Return all that would be left unsent at the end, which is nothing under local steps.
@@ -291,20 +290,19 @@ class LocalSteps(AddOn):
         if self.progress is None or (last and not self.progress.keeps_unsent):
             return []
         self.weights.hide()
-        self._exchanges = True
+        self.sends = True
+        self.progress.exchanges[1] = self._steps // self._period * self._period
         crossing = self.progress.entries(last=last)
-        has_buffers = last or not self.progress.number % self._kind.buffers_every
+        has_buffers = last or not self.progress.number % self.progress.buffers_every
         return [*crossing, *(self._buffers.entries() if has_buffers else ())]
 
     @torch.no_grad()
     def step(self) -> None:
         """Move the common weights by the mean progress, and continue from them; a collective."""
         assert self.progress is not None
-        self._exchanged = self._steps // self._every * self._every
         self.progress.take_over()
-        self.progress.exchanges += 1
+        self.progress.exchanges[0] += 1
         self._buffers.take_over()
-        self._exchanges = False
         self.weights.update_parameters()
 
     def flush(self) -> None:
@@ -332,8 +330,8 @@ class LocalSteps(AddOn):
             ConfigError: The optimizer has not the states that are in it.
         """
         self.weights.adopt()
-        self._exchanged = self._steps // self._every * self._every
         self.progress = self._kind(self._context, self.weights, self._optimizers)
+        self.progress.exchanges[1] = self._steps // self._period * self._period
         self._buffers.note()
         loaded, self._loaded = self._loaded or {}, None
         copy_state(loaded, self._tensors(), self._kind.option)

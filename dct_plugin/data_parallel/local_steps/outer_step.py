@@ -15,9 +15,12 @@ from .training import Optimizers, TrainedWeights
 
 
 class OuterStep:
-    """The whole progress of the last steps, by whose mean an outer optimizer moves the common weights.
+    """The progress of the last steps, by whose mean an outer optimizer moves the common weights.
 
-    The outer optimizer is SGD with Nesterov momentum.
+    The outer optimizer is SGD with Nesterov momentum. The tensors may cross in turn, a fragment of the model
+    in each exchange, and the mean may come some steps later (Douillard et al., *Streaming DiLoCo*, 2025,
+    section 2). A rank then adds what it has trained since to the new common weights; it is not mixed with
+    them, which lost quality (docs/quality.md).
 
     Args:
         context: The reducer.
@@ -26,15 +29,15 @@ class OuterStep:
 
     Attributes:
         saved: The tensors of a saved state that all ranks have, by kind and name.
-        exchanges: Exchanges so far, int64 [].
+        exchanges: Exchanges so far, and local steps before the last one, int64 [2].
+        buffers_every: Exchanges of progress from one of the buffers to the next.
+        delay: Steps for which the mean is on its way.
     """
 
     option: ClassVar[str] = "local_steps"
     """The option that asks for it."""
     keeps_unsent: ClassVar[bool] = False
     """True if progress may be left that did not cross at the last exchange."""
-    buffers_every: ClassVar[int] = 1
-    """Exchanges of progress from one of the buffers to the next."""
     lost: ClassVar[str] = "what ranks had trained since the last exchange, and the outer momentum, are lost"
     """The words for what is lost if a training starts without the saved states of the ranks."""
 
@@ -42,12 +45,34 @@ class OuterStep:
         self._weights, self._rule = weights, context.config.local_steps or LocalStepsConfig()
         common = weights.common.items() if self._rule.outer_momentum else ()
         self.saved: dict[str, dict[str, Tensor]] = {"momentum": {n: torch.zeros_like(w) for n, w in common}}
-        self.exchanges = torch.zeros((), dtype=torch.int64)
+        self.exchanges = torch.zeros(2, dtype=torch.int64)
+        self.buffers_every, self.delay = self._rule.fragments, self._rule.delay
+        names = list(weights.common)
+        self._fragments = [names[first :: self.buffers_every] for first in range(self.buffers_every)]
+        self._means: dict[str, Tensor] = {}
+        """Progress that was sent; in its place the mean arrives."""
+        self._sent_at: list[Tensor] = []
+        """This rank's weights when it sent its progress; empty where ranks wait for the mean."""
 
     @property
     def number(self) -> int:
         """Number of the next exchange, or of the one that is under way."""
-        return int(self.exchanges)
+        return int(self.exchanges[0])
+
+    @property
+    def last(self) -> int:
+        """Local steps before the last exchange."""
+        return int(self.exchanges[1])
+
+    @property
+    def share(self) -> float:
+        """Share of the weights whose progress crosses in the next exchange."""
+        sizes = {name: each.numel() for name, each in self._weights.common.items()}
+        return sum(map(sizes.__getitem__, self._fragment)) / sum(sizes.values())
+
+    @property
+    def _fragment(self) -> list[str]:
+        return self._fragments[self.number % len(self._fragments)]
 
     def restore(self) -> None:
         """Take over what was loaded into the saved tensors."""
@@ -68,15 +93,30 @@ class OuterStep:
         Args:
             last: Whether nothing is to be left unsent.
         """
-        pairs = zip(self._weights.common.items(), self._weights.own(), strict=True)
-        return [(name, own.sub_(common)) for (name, common), own in pairs]
+        common, own = self._of_fragment()
+        sent = own
+        if self.delay:  # else the mean arrives where the weights are
+            self._sent_at, sent = [each.clone() for each in own], [each.clone() for each in own]
+        torch._foreach_sub_(sent, common)
+        self._means = dict(zip(self._fragment, sent, strict=True))
+        return list(self._means.items())
 
     def take_over(self) -> None:
         """Move the common weights by the mean progress, and continue from them."""
-        rule, common, mean = self._rule, list(self._weights.common.values()), self._weights.own()
-        if momentum := list(self.saved["momentum"].values()):
+        rule, mean, (common, own) = self._rule, list(self._means.values()), self._of_fragment()
+        if rule.outer_momentum:
+            momentum = [self.saved["momentum"][name] for name in self._means]
             torch._foreach_mul_(momentum, rule.outer_momentum)
             torch._foreach_add_(momentum, mean)
             torch._foreach_add_(mean, momentum, alpha=rule.outer_momentum)
         torch._foreach_add_(common, mean, alpha=rule.outer_lr)
-        torch._foreach_copy_(mean, common)
+        if self._sent_at:
+            torch._foreach_add_(own, torch._foreach_sub(common, self._sent_at))
+        else:
+            torch._foreach_copy_(own, common)
+        self._means, self._sent_at = {}, []
+
+    def _of_fragment(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the common weights of the fragment whose turn it is, and this rank's."""
+        own = dict(zip(self._weights.common, self._weights.own(), strict=True))
+        return [self._weights.common[name] for name in self._fragment], [own[n] for n in self._fragment]

@@ -151,12 +151,12 @@ class UnsentUpdates(OuterStep):
 
     option = "exchange_of"
     keeps_unsent = True
-    buffers_every = SKETCH_EVERY
     lost = "with the mean of what was not sent, and new states of the optimizer where it has none"
 
     def __init__(self, context: ReducerContext, weights: TrainedWeights, optimizers: Optimizers) -> None:
         self._group, self._topologies, self._weights = context.group, context.topologies, weights
-        self._optimizers, self.exchanges = optimizers, torch.zeros((), dtype=torch.int64)
+        self._optimizers, self.exchanges = optimizers, torch.zeros(2, dtype=torch.int64)
+        self.buffers_every, self.delay, self._share = SKETCH_EVERY, 0, context.config.density
         self._flat = torch.zeros_like(weights.flat)
         sizes = {name: each.numel() for name, each in weights.common.items()}
         self._unsent = self._flat.split(list(sizes.values()))
@@ -190,6 +190,10 @@ class UnsentUpdates(OuterStep):
         for turn in turns:
             for start in range(turn * share, min(numel, (turn + 1) * share), PIECE):
                 yield start, min(numel, (turn + 1) * share, start + PIECE)
+
+    @property
+    def share(self) -> float:
+        return self._share
 
     def restore(self) -> None:
         self._factors = self.factors.values()
