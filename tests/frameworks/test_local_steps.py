@@ -323,6 +323,9 @@ def _changes(rank: int, world_size: int) -> None:
         assert all(torch.equal(each[name], buffer) for name, buffer in model.module.named_buffers())
     sent = {name: figures.sent_bytes for name, figures in state.metrics.summary().classes.items()}
     assert 0 < sent["gradient_small"] < 300 * 300 * 4
+    in_parts = {**SECTION, "local_steps": {"every": 20, "fragments": 10}}
+    with pytest.raises(ConfigError, match="fragments = 10: at most 6, the number of trained tensors"):
+        dct_plugin.attach(model, optimizer, {"data_parallel": in_parts})
     sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
     with pytest.raises(ConfigError, match="ZeroRedundancyOptimizer sends every rank's weights"):
         dct_plugin.attach(model, sharded, {"data_parallel": SECTION})

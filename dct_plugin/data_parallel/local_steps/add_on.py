@@ -197,7 +197,7 @@ class LocalSteps(AddOn):
 
         Raises:
             ConfigError: There is no optimizer, or it trains a share of the weights on each rank; weights are
-                of another type than fp32, or not contiguous.
+                of another type than fp32, or not contiguous, or fewer than fragments.
         """
         option, parameters = self._kind.option, parameters or weights
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -208,6 +208,12 @@ class LocalSteps(AddOn):
             self.weights = TrainedWeights(held, option, rounded=weights)
         else:
             self.weights = TrainedWeights(weights, option)
+        rule = self._context.config.local_steps
+        if rule is not None and rule.fragments > len(self.weights.held):
+            raise ConfigError(
+                f"dct.data_parallel.{option}.fragments = {rule.fragments}: at most {len(self.weights.held)}, "
+                "the number of trained tensors, is allowed"
+            )
         self._buffers = AveragedBuffers(self._group, module)
         register(module, self.weights)
         saved = saved or (lambda name, flat: flat.view(weights[name].shape).to(weights[name].dtype))
