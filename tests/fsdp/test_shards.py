@@ -184,6 +184,11 @@ def _weights_changed(rank: int, world_size: int, nodes: int) -> dict[str, tuple[
     model.blocks[1](torch.ones(2, 33))  # type: ignore[operator, index]
     train(model, optimizer, 1)
     found["trained again"] = gathered(model, rounding)
+    if rank == 0:  # trains something of its own
+        torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1).step()
+    with torch.no_grad():
+        model(torch.ones(2, 24))
+    found["evaluated"] = gathered(model, rounding)
     attached.close()
     found["closed"] = gathered(model, rounding)
     return found

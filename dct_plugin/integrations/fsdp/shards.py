@@ -274,10 +274,16 @@ class ShardCompression(FSDPAttachment):
         settings = self.config.data_parallel
         copies = COPIES[settings.parameters](settings, reducer, self._dtype)
         group = copies.updates.group
-        self.ends.callback(register_optimizer_step_post_hook(copies.note_step).remove)
+        self.ends.callback(register_optimizer_step_post_hook(self._note_step).remove)
         rail = group.exchange.peers.group  # the first use makes it; a collective
         self.steps.replicas.append(ReplicaChecksums(settings, copies.weights, rail, agree=group.agree))
         return copies
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note a step of an optimizer of the model; a single rank may step an optimizer of something else."""
+        own = {id(each.sharded) for each in self.parameters}
+        if self.copies and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            self.copies.note_change()
 
     def _saved_parts(self) -> Sequence[Any]:
         return [] if self.copies is None else [self.copies]

@@ -80,12 +80,10 @@ class NodeCopies(ABC):
         """The places of the parameters' shards in a rank's part of the copies."""
         self._numel, self.gathers, self._held = 0, 0, False
         self._seen: list[tuple[int, ...]] = []
-        """Memory and versions of each shard in the copies; empty after an optimizer's step, which need not
-        change them.
-        """
+        """Memory and versions of each shard in the copies; empty if they do not tell of a change."""
 
-    def note_step(self, *_: Any) -> None:
-        """Note that an optimizer has made a step; a hook of all optimizers."""
+    def note_change(self) -> None:
+        """Note that weights may have changed without a new version; on all ranks alike."""
         self._seen = []
 
     def add(self, parameters: Sequence[CopiedParameter]) -> slice:
