@@ -205,6 +205,8 @@ class ShardCompression(FSDPAttachment):
     hint = "its model was not passed to compress_shards, or it is far behind"
     call = "compress_shards"
     find_groups = staticmethod(sharded_groups)
+    _with_gradients: bool | None = None
+    """Whether the last pass of the model had gradients."""
 
     def _decide(self, groups: Groups, training: Training) -> None:
         settings = self.config.data_parallel
@@ -289,9 +291,18 @@ class ShardCompression(FSDPAttachment):
         return [] if self.copies is None else [self.copies]
 
     def _change_passes(self) -> None:
-        """Look whether the first pass has read the copies."""
+        """Look for changed weights where passes turn to training or evaluation, and whether the first pass
+        has read the copies.
+        """
         if self.copies is not None:
-            self.ends.callback(calls_of(self._model).follow(lambda _: None, self._check_pass).remove)
+            self.ends.callback(calls_of(self._model).follow(self._begin_pass, self._check_pass).remove)
+
+    def _begin_pass(self, with_gradients: bool) -> None:
+        # An average of the weights that was evaluated may have been replaced through ``parameter.data``,
+        # which has a version of its own.
+        if self.copies is not None and with_gradients is not self._with_gradients:
+            self.copies.note_change()
+        self._with_gradients = with_gradients
 
     def _check_pass(self, failed: bool) -> None:
         if not failed and self.copies is not None and not self.copies.gathers:
