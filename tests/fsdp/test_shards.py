@@ -341,6 +341,9 @@ def _detached(rank: int, world_size: int) -> tuple[bool, bool]:
         if model is ours:
             attached.detach()
         train(model, optimizer, range(2, 5))
+    with torch.no_grad():
+        ours(torch.ones(2, 24))
+    dct_plugin.attach(ours, optimizers[1], {"data_parallel": EXACT}).close()
     kinds = {type(group.fsdp._all_gather_comm).__name__ for group in attached.groups}
     return same(plain, ours), kinds == {"DefaultAllGather"}
 

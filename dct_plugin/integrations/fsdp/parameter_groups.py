@@ -182,8 +182,10 @@ def named_groups(model: nn.Module) -> list[tuple[Any, list[ShardedParameter]]]:
     Raises:
         ConfigError: The model does not show a parameter; says what to do.
     """
-    names = {id(p): _plain(name) for name, p in model.named_parameters(remove_duplicate=False)}
     groups = list(parameter_groups(model))
+    for group in groups:
+        group._to_sharded()  # an evaluation leaves the root's gathered
+    names = {id(p): _plain(name) for name, p in model.named_parameters(remove_duplicate=False)}
     for group in groups:
         _follow_replaced_parameters(group)
     return [
@@ -196,7 +198,7 @@ def _follow_replaced_parameters(group: Any) -> None:
     """Show FSDP the parameters that a loader put in the place of its own (``from_pretrained`` of
     transformers); FSDP itself looks before the first pass.
     """
-    for each in group.fsdp_params if group.is_sharded else ():
+    for each in group.fsdp_params:
         held = getattr(each._module_info.module, each._module_info.param_name, None)
         if isinstance(held, DTensor) and held is not each.sharded_param:
             each.reset_sharded_param()
