@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
 
 from ..codecs.copies import Mirror, to_device, to_host
 from ..compression.stream import as_flat, backend_beside
@@ -94,6 +95,13 @@ class TableLimits(nn.Module):
     def restart_step(self) -> None:
         """Forget that the current step was measured (after a checkpoint was loaded)."""
         self._measured, self._passes = False, 0
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        known = self.tau
+        super()._apply(fn, recurse)
+        if self.tau.dtype is not known.dtype:  # thresholds stay in fp32
+            self.tau = known.to(self.tau.device)
+        return self
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
         super()._load_from_state_dict(state, prefix, *arguments)

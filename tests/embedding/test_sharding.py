@@ -432,6 +432,27 @@ def test_the_kernels_section_picks_the_backend() -> None:
         assert torch.equal(expected, found)
 
 
+def _tables_in_halves(rank: int, world_size: int) -> list[Any]:
+    found = []
+    for dtype in (torch.bfloat16, torch.float16):
+        tables = make(world_size, config={"sparsity": 0.5}).to(dtype)
+        optimizer = torch.optim.SGD(tables.parameters(), lr=1e-3)
+        tables.follow(optimizer)
+        for step in range(3):
+            vectors = tables(part(draw("one_hot", step), rank * 8, rank * 8 + 8, "one_hot"))
+            vectors.float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        tau = tables.embedding_exchange.tau
+        kept = float(vectors.count_nonzero()) / vectors.numel()
+        found.append((vectors.dtype == dtype, tau.dtype, bool((tau > 0).all()), 0.4 < kept < 0.6))
+    return found
+
+
+def test_tables_in_16_bits_are_thresholded() -> None:
+    assert run(2, _tables_in_halves) == [[(True, torch.float32, True, True)] * 2] * 2
+
+
 def _resharded(rank: int, world_size: int, saved: Any) -> Any:
     module = make(world_size, config={"sparsity": 0.6, "error_bound": 0.02})
     start, stop = bounds_of_rank(rank, world_size)
