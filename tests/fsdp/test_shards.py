@@ -343,7 +343,12 @@ def _detached(rank: int, world_size: int) -> tuple[bool, bool]:
         train(model, optimizer, range(2, 5))
     with torch.no_grad():
         ours(torch.ones(2, 24))
-    dct_plugin.attach(ours, optimizers[1], {"data_parallel": EXACT}).close()
+    again = dct_plugin.attach(ours, optimizers[1], {"data_parallel": EXACT})
+    with torch.inference_mode():  # makes the copies
+        ours(torch.ones(2, 24))
+    for model, optimizer in ((plain, optimizers[0]), (ours, optimizers[1])):
+        train(model, optimizer, range(5, 7))
+    again.close()
     kinds = {type(group.fsdp._all_gather_comm).__name__ for group in attached.groups}
     return same(plain, ours), kinds == {"DefaultAllGather"}
 

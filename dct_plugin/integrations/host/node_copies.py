@@ -107,9 +107,10 @@ class NodeCopies(ABC):
         self.gathers += 1
         # A backward pass gathers what its forward pass gathered.
         if not self._held or (torch._C._current_graph_task_id() < 0 and self._versions() != self._seen):
-            self._refresh()
-            if self._counts_steps:
-                self.updates.end_step()
+            with torch.inference_mode(False), torch.no_grad():  # training writes what is made here
+                self._refresh()
+                if self._counts_steps:
+                    self.updates.end_step()
             self._held, self._seen = True, self._versions()
         node = self._reducer.group.node
         rows: list[list[Tensor]] = [[] for _ in self._layout[0]]
