@@ -10,14 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from rich.console import Console
-from support.forked import forked_interpreters, forked_ranks
+from support.forked import forked_interpreters
 from typer.testing import CliRunner
 
 from dct_plugin import cli
@@ -292,8 +291,8 @@ def test_moving_average() -> None:
 # -- the command -------------------------------------------------------------------------------------------
 
 
-def start_demo(*arguments: str, folder: Path, forked: AbstractContextManager[None]) -> subprocess.Popen[str]:
-    with forked:
+def start_demo(*arguments: str, folder: Path) -> subprocess.Popen[str]:
+    with forked_interpreters():
         environment = {**os.environ, "COLUMNS": "120"}
         environment.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
         return subprocess.Popen(
@@ -306,12 +305,13 @@ def start_demo(*arguments: str, folder: Path, forked: AbstractContextManager[Non
         )
 
 
-def descendants_named(text: str, process: psutil.Process) -> list[psutil.Process]:
+def launch_in(folder: Path) -> list[psutil.Process]:
+    """Return torchrun and its ranks, started in this folder."""
     found = []
-    for child in process.children(recursive=True):
+    for process in psutil.process_iter():
         try:
-            if text in " ".join(child.cmdline()):
-                found.append(child)
+            if "dct_plugin.recommender.trainer" in process.cmdline() and process.cwd() == str(folder):
+                found.append(process)
         except psutil.Error:  # it has just ended
             continue
     return found
@@ -319,9 +319,7 @@ def descendants_named(text: str, process: psutil.Process) -> list[psutil.Process
 
 @pytest.mark.slow
 def test_demo_from_end_to_end(tmp_path: Path) -> None:
-    process = start_demo(
-        "--quick", "--seed", "3", "--json", "figures/demo.json", folder=tmp_path, forked=forked_interpreters()
-    )
+    process = start_demo("--quick", "--seed", "3", "--json", "figures/demo.json", folder=tmp_path)
     output, _ = process.communicate()
     assert process.returncode == 0, output
     for part in (
@@ -420,12 +418,12 @@ def test_the_output_of_a_rank_that_fails_is_shown(tmp_path: Path) -> None:
 
 def running_demo(folder: Path, event: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """A demo of many epochs that has come to an event, its launcher and its ranks."""
-    demo = start_demo("--epochs", "1000", folder=folder, forked=forked_ranks())
+    demo = start_demo("--epochs", "1000", folder=folder)
     events = folder / "out" / "demo.events.jsonl"
     while not (events.exists() and f'"event": "{event}"' in events.read_text()):
         assert demo.poll() is None, demo.communicate()[0]
         time.sleep(0.2)
-    ranks = descendants_named("recommender.trainer", psutil.Process(demo.pid))
+    ranks = launch_in(folder)
     assert len(ranks) == 3
     return demo, ranks
 
