@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -62,10 +63,13 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache that several processes, started at once, have filled. One of them compiles, the others copy."""
-    cache = tmp_path_factory.mktemp("cache")
-    copying = copier(tmp_path_factory.mktemp("copier"), build.load()[1])
-    real = os.environ.get("CC")
-    processes = [python(LOAD, XDG_CACHE_HOME=str(cache), CC=cc) for cc in (real, *[copying] * 5)]
+    cache, folder = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("compilers")
+    copying = copier(folder, build.load()[1])
+    real = folder / "cc"  # optimizing takes ten seconds
+    real.write_text(f'#!/bin/sh\nexec {shlex.join(build.compilers()[0])} "$@" -O0\n')
+    real.chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    processes = [python(LOAD, XDG_CACHE_HOME=str(cache), PATH=path, CC=cc) for cc in (None, *[copying] * 5)]
     for process in processes:
         out, err = finish(process)
         assert out == f"cpu {cache / 'dct_plugin' / LIBRARY}"
