@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.compiler import copier
+from support.compiler import copier, quick
 from support.forked import forked_interpreters
 
 from dct_plugin.kernels import build, get_backend
@@ -65,10 +64,7 @@ def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache that several processes, started at once, have filled. One of them compiles, the others copy."""
     cache, folder = tmp_path_factory.mktemp("cache"), tmp_path_factory.mktemp("compilers")
     copying = copier(folder, build.load()[1])
-    real = folder / "cc"  # optimizing takes ten seconds
-    real.write_text(f'#!/bin/sh\nexec {shlex.join(build.compilers()[0])} "$@" -O0\n')
-    real.chmod(0o755)
-    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    path = f"{Path(quick(folder)).parent}{os.pathsep}{os.environ['PATH']}"
     processes = [python(LOAD, XDG_CACHE_HOME=str(cache), PATH=path, CC=cc) for cc in (None, *[copying] * 5)]
     for process in processes:
         out, err = finish(process)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import pytest
 from packaging.requirements import Requirement
 from support import ROOT
+from support.compiler import quick
 
 from dct_plugin import cli
 from dct_plugin.config import MetricsConfig
@@ -85,6 +86,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(
         [sys.executable, "-c", f"OUT = {str(folder)!r}\n{code}"],
         cwd=source,
+        env={**os.environ, "CC": quick(folder)},
         capture_output=True,
         text=True,
     )
