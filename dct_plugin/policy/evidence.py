@@ -155,11 +155,11 @@ class KnownLoss(NamedTuple):
 
     loss: str
     """The measured loss, and the training that lost it."""
-    change: str
-    """The line of the section to change."""
     source: str
     """The section of docs/quality.md."""
     model: str
+    change: str = ""
+    """The line of the section to change; empty: step-ahead, or all entries where a framework has none."""
     families: tuple[OptimizerFamily, ...] = tuple(OptimizerFamily)
     feedback: tuple[str, ...] = ("local", "auto")
     """Kinds of feedback; ``auto`` is local where the optimizer is not known."""
@@ -191,6 +191,14 @@ class KnownLoss(NamedTuple):
             and not (self.without_start and settings.dense_steps + settings.ramp_steps)
             and (self.updates is None or self._has_updates(settings))
         )
+
+    def better(self, training: Training) -> str:
+        """Return what to change in the section of a training."""
+        if self.change:
+            return self.change
+        if training.step_ahead_unavailable:
+            return 'leave "sparsity" and "feedback" out, which sends all entries in int8'
+        return 'leave "feedback" out, or set it to "step_ahead"'
 
     def _has_updates(self, settings: DataParallelConfig) -> bool:
         updates = settings.parameters

@@ -158,7 +158,7 @@ def _with_losses(written: DataParallelConfig, training: Training, count: int) ->
     loss = next(known_losses(made.settings, training, count), None)
     if loss is None:
         return made
-    better = f"better: {loss.change}{_nothing_written(written, training, count)}"
+    better = f"better: {loss.better(training)}{_nothing_written(written, training, count)}"
     if made.line:
         return replace(made, line=f"{made.line} (known to lose {loss.loss}; {better})", warns=True)
     line = (

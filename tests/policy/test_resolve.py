@@ -89,6 +89,14 @@ def test_a_written_value_that_is_known_to_lose_stays_and_says_so(
     assert f"with nothing written: {default.summary}" in applied.line
 
 
+@pytest.mark.parametrize("written", [{"sparsity": 0.9}, {"sparsity": 0.99, "feedback": "local"}])
+def test_what_is_better_can_be_had(written: dict[str, Any]) -> None:
+    line = resolve(_of(**written), Training(["AdamW"], ranks=2, **_UNAVAILABLE)).line
+    assert 'better: leave "sparsity" and "feedback" out, which sends all entries in int8' in line
+    line = resolve(_of(sparsity=0.9, feedback="local"), Training(["AdamW"], ranks=2)).line
+    assert 'better: leave "feedback" out, or set it to "step_ahead"' in line
+
+
 @pytest.mark.parametrize(
     ("written", "count", "sparsity", "values"),
     [
