@@ -106,7 +106,7 @@ def advise(
         bool, typer.Option("--json", help="Print JSON: milliseconds, bytes, bits per second.")
     ] = False,
     shows_memory: Annotated[
-        bool, typer.Option("--memory", help="Print the memory of a rank by host, and run no job.")
+        bool, typer.Option("--memory", help="Print the memory of a rank by framework, and run no job.")
     ] = False,
     parameters: Annotated[
         list[float] | None, typer.Option(min=1, help="With --memory: parameters of the model.")
@@ -142,13 +142,13 @@ def advise(
 
 
 def _memory(sizes: Sequence[float]) -> Table:
-    """Return the memory of a rank by host and setting, for models of these sizes."""
+    """Return the memory of a rank by framework and setting, for models of these sizes."""
     caption = (
         "Bytes that a rank keeps for the plugin on a GPU, beside the framework's: eight ranks, or as many "
         "nodes as a row says. A bucket, while it is selected, takes 4 bytes per entry more, at most 256 MiB."
     )
     table = Table(caption=caption, caption_justify="left", box=None, pad_edge=False)
-    table.add_column("host and setting")
+    table.add_column("framework and setting")
     for size in sizes:
         table.add_column(f"{size / 1e9:g}B" if size >= 1e9 else f"{size / 1e6:g}M", justify="right")
     table.add_column("bytes per parameter")

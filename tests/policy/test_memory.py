@@ -140,7 +140,7 @@ def test_the_command_prints_a_table_without_a_job() -> None:
     result = CliRunner().invoke(cli.app, ["advise", "--memory", "--parameters", "7e9"])
     assert result.exit_code == 0
     rows = {line[:30].strip(): line for line in result.output.splitlines()}
-    assert "7B" in rows["host and setting"]
+    assert "7B" in rows["framework and setting"]
     total = sum(memory(memory_jobs.JOBS[0], 7e9).values())
     assert format_bytes(total) in result.output
     assert "4.00 displaced weights" in result.output
