@@ -354,7 +354,8 @@ def _without_sparsity(written: DataParallelConfig) -> DataParallelConfig:
 
 def _nothing_safe(training: Training) -> str:
     where = f"{training.ranks} ranks" + (f" under ZeRO-{training.stage}" if training.stage else "")
+    how = " in fine-tuning" if training.is_fine_tuning else " and clipped gradients" if training.clips else ""
     return (
-        f"quality 'safe': no sparsity is known to lose nothing with {training.name} on {where}; all entries "
-        "are sent, dense or in bf16"
+        f"quality 'safe': no sparsity is known to lose nothing with {training.name}{how} on {where}; all "
+        "entries are sent, dense or in bf16"
     )
