@@ -78,6 +78,8 @@ def test_check_accepts_the_ready_made_files() -> None:
         result = runner.invoke(cli.app, ["config", "check", *files])
     assert result.exit_code == 0
     assert result.output.count(": ok (fingerprint ") == len(files)
+    warned = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    assert ["deepspeed_bf16_zero3_dct.json" in line for line in warned] == [True], "these settings lose"
 
 
 @pytest.mark.slow
