@@ -45,6 +45,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         job(zero_optimization={"stage": 1, "dct": {}}),
         "zero_optimization.dct: nothing reads the section there; move it one level up, to the top",
     ),
+    "keys beside dct": (job({}, **gradients(sparsity=0.9)), "'data_parallel': nothing reads it at the top"),
     "no dct around it": (
         job(**gradients(sparsity=0.9)),
         "'data_parallel': nothing reads it at the top of the file; write \"dct\": {'data_parallel': ...}",

@@ -108,6 +108,12 @@ def _resolved(job: Job, config: DCTConfig, report: FileReport, ranks: int, ranks
 
 def _find_section(content: Mapping[str, Any], report: FileReport, is_deepspeed: bool) -> tuple[bool, Any]:
     """Return whether a file has a section, and it; add a fault where it does not stand in its place."""
+    keys = {key: content[key] for key in DCTConfig.model_fields if key in content} if is_deepspeed else {}
+    if keys:
+        names = ", ".join(map(repr, keys))
+        report.faults.append(
+            f'{names}: nothing reads it at the top of the file; write "{SECTION}": {{{names}: ...}}'
+        )
     if SECTION in content:
         return True, content[SECTION]
     if misplaced := misplaced_section(content):
@@ -115,10 +121,6 @@ def _find_section(content: Mapping[str, Any], report: FileReport, is_deepspeed: 
         return True, misplaced[1]
     if not is_deepspeed:
         return True, content
-    if keys := {key: content[key] for key in DCTConfig.model_fields if key in content}:
-        names = ", ".join(map(repr, keys))
-        report.faults.append(
-            f'{names}: nothing reads it at the top of the file; write "{SECTION}": {{{names}: ...}}'
-        )
+    if keys:
         return True, keys
     return backend_name(content) == SECTION, {}
