@@ -45,7 +45,7 @@ from dct_plugin.recommender.links.namespaces import Links, Network
 EVERY, ROUNDS = 30, 2
 #: Sections of the plugin by the name of the row.
 SECTIONS: dict[str, dict[str, Any]] = {
-    "DCT 0.99, step-ahead": {"warmup_steps": 2, "sparsity_warmup_steps": 8},
+    "DCT 0.99, step-ahead": {"quality": None, "warmup_steps": 2, "sparsity_warmup_steps": 8},
     f"local steps: {EVERY}, fp32": {"local_steps": EVERY, "value_dtype": "fp32", "warmup_steps": 0},
     f"local steps: {EVERY}, int8": {"local_steps": EVERY, "warmup_steps": 0},
     f"local steps: {EVERY}, int8, a third every {EVERY // 3}, 3 steps later": {
