@@ -68,12 +68,12 @@ def package(tmp_path: Path) -> Path:
 
 
 def python(*code: str, path: Path | None = None, **environment: str) -> str:
-    """Run pieces of code in a new interpreter and return what they printed."""
+    """Run pieces of code in a new interpreter, which collects no garbage, and return what they printed."""
     variables = {**os.environ, **environment}
     if path is not None:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(map(dedent, code))],
+        [sys.executable, "-c", "\n".join(["import gc; gc.disable()", *map(dedent, code)])],
         env=variables,
         capture_output=True,
         text=True,
@@ -315,28 +315,22 @@ from torch.optim import optimizer as optimizers
 ours = [pathlib.Path(name).resolve().as_posix() for name in OURS]
 
 @functools.cache
-def resolved(file):
-    return pathlib.Path(file).resolve().as_posix()
+def is_ours(file):
+    return any(pathlib.Path(file).resolve().as_posix().startswith(folder) for folder in ours)
 
 def functions():
     found, classes = set(), set()
-    def look(path, value):
-        value = getattr(value, "__func__", value) if isinstance(value, (classmethod, staticmethod)) else value
-        if isinstance(value, types.FunctionType):
-            file = resolved(value.__code__.co_filename)
-            if any(file.startswith(folder) for folder in ours):
-                found.add(path)
+    def look(place, members):
+        for name, value in list(members.items()):
+            value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+            if isinstance(value, types.FunctionType) and is_ours(value.__code__.co_filename):
+                found.add(f"{place}.{name}")
     for name, host in list(sys.modules.items()):
         if name.split(".")[0] in ("deepspeed", "torch"):
-            for key, value in list(vars(host).items()):
-                if isinstance(value, type):
-                    if value in classes:  # many modules have it
-                        continue
-                    classes.add(value)
-                    for member, inner in list(vars(value).items()):
-                        look(f"{value.__module__}.{value.__qualname__}.{member}", inner)
-                else:
-                    look(f"{name}.{key}", value)
+            look(name, vars(host))
+            classes.update(value for value in list(vars(host).values()) if isinstance(value, type))
+    for each in classes:  # many modules have the same ones
+        look(f"{each.__module__}.{each.__qualname__}", vars(each))
     return sorted(found)
 
 def state():
