@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from triton.runtime.interpreter import GridExecutor
 
@@ -19,8 +20,5 @@ def counted_launches() -> Iterator[list[str]]:
         names.append(self.fn.__name__)
         return launch(self, *arguments, **constants)
 
-    GridExecutor.__call__ = counted
-    try:
+    with patch.object(GridExecutor, "__call__", counted):
         yield names
-    finally:
-        GridExecutor.__call__ = launch
