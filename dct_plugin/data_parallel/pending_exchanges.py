@@ -187,14 +187,12 @@ class SentInSlots(Sent):
         add_up: Adds up the messages in slots, see :meth:`.Phase.prepare_sum`.
         heads: int64 [ranks, WORDS]: the first words of the slot from each sender, the last of which is what
             kernels found wrong with its message.
-        fingerprint: That of the message.
     """
 
     slots: Slots = field(init=False)
     capacities: AgreedCapacities = field(init=False)
     add_up: Callable[[], Tensor] = field(init=False)
     heads: Tensor = field(init=False)
-    fingerprint: int = 0
 
 
 class SlotExchange(PlanExchange):
@@ -214,9 +212,6 @@ class SlotExchange(PlanExchange):
     def _preparing(self, posts: int) -> AbstractContextManager[Preparation]:
         return self.sending()
 
-    def receive_in_background(self) -> None:
-        """Do nothing: messages arrive on the current stream."""
-
     def _done(self) -> None:
         self._exchanges.pending.append(self)
 
@@ -228,12 +223,12 @@ class SlotExchange(PlanExchange):
             sent = SentInSlots(phase, phase.encode(plan, writer))
             sent.capacities = self.unsent[0]
             sent.slots = slots = sent.capacities.slots(group.device)
-            sent.fingerprint = group.at_step(plan.fingerprint)
+            fingerprint = plan.fingerprint + self._step
             bounds, nothing = slots.bounds_to, phase.nothing_to_add
-            group.backend.write_slots(writer, slots.memory, bounds, sent.fingerprint, nothing)
+            group.backend.write_slots(writer, slots.memory, bounds, fingerprint, nothing)
             sent.add_up = phase.prepare_sum(plan, slots)
         self.unsent.popleft()
-        self._exchanges.order.note(group.step, plan.fingerprint, self._phases.index(phase))
+        self._exchanges.order.note(self._step, plan.fingerprint, self._phases.index(phase))
         with self._record.timed("exchange"):
             slots.send(group.exchange)
         chunk.sent.append(sent)
@@ -263,7 +258,7 @@ class SlotExchange(PlanExchange):
         heads = [words[first : first + WORDS] for first in range(0, len(words), WORDS)]
         phase, room = sent.phase, sent.slots.layout.room_from
         bounds = None if phase.follows else room
-        sizes = self._group.exchange.checked_sizes(heads, sent.fingerprint, bounds)
+        sizes = self._group.exchange.checked_sizes(heads, chunk.plan.fingerprint + self._step, bounds)
         for sender, (*_, error) in enumerate(heads):
             if error:
                 own, problem = self._group.rank, KERNEL_ERRORS[error]

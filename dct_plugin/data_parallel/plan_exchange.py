@@ -155,7 +155,7 @@ class PlanExchange:
             raise ValueError(f"an exchange has one phase, or two; this one has {len(phases)}")
         self._exchanges, self._group = exchanges, exchanges.group
         self.plan, self._phases, self._record = plan, phases, exchange_record
-        self._in_background = False
+        self._step = self._group.step  # answers may be sent in a later one
         parts = plan.chunks(self._group.backend.message_entries)
         self.chunks = [Chunk(part, exchanges.take_writers()) for part in parts]
 
@@ -164,19 +164,10 @@ class PlanExchange:
         for chunk in self.chunks:
             self._send(self._phases[0], chunk)
 
-    def receive_in_background(self) -> None:
-        """Let another thread receive the messages of each phase that is sent, where the transport can."""
-        self._in_background, group = True, self._group
-        sent = [(chunk.sent[-1], chunk.plan) for chunk in self.chunks]
-        collected = [
-            functools.partial(
-                group.exchange.collect, each.messages[group.rank], bounds=each.phase.largest_messages(plan)
-            )
-            for each, plan in sent
-        ]
-        arriving = group.exchange.announced.in_background(collected)
-        for chunk, messages in zip(self.chunks, arriving, strict=True):
-            chunk.arriving = messages
+    @property
+    def arrives_in_background(self) -> bool:
+        """True if another thread receives the messages."""
+        return all(chunk.arriving is not None for chunk in self.chunks)
 
     def answer(self) -> None:
         """Receive the messages of the first of two phases, add them up and answer them. Errors as of
@@ -184,14 +175,15 @@ class PlanExchange:
         """
         if all(len(chunk.sent) == len(self._phases) for chunk in self.chunks):
             return
+        in_background = self.arrives_in_background
         with self._group.exchange.preparing(posts=0):  # all: a rank that failed on the way answers none
             received = [self._receive(chunk) for chunk in self.chunks]
         with self._preparing(len(received)):
             for chunk, messages in zip(self.chunks, received, strict=True):
                 self._add(chunk, messages)
                 self._send(self._phases[1], chunk)
-        if self._in_background:
-            self.receive_in_background()
+        if in_background:
+            receive_in_background([self])
 
     def wait(self) -> None:
         """Receive the messages and add them up, and answer them if there are two phases.
@@ -227,7 +219,7 @@ class PlanExchange:
             sent = Sent(phase, phase.encode(chunk.plan, writer))
         sent.messages = writer.read() * (group.world_size if phase.to_all else 1)
         with self._record.timed("exchange"):
-            group.exchange.post(sent.messages, group.at_step(chunk.plan.fingerprint))
+            group.exchange.post(sent.messages, chunk.plan.fingerprint + self._step)
         self._exchanges.account(sent.written, self._record)
         chunk.sent.append(sent)
 
@@ -248,3 +240,19 @@ class PlanExchange:
         """Add the messages of the last phase."""
         with self._record.timed("decode"):
             chunk.sent[-1].phase.add(chunk.plan, messages)
+
+
+def receive_in_background(exchanges: Sequence[PlanExchange]) -> None:
+    """Let another thread receive the messages of exchanges in their order, where the transport can. Those in
+    slots arrive on the current stream.
+    """
+    chunks = [chunk for each in exchanges for chunk in each.chunks if chunk.sent[-1].messages]
+    if not chunks:
+        return
+    group, receivers = exchanges[0]._group, []
+    for chunk in chunks:
+        own, bounds = chunk.sent[-1].messages[group.rank], chunk.sent[-1].phase.largest_messages(chunk.plan)
+        receivers.append(functools.partial(group.exchange.collect, own, bounds=bounds))
+    arriving = group.exchange.announced.in_background(receivers)
+    for chunk, messages in zip(chunks, arriving, strict=False):
+        chunk.arriving = messages

@@ -30,7 +30,7 @@ from .add_ons import AddOns
 from .dense_sums import DenseSums
 from .pending_exchanges import exchanges_of
 from .plan import Entries, ReductionPlan, Shard
-from .plan_exchange import PlanExchange, PlanExchanges
+from .plan_exchange import PlanExchange, PlanExchanges, receive_in_background
 from .planner import Planner
 from .stream_group import GroupOptions, Ranks, StreamGroup
 from .topologies import Phase, Topologies
@@ -143,8 +143,8 @@ class GradientReducer:
         :meth:`finish`.
         """
         local = self.add_ons.local_steps
-        if self.progress is not None and local is not None and local.due:
-            self.progress.before_gradients()
+        if self.progress is not None and local is not None and (self.progress.under_way or local.due):
+            self.progress.in_pass()
         return Reduction(self, entries, scale)
 
     def begin_scatter(
@@ -225,7 +225,7 @@ class GradientReducer:
         local = self.add_ons.local_steps
         if self.progress is None or local is None or name not in local.weights.held:
             return own
-        self.progress.finish()
+        self.progress.finish(follows=False)  # a backward pass may need this rank's own weights
         return local.weights.weight(name)
 
     # -- steps ---
@@ -424,14 +424,27 @@ class Reduction:
                 for phases, plan in plans:
                     into = exchanges or reducer.exchanges
                     self._exchanges.append(into.start(phases, plan, exchange_record))
-            for exchange in self._exchanges if in_background else ():
-                exchange.receive_in_background()
+            if in_background:
+                receive_in_background(self._exchanges)
 
     def answer(self) -> None:
-        """Receive the first of two phases, and send the second."""
+        """Receive the first of two phases, and send the second. Only the last plan may have two."""
+        exchanges = self._exchanges or []
+        with self._reducer.group.recording(self._exchange_record):
+            for exchange in exchanges[:-1]:
+                exchange.wait()
+            for exchange in exchanges[-1:]:
+                exchange.answer()
+        self._exchanges = exchanges[-1:]
+
+    def receive(self) -> None:
+        """Receive all messages that another thread does not receive, and send the last answers."""
+        self.answer()
         with self._reducer.group.recording(self._exchange_record):
             for exchange in self._exchanges or ():
-                exchange.answer()
+                if not exchange.arrives_in_background:
+                    exchange.wait()
+                    self._exchanges = []
 
     def finish(self) -> None:
         """Receive the messages and add them up; posts them first, unless that has been done.

@@ -155,21 +155,22 @@ class AnnouncedMessages:
         """Forget what was posted."""
         self._posted.clear()
 
-    def in_background(self, collected: Sequence[Callable[[], _Result]]) -> list[Callable[[], _Result]]:
-        """Let another thread receive what was posted, if the transport allows it. Nothing else uses the
-        exchange until all results were taken.
+    def in_background(self, receivers: Sequence[Callable[[], _Result]]) -> list[Callable[[], _Result]]:
+        """Let another thread receive what was posted. Nothing else uses the exchange until all results were
+        taken.
 
         Args:
-            collected: Functions that receive the messages that were posted, in order.
+            receivers: Functions that receive the messages that were posted, in order.
 
-        Returns: Functions that wait for the results of those, and return or raise them.
+        Returns: Functions that wait for the results of those, and return or raise them; none if the transport
+            does not allow a thread.
         """
         if not self.transport().allows_threads:
-            return list(collected)
-        futures = [Future[_Result]() for _ in collected]
+            return []
+        futures = [Future[_Result]() for _ in receivers]
 
         def work() -> None:
-            for future, function in zip(futures, collected, strict=True):
+            for future, function in zip(futures, receivers, strict=True):
                 try:
                     future.set_result(function())
                 except BaseException as error:

@@ -23,6 +23,7 @@ os.environ.setdefault("RUST_LOG", "error")  # which torchft reads when it is imp
 THREADS = {
     "integrations/torchft/process_groups.py",
     "integrations/host/lost_peers.py",
+    "transport/exchange.py",
     "transport/lost_ranks.py",
     "transport/tcp_connect.py",
 }

@@ -146,7 +146,7 @@ class LocalSteps(AddOn):
         weights: Those that this rank trains, and the common ones.
         progress: What is exchanged; None before the first local step, and after :meth:`flush`.
         gradients: Those of a step that ends in an exchange.
-        sends: True while progress is sent: what is reduced then is no gradient.
+        sends: True while progress is encoded and sent: what is reduced then is no gradient.
     """
 
     key = "local"
@@ -251,11 +251,12 @@ class LocalSteps(AddOn):
     @property
     def due(self) -> bool:
         """True if progress is to be exchanged now. Optimizers that have not made the step yet are waited for,
-        by one exchange at most.
+        by one exchange at most; with a delay all of them have, since it is sent in the next pass.
         """
         if self.progress is None or (since := self._steps - self.progress.last) < self._period:
             return False
-        return self._optimizers.groups.keys().isdisjoint(self._group.waiting) or since >= 2 * self._period
+        waits = not self.progress.delay and since < 2 * self._period
+        return not waits or self._optimizers.groups.keys().isdisjoint(self._group.waiting)
 
     def sparsity(self, name: str, otherwise: Sparsity) -> Sparsity:
         return Sparsity(1.0)
@@ -303,10 +304,16 @@ class LocalSteps(AddOn):
         return [*crossing, *(self._buffers.entries() if has_buffers else ())]
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Move the common weights by the mean progress, and continue from them; a collective."""
+    def step(self, *, follows: bool = True) -> None:
+        """Move the common weights by the mean progress, and continue from them.
+
+        Args:
+            follows: Whether this rank's weights continue from them now; else ``progress.follow()`` does it.
+        """
         assert self.progress is not None
         self.progress.take_over()
+        if follows:
+            self.progress.follow()
         self.progress.exchanges[0] += 1
         self._buffers.take_over()
         self.weights.update_parameters()

@@ -38,7 +38,8 @@ class AveragedBuffers:
         return {name: buffer for name, buffer in named if buffer.is_floating_point()}
 
     def note(self) -> None:
-        """Note what the buffers are, to find those that change."""
+        """Note what the buffers are, to find those that change; forget an exchange that is under way."""
+        self._sent = []
         self._sums = {name: checksum(buffer) for name, buffer in self.all().items()}
 
     def entries(self) -> Entries:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...codecs.copies import SideStream
 from ..pending_exchanges import exchanges_of
 from .add_on import LocalSteps
+from .outer_step import OuterStep
 
 if TYPE_CHECKING:
     from ..plan import Entries
@@ -14,18 +15,20 @@ if TYPE_CHECKING:
 
 
 class ProgressExchange:
-    """Sends progress when it is due, and takes over its mean; every method is a collective.
+    """Sends progress when it is due, and applies its mean.
 
-    Where ranks do not wait for the mean, progress leaves in the pass that follows the step: every rank makes
-    that pass, but a script may leave out the step on one rank. They take over the mean of one exchange before
-    they send the next one. What else uses the reducer's exchange calls :meth:`finish` before.
+    Without a delay ranks exchange progress after a step, and wait. With a delay all that waits for other
+    ranks, or sends to them, happens in passes: every rank makes a pass, but a script may leave out the step
+    that follows on one rank. Weights change after a step alone, since a backward pass may need them.
+
+    Call :meth:`finish` before anything else uses the reducer's exchange.
 
     Args:
         reducer: Its ranks exchange progress.
         local: The add-on that has the progress.
 
     Attributes:
-        under_way: What was sent, and whose mean was not taken over yet.
+        under_way: Progress that was sent, and whose mean was not applied yet.
     """
 
     def __init__(self, reducer: GradientReducer, local: LocalSteps) -> None:
@@ -33,30 +36,44 @@ class ProgressExchange:
         self._exchanges = exchanges_of(self._group, "gradient", reducer.add_ons.show_sums)
         self._side = SideStream()
         self.under_way: Reduction | None = None
-        self._steps = 0
-        """Steps since it was sent."""
+        self._sender: OuterStep | None = None
+        """Has sent what is under way; another one does not apply its mean."""
+        self._sent = 0
+        """Optimizer steps before the pass that sent it."""
 
-    def before_gradients(self) -> None:
-        """Send the progress that is due, if ranks do not wait for its mean."""
-        if self._delay and not self._local.sends:
+    def in_pass(self) -> None:
+        """Send the progress that is due, and receive what is under way, as far as its delay is over; called
+        before gradients of a pass are reduced. A collective.
+        """
+        if not self._delay or self._local.sends:
+            return
+        if self._local.due:
             self.finish()
             self._send(self._local.entries())
+        if self.under_way is not None:
+            steps = self._group.step - self._sent
+            with self._side.queue(device=self._group.device):
+                if steps >= self._delay - 1:
+                    self.under_way.receive()
+                elif 2 * steps >= self._delay:
+                    self.under_way.answer()
 
     def after_step(self) -> None:
-        """Take over the mean whose delay is over; or exchange the progress that is due, and wait."""
-        if self.under_way is not None:
-            self._steps += 1
-            if self._steps >= self._delay:
-                self.finish()
-            elif 2 * self._steps >= self._delay:
-                with self._side.queue(device=self._group.device):
-                    self.under_way.answer()
+        """Apply the mean whose delay is over; without a delay exchange the progress that is due."""
+        if self.under_way is not None and self._group.step - self._sent >= self._delay:
+            self.finish()
+        elif self._sender is not None:
+            self._sender.follow()
         if not self._delay and self._local.due:
             self._send(self._local.entries())
             self.finish()
 
-    def finish(self) -> None:
-        """Wait for the mean of what was sent, and take it over."""
+    def finish(self, *, follows: bool = True) -> None:
+        """Wait for the mean of what was sent, and apply it. All ranks have made the same passes.
+
+        Args:
+            follows: Whether this rank's own weights may change now; else they do after the next step.
+        """
         if self.under_way is None:
             return
         with self._side.queue(device=self._group.device):
@@ -64,10 +81,11 @@ class ProgressExchange:
             self._exchanges.finish()
         self._side.join()
         self.under_way = None
-        self._local.step()
+        if self._sender is self._local.progress:  # no other weights were loaded since
+            self._local.step(follows=follows)
 
     def flush(self) -> None:
-        """Send all progress that is still unsent."""
+        """Send all progress that is still unsent; a collective."""
         self.finish()
         if unsent := self._local.entries(last=True):
             self._group.set_value_dtype("int8")
@@ -82,4 +100,5 @@ class ProgressExchange:
         reduction = self._reducer.begin(entries, scale=1.0 / self._group.group_size)
         with self._side.queue(device=self._group.device):
             reduction.post(self._exchanges, in_background=self._delay > 0)
-        self.under_way, self._steps, self._local.sends = reduction, 0, False
+        self.under_way, self._sender, self._sent = reduction, self._local.progress, self._group.step
+        self._local.sends = False

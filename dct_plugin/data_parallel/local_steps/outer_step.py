@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -50,9 +50,13 @@ class OuterStep:
         names = list(weights.common)
         self._fragments = [names[first :: self.buffers_every] for first in range(self.buffers_every)]
         self._means: dict[str, Tensor] = {}
-        """Progress that was sent; in its place the mean arrives."""
-        self._sent_at: list[Tensor] = []
-        """This rank's weights when it sent its progress; empty where ranks wait for the mean."""
+        """Progress that was sent; the exchange overwrites it with the mean."""
+        self._sent_at: dict[str, Tensor] = {}
+        """This rank's weights when it sent its progress; empty where ranks wait for the mean, and after this
+        rank's weights have followed it.
+        """
+        self._has_moved = False
+        """True from the move of the common weights until this rank's weights have followed."""
 
     @property
     def number(self) -> int:
@@ -93,30 +97,37 @@ class OuterStep:
         Args:
             last: Whether nothing is to be left unsent.
         """
-        common, own = self._of_fragment()
-        sent = own
+        self.follow()
+        common, sent = self._of(self._fragment)
         if self.delay:  # else the mean arrives where the weights are
-            self._sent_at, sent = [each.clone() for each in own], [each.clone() for each in own]
+            self._sent_at = {n: each.clone() for n, each in zip(self._fragment, sent, strict=True)}
+            sent = [each.clone() for each in sent]
         torch._foreach_sub_(sent, common)
         self._means = dict(zip(self._fragment, sent, strict=True))
         return list(self._means.items())
 
     def take_over(self) -> None:
-        """Move the common weights by the mean progress, and continue from them."""
-        rule, mean, (common, own) = self._rule, list(self._means.values()), self._of_fragment()
+        """Move the common weights by the mean progress; :meth:`follow` continues from them."""
+        rule, mean, (common, own) = self._rule, list(self._means.values()), self._of(self._means)
         if rule.outer_momentum:
             momentum = [self.saved["momentum"][name] for name in self._means]
             torch._foreach_mul_(momentum, rule.outer_momentum)
             torch._foreach_add_(momentum, mean)
             torch._foreach_add_(mean, momentum, alpha=rule.outer_momentum)
         torch._foreach_add_(common, mean, alpha=rule.outer_lr)
-        if self._sent_at:
-            torch._foreach_add_(own, torch._foreach_sub(common, self._sent_at))
-        else:
+        if not self._sent_at:
             torch._foreach_copy_(own, common)
-        self._means, self._sent_at = {}, []
+        self._means, self._has_moved = {}, True
 
-    def _of_fragment(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the common weights of the fragment whose turn it is, and this rank's."""
+    def follow(self) -> None:
+        """Add what this rank has trained since it sent its progress to the common weights."""
+        if self._has_moved and self._sent_at:
+            common, own = self._of(self._sent_at)
+            torch._foreach_add_(own, torch._foreach_sub(common, list(self._sent_at.values())))
+            self._sent_at = {}
+        self._has_moved = False
+
+    def _of(self, names: Iterable[str]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the common weights of these names, and this rank's."""
         own = dict(zip(self._weights.common, self._weights.own(), strict=True))
-        return [self._weights.common[name] for name in self._fragment], [own[n] for n in self._fragment]
+        return [self._weights.common[name] for name in names], [own[name] for name in names]

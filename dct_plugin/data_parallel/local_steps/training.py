@@ -69,7 +69,8 @@ class TrainedWeights:
     def update_parameters(self) -> None:
         """Let the parameters hold this rank's weights, if they are others."""
         for name, parameter in self._rounded.items():
-            parameter.data.copy_(self.held[name].data.view(parameter.shape))
+            shown_later = self._own.get(name, parameter.data)
+            shown_later.copy_(self.held[name].data.view(parameter.shape))
 
     def weight(self, name: str) -> Tensor:
         """Return the weights of a name that all ranks hold; before the first local step its own."""

@@ -265,6 +265,9 @@ class UnsentUpdates(OuterStep):
             part.zero_()  # what is not sent returns as the stream's residual
         return [(_name(start, stop), sent) for start, stop, sent in self._sent]
 
+    def follow(self) -> None:
+        """Do nothing: the weights of a rank follow at once."""
+
     def take_over(self) -> None:
         for start, stop, mean in self._sent:
             self._weights.flat[start:stop] += mean
