@@ -143,7 +143,7 @@ class GradientReducer:
         :meth:`finish`.
         """
         local = self.add_ons.local_steps
-        if self.progress is not None and local is not None and (self.progress.under_way or local.due):
+        if self.progress is not None and local is not None and (self.progress.is_open or local.due):
             self.progress.in_pass()
         return Reduction(self, entries, scale)
 
@@ -266,7 +266,7 @@ class GradientReducer:
 
     def _exchange_progress(self) -> None:
         local = self.add_ons.local_steps
-        if self.progress is not None and local is not None and (self.progress.under_way or local.due):
+        if self.progress is not None and local is not None and (self.progress.is_open or local.due):
             self.progress.after_step()
 
     def begin_step(self, step: int) -> None:

@@ -36,6 +36,7 @@ START, EVERY = 3, 4
 SECTION = {"local_steps": EVERY, "warmup_steps": START, "min_numel": 100, "verify": {"every": 1}}
 #: The mean of half of the tensors arrives two steps after their progress was sent.
 LATER = {**SECTION, "local_steps": {"every": 6, "fragments": 2, "delay": 2}, "verify": None}
+COMPARED = {**LATER, "verify": {"every": 1, "action": "stop"}}
 #: The mean of the ranks' progress, exactly.
 MEAN = {
     **SECTION,
@@ -153,7 +154,7 @@ def _later(rank: int, world_size: int, way: str, folder: str) -> None:
         assert any("its mean arrives 2 steps later" in line for line in lines)
     assert {each.group.backend.lengths_on_host for each in state.reducers} == {way != "slots"}
     # The mean of step 18 is on its way: a save takes it over. Both go on alike.
-    assert all(each.progress.under_way is not None for each in state.reducers)
+    assert all(each.progress.is_open for each in state.reducers)
     state.save(f"{folder}/dct")
     again, optimizer_again, state_again = ddp(section)
     again.load_state_dict(model.state_dict())
@@ -176,9 +177,15 @@ def test_fragments_that_arrive_later_are_as_by_hand(ranks: int, way: str, tmp_pa
 
 def _interrupted(rank: int, world_size: int, folder: str) -> None:
     """Load weights while an exchange is on its way; then send small tensors in an exchange of their own."""
+    model, optimizer, state = ddp(COMPARED)
+    train(model, optimizer, rank, range(START + 4))  # the common weights have moved, the rank's own have not
+    mine = own(model)
+    state.save(f"{folder}/dct")
+    assert not same(own(model), mine)
+    state.close()
     model, optimizer, state = ddp(LATER)
     train(model, optimizer, rank, range(START + 4))
-    assert all(each.progress.under_way is not None for each in state.reducers)
+    assert all(each.progress.is_open for each in state.reducers)
     before = {name: each.clone() for name, each in model.state_dict().items()}
     model.load_state_dict(before)
     train(model, optimizer, rank, range(START + 4, START + 13))
@@ -385,7 +392,7 @@ def test_a_rank_that_skips_a_step_takes_part_in_the_exchange() -> None:
 def _leaves_out(rank: int, world_size: int, section: dict[str, Any], clears_late: bool) -> None:
     """Leave out steps whose gradients are not finite on rank 0, by the norm that a rank sees by itself."""
     model, optimizer, state = ddp({"verify": {"every": 1, "action": "stop"}, **section})
-    last = START + 5 * EVERY
+    last = START + 5 * EVERY + (section == COMPARED)  # ranks that compare wait for another pass
     for step in range(last):
         if not clears_late:
             optimizer.zero_grad()
@@ -396,7 +403,7 @@ def _leaves_out(rank: int, world_size: int, section: dict[str, Any], clears_late
         if nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
             optimizer.step()
     made = int(next(iter(optimizer.state.values()))["step"])
-    others = BAD if "exchange_of" in section else () if section == LATER else AT_EXCHANGES
+    others = BAD if "exchange_of" in section else () if section in (LATER, COMPARED) else AT_EXCHANGES
     left_out = others if rank else BAD  # the first rank alone sees what is not finite
     assert made == last - len(left_out)
     assert state.steps.step == last - (last - 1 in left_out)  # the last one is noted when another pass begins
@@ -413,9 +420,11 @@ BAD = (*AT_EXCHANGES, START + EVERY + 1, START + 2 * EVERY)
 
 
 @pytest.mark.parametrize("clears_late", [False, True])
-@pytest.mark.parametrize("section", [SECTION, LATER, {"exchange_of": "updates", "warmup_steps": START}])
+@pytest.mark.parametrize(
+    "section", [SECTION, LATER, COMPARED, {"exchange_of": "updates", "warmup_steps": START}]
+)
 def test_a_script_that_leaves_out_steps_on_one_rank(section: dict[str, Any], clears_late: bool) -> None:
-    run(3 if section == LATER else 2, _leaves_out, section, clears_late)
+    run(3 if section in (LATER, COMPARED) else 2, _leaves_out, section, clears_late)
 
 
 def _attaches_again(rank: int, world_size: int, kind: str, section: dict[str, Any]) -> None:

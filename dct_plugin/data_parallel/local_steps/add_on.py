@@ -304,19 +304,21 @@ class LocalSteps(AddOn):
         return [*crossing, *(self._buffers.entries() if has_buffers else ())]
 
     @torch.no_grad()
-    def step(self, *, follows: bool = True) -> None:
+    def step(self, *, moves: bool, follows: bool) -> None:
         """Move the common weights by the mean progress, and continue from them.
 
         Args:
-            follows: Whether this rank's weights continue from them now; else ``progress.follow()`` does it.
+            moves: Whether the common weights move; they do so once for each exchange.
+            follows: Whether this rank's own weights continue from them.
         """
         assert self.progress is not None
-        self.progress.take_over()
+        if moves:
+            self.progress.take_over()
+            self.progress.exchanges[0] += 1
+            self._buffers.take_over()
         if follows:
             self.progress.follow()
-        self.progress.exchanges[0] += 1
-        self._buffers.take_over()
-        self.weights.update_parameters()
+            self.weights.update_parameters()
 
     def flush(self) -> None:
         if self.progress is None:

@@ -28,14 +28,15 @@ class ProgressExchange:
         local: The add-on that has the progress.
 
     Attributes:
-        under_way: Progress that was sent, and whose mean was not applied yet.
+        is_open: True from the sending of progress until this rank's weights have followed its mean.
     """
 
     def __init__(self, reducer: GradientReducer, local: LocalSteps) -> None:
         self._reducer, self._local, self._group = reducer, local, reducer.group
         self._exchanges = exchanges_of(self._group, "gradient", reducer.add_ons.show_sums)
         self._side = SideStream()
-        self.under_way: Reduction | None = None
+        self.is_open = False
+        self._under_way: Reduction | None = None
         self._sender: OuterStep | None = None
         """Has sent what is under way; another one does not apply its mean."""
         self._sent = 0
@@ -50,20 +51,18 @@ class ProgressExchange:
         if self._local.due:
             self.finish()
             self._send(self._local.entries())
-        if self.under_way is not None:
+        if self._under_way is not None:
             steps = self._group.step - self._sent
             with self._side.queue(device=self._group.device):
                 if steps >= self._delay - 1:
-                    self.under_way.receive()
+                    self._under_way.receive()
                 elif 2 * steps >= self._delay:
-                    self.under_way.answer()
+                    self._under_way.answer()
 
     def after_step(self) -> None:
         """Apply the mean whose delay is over; without a delay exchange the progress that is due."""
-        if self.under_way is not None and self._group.step - self._sent >= self._delay:
+        if self._under_way is None or self._group.step - self._sent >= self._delay:
             self.finish()
-        elif self._sender is not None:
-            self._sender.follow()
         if not self._delay and self._local.due:
             self._send(self._local.entries())
             self.finish()
@@ -74,15 +73,17 @@ class ProgressExchange:
         Args:
             follows: Whether this rank's own weights may change now; else they do after the next step.
         """
-        if self.under_way is None:
+        if not self.is_open:
             return
-        with self._side.queue(device=self._group.device):
-            self.under_way.finish()
-            self._exchanges.finish()
-        self._side.join()
-        self.under_way = None
+        if arrives := self._under_way is not None:
+            with self._side.queue(device=self._group.device):
+                self._under_way.finish()
+                self._exchanges.finish()
+            self._side.join()
+            self._under_way = None
+        self.is_open = not follows
         if self._sender is self._local.progress:  # no other weights were loaded since
-            self._local.step(follows=follows)
+            self._local.step(moves=arrives, follows=follows)
 
     def flush(self) -> None:
         """Send all progress that is still unsent; a collective."""
@@ -100,5 +101,5 @@ class ProgressExchange:
         reduction = self._reducer.begin(entries, scale=1.0 / self._group.group_size)
         with self._side.queue(device=self._group.device):
             reduction.post(self._exchanges, in_background=self._delay > 0)
-        self.under_way, self._sender, self._sent = reduction, self._local.progress, self._group.step
-        self._local.sends = False
+        self._under_way, self._sender, self._sent = reduction, self._local.progress, self._group.step
+        self.is_open, self._local.sends = True, False

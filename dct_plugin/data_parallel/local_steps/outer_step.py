@@ -52,11 +52,7 @@ class OuterStep:
         self._means: dict[str, Tensor] = {}
         """Progress that was sent; the exchange overwrites it with the mean."""
         self._sent_at: dict[str, Tensor] = {}
-        """This rank's weights when it sent its progress; empty where ranks wait for the mean, and after this
-        rank's weights have followed it.
-        """
-        self._has_moved = False
-        """True from the move of the common weights until this rank's weights have followed."""
+        """This rank's weights when it sent its progress; empty where ranks wait for the mean."""
 
     @property
     def number(self) -> int:
@@ -97,7 +93,6 @@ class OuterStep:
         Args:
             last: Whether nothing is to be left unsent.
         """
-        self.follow()
         common, sent = self._of(self._fragment)
         if self.delay:  # else the mean arrives where the weights are
             self._sent_at = {n: each.clone() for n, each in zip(self._fragment, sent, strict=True)}
@@ -117,15 +112,14 @@ class OuterStep:
         torch._foreach_add_(common, mean, alpha=rule.outer_lr)
         if not self._sent_at:
             torch._foreach_copy_(own, common)
-        self._means, self._has_moved = {}, True
+        self._means = {}
 
     def follow(self) -> None:
         """Add what this rank has trained since it sent its progress to the common weights."""
-        if self._has_moved and self._sent_at:
+        if self._sent_at:
             common, own = self._of(self._sent_at)
             torch._foreach_add_(own, torch._foreach_sub(common, list(self._sent_at.values())))
             self._sent_at = {}
-        self._has_moved = False
 
     def _of(self, names: Iterable[str]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the common weights of these names, and this rank's."""
