@@ -481,7 +481,7 @@ def test_parameters_that_are_unfrozen_are_named(section: dict[str, Any]) -> None
 def _engine(rank: int, world_size: int, folder: str) -> None:
     import deepspeed
 
-    section = {"train_micro_batch_size_per_gpu": 16, "dct": {"data_parallel": SECTION}}
+    section = {"train_micro_batch_size_per_gpu": 16, "dct": {"data_parallel": LATER}}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 
     def made(**more: Any) -> Any:
