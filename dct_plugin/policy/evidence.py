@@ -99,6 +99,11 @@ class Training:
         """True where Adam's learning rate, not noise, limits the steps that step-ahead foresees."""
         return self.family is OptimizerFamily.ADAM and self.lr <= FINE_TUNING_LR
 
+    @property
+    def clips_momentum(self) -> bool:
+        """True where gradients of SGD with momentum are clipped, which thresholds lose by."""
+        return self.family is OptimizerFamily.MOMENTUM and self.clips
+
 
 class Measured(NamedTuple):
     """A measured figure, and the section of the results that has it."""

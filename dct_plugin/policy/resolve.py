@@ -231,7 +231,7 @@ def _unmeasured(training: Training, count: int, steps: int | None) -> str:
     if training.is_fine_tuning:
         where = "docs/quality.md#fine-tuning"
         return f"{name} at {training.lr:g} is fine-tuning, which loses by thresholds ({where})"
-    if family is OptimizerFamily.MOMENTUM and training.clips:
+    if training.clips_momentum:
         return f"{name} loses by thresholds where gradients are clipped (docs/quality.md#pictures)"
     if family.loses_by_delay and training.step_ahead_unavailable:
         return training.step_ahead_unavailable
@@ -354,7 +354,8 @@ def _without_sparsity(written: DataParallelConfig) -> DataParallelConfig:
 
 def _nothing_safe(training: Training) -> str:
     where = f"{training.ranks} ranks" + (f" under ZeRO-{training.stage}" if training.stage else "")
-    how = " in fine-tuning" if training.is_fine_tuning else " and clipped gradients" if training.clips else ""
+    clipped = " and clipped gradients" if training.clips_momentum else ""
+    how = " in fine-tuning" if training.is_fine_tuning else clipped
     return (
         f"quality 'safe': no sparsity is known to lose nothing with {training.name}{how} on {where}; all "
         "entries are sent, dense or in bf16"

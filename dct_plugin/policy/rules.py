@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 
 from ..config import DataParallelConfig
 from .evidence import THRESHOLDS, MeasuredThresholds, Training
-from .optimizers import OptimizerFamily
 
 #: Sparsities and value types that the automatic mode chooses from, within the limits of a configuration.
 _SPARSITIES, _VALUES = (0.9, 0.97, 0.99), {"bf16": 16, "int8": 8, "int4": 4}
@@ -150,7 +149,7 @@ def safe_sparsity(settings: DataParallelConfig, training: Training, compressors:
     """Return the highest sparsity that lost nothing measurable in a training (``docs/quality.md``)."""
     row, feedback = thresholds_of(training, compressors), settings.feedback
     ahead = training.family.loses_by_delay
-    loses = training.is_fine_tuning or (training.family is OptimizerFamily.MOMENTUM and training.clips)
+    loses = training.is_fine_tuning or training.clips_momentum
     if row is None or loses or not feedback.keeps_residual or ahead > feedback.looks_ahead:
         return 0.0
     return row.sparsity
