@@ -30,6 +30,7 @@ from dct_plugin.transport.nodes import ranks_of_machines
 from dct_plugin.transport.tcp_connect import time_limit
 
 from ..host.attachment import PlainTraining
+from ..host.gradient_use import parameters_of
 from ..host.measured_job import VARIABLE
 from ..host.node_copies import COPIES, Int8Copies, NodeCopies
 from ..host.replica_checksums import ReplicaChecksums, not_trained
@@ -206,7 +207,7 @@ class ShardCompression(FSDPAttachment):
     call = "compress_shards"
     find_groups = staticmethod(sharded_groups)
     _with_gradients: bool | None = None
-    """Whether the last pass of the model had gradients."""
+    """True if the last pass of the model had gradients; None before the first one."""
 
     def _decide(self, groups: Groups, training: Training) -> None:
         settings = self.config.data_parallel
@@ -284,7 +285,7 @@ class ShardCompression(FSDPAttachment):
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note a step of an optimizer of the model; a single rank may step an optimizer of something else."""
         own = {id(each.sharded) for each in self.parameters}
-        if self.copies and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        if self.copies is not None and not own.isdisjoint(map(id, parameters_of(optimizer))):
             self.copies.note_change()
 
     def _saved_parts(self) -> Sequence[Any]:
