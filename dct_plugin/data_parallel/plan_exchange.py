@@ -225,16 +225,18 @@ class PlanExchange:
 
     def _receive(self, chunk: Chunk) -> list[Tensor]:
         """Return the messages of the last phase from all ranks."""
-        group, sent, arriving = self._group, chunk.sent[-1], chunk.arriving
-        bounds, chunk.arriving = sent.phase.largest_messages(chunk.plan), None
+        sent, receive, chunk.arriving = chunk.sent[-1], chunk.arriving or self.receiver(chunk), None
         with self._record.timed("exchange"):
-            if arriving is None:
-                messages = group.exchange.collect(sent.messages[group.rank], bounds=bounds)
-            else:
-                messages = arriving()
+            messages = receive()
         if sent.phase.follows:
             sent.lacking = [sender for sender, message in enumerate(messages) if not message.numel()]
         return messages
+
+    def receiver(self, chunk: Chunk) -> Callable[[], list[Tensor]]:
+        """Return a function that receives the messages of the last phase from all ranks."""
+        group, sent = self._group, chunk.sent[-1]
+        bounds = sent.phase.largest_messages(chunk.plan)
+        return functools.partial(group.exchange.collect, sent.messages[group.rank], bounds=bounds)
 
     def _add(self, chunk: Chunk, messages: Sequence[Tensor]) -> None:
         """Add the messages of the last phase."""
@@ -246,13 +248,10 @@ def receive_in_background(exchanges: Sequence[PlanExchange]) -> None:
     """Let another thread receive the messages of exchanges in their order, where the transport can. Those in
     slots arrive on the current stream.
     """
-    chunks = [chunk for each in exchanges for chunk in each.chunks if chunk.sent[-1].messages]
-    if not chunks:
+    sent = [(each, chunk) for each in exchanges for chunk in each.chunks if chunk.sent[-1].messages]
+    if not sent:
         return
-    group, receivers = exchanges[0]._group, []
-    for chunk in chunks:
-        own, bounds = chunk.sent[-1].messages[group.rank], chunk.sent[-1].phase.largest_messages(chunk.plan)
-        receivers.append(functools.partial(group.exchange.collect, own, bounds=bounds))
-    arriving = group.exchange.announced.in_background(receivers)
-    for chunk, messages in zip(chunks, arriving, strict=False):
+    receivers = [each.receiver(chunk) for each, chunk in sent]
+    arriving = sent[0][0]._group.exchange.announced.in_background(receivers)
+    for (_, chunk), messages in zip(sent, arriving, strict=False):
         chunk.arriving = messages

@@ -440,11 +440,13 @@ class Reduction:
     def receive(self) -> None:
         """Receive all messages that another thread does not receive, and send the last answers."""
         self.answer()
+        exchanges, self._exchanges = self._exchanges or [], []
         with self._reducer.group.recording(self._exchange_record):
-            for exchange in self._exchanges or ():
-                if not exchange.arrives_in_background:
+            for exchange in exchanges:
+                if exchange.arrives_in_background:
+                    self._exchanges.append(exchange)
+                else:
                     exchange.wait()
-                    self._exchanges = []
 
     def finish(self) -> None:
         """Receive the messages and add them up; posts them first, unless that has been done.
