@@ -70,6 +70,11 @@ class AddOns:
         return self.local_steps is not None and self.local_steps.alone
 
     @property
+    def exchanges_progress(self) -> bool:
+        """True if progress is due, or was sent and has still to be applied."""
+        return self.local_steps is not None and (self.local_steps.is_open or self.local_steps.due)
+
+    @property
     def step_ahead(self) -> StepAheadAddOn:
         """The add-on that displaces weights; frameworks tell it which.
 

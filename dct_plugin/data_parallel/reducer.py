@@ -142,8 +142,7 @@ class GradientReducer:
         """Return an :meth:`all_reduce` that is to be posted and finished. Its sums are there after
         :meth:`finish`.
         """
-        local = self.add_ons.local_steps
-        if self.progress is not None and local is not None and (self.progress.is_open or local.due):
+        if self.progress is not None and self.add_ons.exchanges_progress:
             self.progress.in_pass()
         return Reduction(self, entries, scale)
 
@@ -265,8 +264,7 @@ class GradientReducer:
         self._exchange_progress()
 
     def _exchange_progress(self) -> None:
-        local = self.add_ons.local_steps
-        if self.progress is not None and local is not None and (self.progress.is_open or local.due):
+        if self.progress is not None and self.add_ons.exchanges_progress:
             self.progress.after_step()
 
     def begin_step(self, step: int) -> None:

@@ -154,7 +154,7 @@ def _later(rank: int, world_size: int, way: str, folder: str) -> None:
         assert any("its mean arrives 2 steps later" in line for line in lines)
     assert {each.group.backend.lengths_on_host for each in state.reducers} == {way != "slots"}
     # The mean of step 18 is on its way: a save takes it over. Both go on alike.
-    assert all(each.progress.is_open for each in state.reducers)
+    assert all(each.add_ons.local_steps.is_open for each in state.reducers)
     state.save(f"{folder}/dct")
     again, optimizer_again, state_again = ddp(section)
     again.load_state_dict(model.state_dict())
@@ -185,7 +185,7 @@ def _interrupted(rank: int, world_size: int, folder: str) -> None:
     state.close()
     model, optimizer, state = ddp(LATER)
     train(model, optimizer, rank, range(START + 4))
-    assert all(each.progress.is_open for each in state.reducers)
+    assert all(each.add_ons.local_steps.is_open for each in state.reducers)
     before = {name: each.clone() for name, each in model.state_dict().items()}
     model.load_state_dict(before)
     train(model, optimizer, rank, range(START + 4, START + 13))

@@ -147,6 +147,7 @@ class LocalSteps(AddOn):
         progress: What is exchanged; None before the first local step, and after :meth:`flush`.
         gradients: Those of a step that ends in an exchange.
         sends: True while progress is encoded and sent: what is reduced then is no gradient.
+        is_open: True from the sending of progress until this rank's weights have followed its mean.
     """
 
     key = "local"
@@ -159,7 +160,7 @@ class LocalSteps(AddOn):
         self.progress: OuterStep | None = None
         self._averages_states = False
         """True if the optimizer's states are to be averaged before the next step."""
-        self.sends = False
+        self.sends = self.is_open = False
         self._loaded: Mapping[str, Any] | None = None
         self._restored = RestoredState(self._tensors, self._forget)
         self._handles: list[Any] = []

@@ -26,16 +26,12 @@ class ProgressExchange:
     Args:
         reducer: Its ranks exchange progress.
         local: The add-on that has the progress.
-
-    Attributes:
-        is_open: True from the sending of progress until this rank's weights have followed its mean.
     """
 
     def __init__(self, reducer: GradientReducer, local: LocalSteps) -> None:
         self._reducer, self._local, self._group = reducer, local, reducer.group
         self._exchanges = exchanges_of(self._group, "gradient", reducer.add_ons.show_sums)
         self._side = SideStream()
-        self.is_open = False
         self._under_way: Reduction | None = None
         self._sender: OuterStep | None = None
         """Has sent what is under way; another one does not apply its mean."""
@@ -73,7 +69,7 @@ class ProgressExchange:
         Args:
             follows: Whether this rank's own weights may change now; else they do after the next step.
         """
-        if not self.is_open:
+        if not self._local.is_open:
             return
         if arrives := self._under_way is not None:
             with self._side.queue(device=self._group.device):
@@ -81,7 +77,7 @@ class ProgressExchange:
                 self._exchanges.finish()
             self._side.join()
             self._under_way = None
-        self.is_open = not follows
+        self._local.is_open = not follows
         if self._sender is self._local.progress:  # no other weights were loaded since
             self._local.step(moves=arrives, follows=follows)
 
@@ -102,4 +98,4 @@ class ProgressExchange:
         with self._side.queue(device=self._group.device):
             reduction.post(self._exchanges, in_background=self._delay > 0)
         self._under_way, self._sender, self._sent = reduction, self._local.progress, self._group.step
-        self.is_open, self._local.sends = True, False
+        self._local.is_open, self._local.sends = True, False
