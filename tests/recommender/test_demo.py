@@ -459,6 +459,8 @@ def test_a_start_that_waits_for_a_lock_left_behind_says_so(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(runner, "SLOW_START_SECONDS", 0.5)
     console = Console(file=io.StringIO(), width=100)
+    never_read = tmp_path / "config.json"
+    os.mkfifo(never_read)  # the ranks wait for a writer until they are ended
 
     class Followed(Exception):
         pass
@@ -470,6 +472,6 @@ def test_a_start_that_waits_for_a_lock_left_behind_says_so(
             raise Followed
 
         with pytest.raises(Followed), forked_interpreters():
-            Runner("test", 2, [], tmp_path).run(follow)
+            Runner("test", 2, [str(never_read)], tmp_path).run(follow)
     assert isinstance(console.file, io.StringIO)
     assert f"rm {lock}" in console.file.getvalue()
