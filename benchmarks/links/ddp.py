@@ -31,8 +31,13 @@ Hook = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
 
 #: Of the plugin: sparsity and type of values.
 SETTINGS = ((0.9, "bf16"), (0.9, "int8"), (0.99, "bf16"), (0.99, "int8"), (0.99, "int4"))
-#: The same with AdamW. Sparse settings get step-ahead.
-ADAMW_SETTINGS = ((0.99, "bf16"), (0.96, "int4"), (0.0, "int8"))
+#: The same with AdamW, after a start of two steps. Sparse settings get step-ahead.
+ADAMW_SECTIONS: dict[str, dict[str, Any]] = {
+    "DCT 0.99 bf16": {"sparsity": 0.99, "value_dtype": "bf16", "sparsity_warmup_steps": 2},
+    "DCT 0.96 int4": {"sparsity": 0.96, "value_dtype": "int4", "sparsity_warmup_steps": 2},
+    "DCT 0 int8": {"sparsity": 0.0, "value_dtype": "int8"},
+    "DCT updates": {"exchange_of": "updates"},
+}
 #: The end of a variant's name that trains with AdamW.
 ADAMW = ", AdamW"
 TOPK_DENSITY = 0.01
@@ -161,7 +166,7 @@ class DDP:
         )
         ideal_step, *others = methods_of(shared, one_bucket, () if adamw else SETTINGS, self._per_node)
         if adamw:
-            others += [_with_adamw(self._width, *setting) for setting in ADAMW_SETTINGS]
+            others += [_with_adamw(self._width, *setting) for setting in ADAMW_SECTIONS.items()]
         latency_floor = Method("latency floor", shared.step, around=partial(shared.apart, LatencyFloor()))
         return [ideal_step, latency_floor, *others]
 
@@ -214,13 +219,10 @@ def _dct(trained: Trained, sparsity: float, values: str, nodes: int) -> Method:
     )
 
 
-def _with_adamw(width: int, sparsity: float, values: str) -> Method:
-    """Return the steps of a model of its own with AdamW; step-ahead displaces its weights."""
+def _with_adamw(width: int, name: str, section: Mapping[str, Any]) -> Method:
+    """Return the steps of a model of its own with AdamW: the plugin shows it other weights in its passes."""
     ddp = nn.parallel.DistributedDataParallel(perceptron(width), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4)
-    start = {"warmup_steps": 2, "sparsity_warmup_steps": 2}
-    state = dct_plugin.attach(
-        ddp, optimizer, {"data_parallel": {"sparsity": sparsity, "value_dtype": values, **start}}
-    )
+    state = dct_plugin.attach(ddp, optimizer, {"data_parallel": {"warmup_steps": 2, **section}})
     step = partial(_step, ddp, optimizer, batch(width))
-    return Method(f"DCT {sparsity:g} {values}", step, [state.metrics], warmup=12)
+    return Method(name, step, [state.metrics], warmup=12)
