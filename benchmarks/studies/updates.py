@@ -6,7 +6,9 @@ is that after ``detach()``, in nats per held-out character. Bytes are all that t
 end included: those of the loopback interface, so give the command a network of its own.
 
 - ``--pretrained TEXT``: fine-tuning of a model that was trained on another text for 1,200 steps.
-- ``--muon``: Muon for the matrices of the blocks, AdamW for the embeddings.
+- ``--optimizer``: Muon, Lion and Adafactor train the matrices of the blocks, AdamW the embeddings. The plugin
+  refuses updates of Lion and Adafactor: here they are told as AdamW, whose factors come from gradients, or
+  with ``by steps`` in the setting as Muon, whose factors come from steps.
 - several ``--text``: ranks have different ones.
 
     unshare --net sh -c 'ip link set lo up; exec "$@"' sh python benchmarks/studies/updates.py \\
@@ -42,10 +44,28 @@ import dct_plugin
 from dct_plugin.recommender.intervals import paired
 from dct_plugin.recommender.links.team import free_port
 
+#: Learning rates as multiples of AdamW's.
+RATES = {"adamw": 1.0, "muon": MUON_LR, "lion": 0.05, "adafactor": 5.0}
+BY_STEPS = " by steps"
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al., 2023, algorithm 2)."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Make a step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(mean.lerp(parameter.grad, 0.1).sign_(), alpha=group["lr"])
+                mean.lerp_(parameter.grad, 0.01)
+
 
 def section_of(setting: str) -> dict[str, Any] | None:
     """Return the section of a setting; None trains dense."""
-    name, _, start = setting.partition(" + ")
+    name, _, start = setting.removesuffix(BY_STEPS).partition(" + ")
     kind, *words = name.split()
     section: dict[str, Any] = {"verify": {"every": 100, "action": "stop"}}
     if start:
@@ -71,22 +91,27 @@ def sent_bytes() -> int:
     return int(line.split()[9])
 
 
-def optimizers_of(model: nn.Module, *, muon: bool) -> list[torch.optim.Optimizer]:
-    """Return the optimizers; a rate of Muon is a multiple of AdamW's."""
+def optimizers_of(model: nn.Module, kind: str, setting: str) -> list[torch.optim.Optimizer]:
+    """Return the optimizers, AdamW last."""
     named = dict(model.named_parameters())
-    others = [p for name, p in named.items() if not (muon and "blocks" in name)]
+    others = [p for name, p in named.items() if kind == "adamw" or "blocks" not in name]
     adamw = torch.optim.AdamW(others, lr=LR, weight_decay=WEIGHT_DECAY)
-    if not muon:
+    if kind == "adamw":
         return [adamw]
     blocks = [p for name, p in named.items() if "blocks" in name]
-    rate = {"lr": LR * MUON_LR, "weight_decay": WEIGHT_DECAY, "adjust_lr_fn": "match_rms_adamw"}
-    return [torch.optim.Muon(blocks, **rate), adamw]
+    rate = {"lr": LR * RATES[kind], "weight_decay": WEIGHT_DECAY}
+    if kind == "muon":
+        return [torch.optim.Muon(blocks, **rate, adjust_lr_fn="match_rms_adamw"), adamw]
+    told = "Muon" if setting.endswith(BY_STEPS) else "AdamW"
+    if kind == "adafactor":
+        return [type(told, (torch.optim.Adafactor,), {})(blocks, **rate), adamw]
+    return [type(told, (Lion,), {})(blocks, rate), adamw]
 
 
 def train(args: argparse.Namespace, run: Run, task: Gpt) -> dict[str, Any]:
     """Train one run on this rank, and return its figures."""
     model = task.model(run.seed)
-    ddp, optimizers = DistributedDataParallel(model), optimizers_of(model, muon=args.muon)
+    ddp, optimizers = DistributedDataParallel(model), optimizers_of(model, args.optimizer, run.setting)
     for optimizer in optimizers:  # the rates say what kind of training this is
         optimizer.param_groups[0]["lr"] *= args.lr / LR
     section = section_of(run.setting)
@@ -97,10 +122,10 @@ def train(args: argparse.Namespace, run: Run, task: Gpt) -> dict[str, Any]:
     before = sent_bytes()
     for loss, rate in task.losses(run, dist.get_rank(), dist.get_world_size()):
         for optimizer in optimizers:
-            muon = isinstance(optimizer, torch.optim.Muon)
-            optimizer.param_groups[0]["lr"] = rate * (MUON_LR if muon else 1.0)
+            multiple = RATES[args.optimizer] if optimizer is not optimizers[-1] else 1.0
+            optimizer.param_groups[0]["lr"] = rate * multiple
         loss(ddp).backward()
-        if not args.muon:
+        if args.optimizer != "muon":
             nn.utils.clip_grad_norm_(model.parameters(), task.clip)
         for optimizer in optimizers:
             optimizer.step()
@@ -117,7 +142,7 @@ def train(args: argparse.Namespace, run: Run, task: Gpt) -> dict[str, Any]:
 def runs_of(args: argparse.Namespace) -> Iterator[Run]:
     """Yield the runs that have no result."""
     parts = [
-        "muon" if args.muon else "adamw",
+        args.optimizer,
         f"{args.lr:g}",
         *(text.name.split(".")[0] for text in args.text),
     ]
@@ -185,7 +210,7 @@ def main() -> None:
     parser.add_argument("--pretrained", type=Path, help="text on which the model is trained before")
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--lr", type=float, default=LR, help="highest learning rate of AdamW")
-    parser.add_argument("--muon", action="store_true", help="Muon at six times that rate for the blocks")
+    parser.add_argument("--optimizer", choices=RATES, default="adamw", help="of the blocks' matrices")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
