@@ -4,6 +4,7 @@ Ranks on this machine train the model of ``python -m benchmarks.links --workload
 Unlike the time of a step, processor time hardly depends on what else the machine does. Linux only.
 
     python benchmarks/ddp_cpu.py
+    python benchmarks/ddp_cpu.py --optimizer adamw --layers 128      # 258 tensors in place of 10
     python benchmarks/ddp_cpu.py --ranks 4 --nodes 2
 """
 
@@ -25,10 +26,13 @@ from rich.table import Table
 from dct_plugin.recommender.links.interleave import orders
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.links.ddp import Trained, methods_of
-from benchmarks.links.perceptron import batch, perceptron, width_of
+from benchmarks.links.ddp import ADAMW_SECTIONS, Trained, methods_of, with_adamw
+from benchmarks.links.perceptron import LAYERS, batch, perceptron, width_of
+from benchmarks.links.suite import OPTIMIZERS
 
 STEPS = 5
+#: Turns before the measured ones: thresholds and residuals settle.
+SETTLING = 3
 METHODS = ("ideal", "fp32", "bf16", "DCT 0.99 bf16", "DCT 0.99 int8")
 TRAINING, TRANSPORT, REDUCING = "training", "transport", "reducing"
 
@@ -47,14 +51,17 @@ def run(rank: int, arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{arguments.port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=arguments.ranks)
-    width = width_of(arguments.parameters)
-    shared, unused = (Trained(perceptron(w), batch(w), 25) for w in (width, 8))
-    settings = ((0.99, "bf16"), (0.99, "int8"))
+    layers, is_adamw = arguments.layers, arguments.optimizer == "adamw"
+    width = width_of(arguments.parameters, layers)
+    shared, unused = (Trained(perceptron(w, layers), batch(w), 25, is_adamw=is_adamw) for w in (width, 8))
+    settings = () if is_adamw else ((0.99, "bf16"), (0.99, "int8"))
     per_node = arguments.ranks // (arguments.nodes or arguments.ranks)
     made = methods_of(shared, unused, settings, per_node)
     methods = {m.name: m for m in made if m.name.removesuffix(", nodes") in METHODS}
+    if is_adamw:
+        methods |= {name: with_adamw(width, name, each, layers) for name, each in ADAMW_SECTIONS.items()}
     found: dict[str, list[Counter[str]]] = {name: [] for name in methods}
-    for turn, order in zip(range(arguments.turns + 2), orders(list(methods)), strict=False):
+    for turn, order in zip(range(SETTLING + arguments.turns), orders(list(methods)), strict=False):
         for name in order:
             with methods[name].around():
                 dist.barrier()
@@ -63,7 +70,7 @@ def run(rank: int, arguments: argparse.Namespace) -> None:
                     methods[name].step()
                 dist.barrier()
                 after = milliseconds()
-            if turn >= 2:  # thresholds and residuals have settled by then
+            if turn >= SETTLING:
                 found[name].append(Counter({kind: (after[kind] - before[kind]) / STEPS for kind in after}))
     if rank == 0:
         table = Table("", TRAINING, REDUCING, TRANSPORT, "all", "x ideal")
@@ -85,6 +92,8 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=10.65, help="millions")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--nodes", type=int, help="also with nodes, so many")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="square layers that the weights make")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--port", type=int, default=29671)
     arguments = parser.parse_args()

@@ -8,6 +8,7 @@ with and without ``nodes``.
 
     python benchmarks/regret.py
     python benchmarks/regret.py --workload megatron --ranks 2 --rates 1gbit
+    python benchmarks/regret.py --workload ddp --optimizer adamw      # with step-ahead
     python benchmarks/regret.py --nodes 2 --ranks 4 --workload ddp
     python benchmarks/regret.py --drop --metrics drop.jsonl && dct report drop.jsonl
 """
@@ -96,13 +97,22 @@ class DDP(ddp.DDP):
         super().__init__(options)
         _prepare(options)
         self._keeps, self._millions, self._path = options["keeps"], options["parameters"], options["metrics"]
+        self._is_adamw = options["optimizer"] == "adamw"
 
     def open(self, variant: str) -> list[Method]:
         width = width_of(self._millions)
-        shared, one_bucket = (ddp.Trained(perceptron(width), batch(width), mb) for mb in (25, 1e6))
+        shared, one_bucket = (
+            ddp.Trained(perceptron(width), batch(width), mb, is_adamw=self._is_adamw) for mb in (25, 1e6)
+        )
         if not self._keeps:
             return [self._method(shared, AUTOMATIC, SECTION)]
         hosts = [each for each in ddp.methods_of(shared, one_bucket, []) if each.name not in APART]
+        if self._is_adamw:
+            ahead = {"feedback": "step_ahead", "sparsity_warmup_steps": 2}
+            made = {name: {**section["data_parallel"], **ahead} for name, section in SECTIONS.items()}
+            methods = [ddp.with_adamw(width, name, section) for name, section in made.items()]
+            next(each for each in methods if each.name == AUTOMATIC).warmup = DECIDES
+            return [*hosts, *methods]
         return [*hosts, *(self._method(shared, name, section) for name, section in SECTIONS.items())]
 
     def _method(self, shared: ddp.Trained, name: str, section: dict[str, Any]) -> Method:
@@ -250,6 +260,7 @@ def regret(arguments: argparse.Namespace, folder: Path) -> list[Row]:
     """Return a row for every workload, number of ranks and link, and print each when it is there."""
     suffix = "" if arguments.quality == "bytes" else f", {arguments.quality}"
     suffix += f", {arguments.nodes} nodes" if arguments.nodes else ""
+    suffix += "" if arguments.optimizer == "sgd" else ", AdamW"
     suffix += "" if arguments.parameters == PARAMETERS else f", {arguments.parameters:g} million parameters"
     kept = arguments.out.read_text().splitlines() if arguments.out.exists() else []
     rows = {row.where: row for row in (Row(**json.loads(line)) for line in kept)}
@@ -283,7 +294,7 @@ def _measured(
     target = WORKLOADS[name][0]
     nodes = arguments.nodes or ranks
     options = {"parameters": arguments.parameters, "keeps": True, "metrics": None, "ranks": ranks}
-    options |= {"quality": arguments.quality, "per_node": ranks // nodes}
+    options |= {"quality": arguments.quality, "per_node": ranks // nodes, "optimizer": arguments.optimizer}
     with (
         Links(nodes, NETWORKS) as links,
         Team(target, ranks, links, options=options, folder=folder, name=f"{name}-{ranks}") as team,
@@ -303,7 +314,7 @@ def drop(arguments: argparse.Namespace, folder: Path) -> None:
     """Print the steps of one job while the link between its ranks changes."""
     metrics = None if arguments.metrics is None else str(arguments.metrics.resolve())
     options = {"parameters": arguments.parameters, "ranks": 2, "keeps": False, "metrics": metrics}
-    options |= {"quality": "bytes", "per_node": 1}
+    options |= {"quality": "bytes", "per_node": 1, "optimizer": "sgd"}
     with (
         Links(2, NETWORKS) as links,
         Team("regret:DDP", 2, links, options=options, folder=folder, name="drop") as team,
@@ -327,6 +338,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rates", nargs="+", default=["unlimited", "10gbit", "1gbit", "100mbit"])
     parser.add_argument("--parameters", type=float, default=PARAMETERS, help="millions")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="of the workload ddp")
     parser.add_argument("--seconds", type=float, default=30.0, help="of turns, for each link")
     parser.add_argument(
         "--quality", default="bytes", choices=["dense", "bytes"], help="dense: beside fp32 alone"

@@ -2,6 +2,7 @@
 
     python -m benchmarks.scale
     python -m benchmarks.scale --parameters 10 100 --json scale.json --pictures docs/images
+    python -m benchmarks.scale --optimizer adamw
 
 One rank runs at a time: the library's reducer of rank 0, whose messages come back to it as those of all other
 ranks. Parts have the same size on all ranks, so their processor time is that of a rank, and nothing waits for
@@ -9,7 +10,8 @@ a link. ``tests/links/test_scale.py`` compares bytes and messages with ranks tha
 are noise, which is shifted in every step, and are reduced as one bucket. Figures are medians over the steps
 after the first ones; with nodes, bytes and messages are those between nodes. Memory is what the rank keeps
 from step to step beside gradients and weights; inside a node, the shared memory of one rank is in it. Rows
-are left out where tensors have fewer parts than there are ranks: ranks differ there.
+are left out where tensors have fewer parts than there are ranks: ranks differ there. With ``--optimizer
+adamw`` the rank also has step-ahead: it displaces and restores the weights of a model, which has no passes.
 
 Dense rows are one ring over all gradients: its additions and copies are measured, its bytes and messages are
 computed. In bf16 the rank keeps a copy of the gradients.
@@ -40,6 +42,7 @@ from many_streams import nodes_of
 from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import MIN_SHARD
+from dct_plugin.data_parallel.step_units import StepUnit
 from dct_plugin.metrics import Metrics, format_bytes
 from dct_plugin.output import Table
 from dct_plugin.recommender.plots import png
@@ -142,6 +145,7 @@ def rank_costs(
     parameters: int,
     steps: int,
     sparsity: float,
+    is_adamw: bool = False,
     posted: Callable[[], int] = lambda: CountedTransport.posted,
     opened: Callable[[GradientReducer], None] = lambda reducer: None,
 ) -> list[Any]:
@@ -151,24 +155,35 @@ def rank_costs(
         rank, count: Position of the rank, and ranks.
         way: One of the first three of :data:`WAYS`.
         parameters, steps, sparsity: Entries; measured steps; share of the entries that is not sent.
+        is_adamw: Whether the rank has step-ahead.
         posted: Return the messages that the rank has sent so far.
         opened: Called with the reducer before its first step.
     """
     exchange = "two_phase" if way != "direct" else "direct"
-    section = {"sparsity": sparsity, "feedback": "local", "exchange": exchange}
+    feedback = "step_ahead" if is_adamw else "local"
+    section = {"sparsity": sparsity, "feedback": feedback, "exchange": exchange}
     noise = torch.randn(parameters + SHIFT * (BEFORE + steps), generator=torch.Generator().manual_seed(rank))
     gradient, found = torch.empty(parameters), []
     entries = [(f"layer {number}", part) for number, part in enumerate(gradient.chunk(TENSORS))]
+    weights = [(name, nn.Parameter(torch.zeros(64, part.numel() // 64))) for name, part in entries]
     held = held_bytes()
     nodes = nodes_of(rank, count, PER_NODE) if way == "nodes" else None
     metrics = Metrics(MetricsConfig(every=10**9), rank=rank, world_size=count)
     reducer = GradientReducer(DataParallelConfig.of(section), nodes, metrics=metrics)
     opened(reducer)
+    ahead = None
+    if is_adamw:
+        unit = StepUnit(1e-3, preconditioned=True, decay=0.999)
+        ahead = reducer.add_ons.step_ahead.prepare(weights, lambda _: unit)
     for step in range(BEFORE + steps):
         gradient.copy_(noise[SHIFT * step :][:parameters])
         before = reducer.group.exchange.counters()[0], posted()
         began = time.thread_time()
+        if ahead is not None:
+            ahead.displace()
         reducer.all_reduce(entries, scale=1.0 / count)
+        if ahead is not None:
+            ahead.restore()
         reducer.end_step()
         spent = time.thread_time() - began
         found.append((spent, reducer.group.exchange.counters()[0] - before[0], posted() - before[1]))
@@ -209,13 +224,14 @@ def is_measurable(count: int, way: str, parameters: int) -> bool:
     return parameters // TENSORS // MIN_SHARD >= owners
 
 
-def measure(count: int, way: str, parameters: int, steps: int, sparsity: float) -> Cost:
+def measure(count: int, way: str, parameters: int, args: argparse.Namespace) -> Cost:
     """Return the cost of rank 0."""
     if way in DENSE:
-        found = ring_costs(count, DENSE[way], parameters, steps)
+        found = ring_costs(count, DENSE[way], parameters, args.steps)
     else:
+        figures = {"parameters": parameters, "steps": args.steps, "sparsity": args.sparsity}
         with looped(count):
-            found = rank_costs(0, count=count, way=way, parameters=parameters, steps=steps, sparsity=sparsity)
+            found = rank_costs(0, count=count, way=way, is_adamw=args.optimizer == "adamw", **figures)
     spent, sent, messages, kept = (statistics.median(column) for column in zip(*found, strict=True))
     return Cost(count, way, 1e3 * spent, sent, messages, kept, parameters)
 
@@ -296,6 +312,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--sparsity", type=float, default=0.99)
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     parser.add_argument("--steps", type=int, default=7, help="measured ones")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pictures", type=Path, help="a folder")
@@ -307,7 +324,7 @@ def main() -> None:
         for way in args.ways:
             for count in args.ranks:
                 if is_measurable(count, way, parameters):
-                    found.append(measure(count, way, parameters, args.steps, args.sparsity))
+                    found.append(measure(count, way, parameters, args))
                     print(found[-1], file=sys.stderr, flush=True)
         print("\n".join(table(found).markdown()), end="\n\n")
         if args.pictures is not None:

@@ -71,7 +71,7 @@ class _Options:
     ] = None
     optimizer: Annotated[
         list[str] | None,
-        typer.Option(help="sgd or adamw, of ddp and deepspeed; may be repeated (both if not given)."),
+        typer.Option(help="sgd or adamw, of ddp, deepspeed and fsdp; may be repeated (both if not given)."),
     ] = None
     data: Annotated[
         Path | None, typer.Option(help="For dlrm: a file instead of Diabetes 130-US, which ships with this.")

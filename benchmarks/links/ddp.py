@@ -25,7 +25,7 @@ from dct_plugin.metrics import Metrics
 from dct_plugin.recommender.links.method import Method
 from dct_plugin.transport import Exchange
 
-from .perceptron import apart, batch, perceptron, width_of
+from .perceptron import LAYERS, apart, batch, perceptron, width_of
 
 Hook = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
 
@@ -166,7 +166,7 @@ class DDP:
         )
         ideal_step, *others = methods_of(shared, one_bucket, () if adamw else SETTINGS, self._per_node)
         if adamw:
-            others += [_with_adamw(self._width, *setting) for setting in ADAMW_SECTIONS.items()]
+            others += [with_adamw(self._width, *setting) for setting in ADAMW_SECTIONS.items()]
         latency_floor = Method("latency floor", shared.step, around=partial(shared.apart, LatencyFloor()))
         return [ideal_step, latency_floor, *others]
 
@@ -219,9 +219,9 @@ def _dct(trained: Trained, sparsity: float, values: str, nodes: int) -> Method:
     )
 
 
-def _with_adamw(width: int, name: str, section: Mapping[str, Any]) -> Method:
+def with_adamw(width: int, name: str, section: Mapping[str, Any], layers: int = LAYERS) -> Method:
     """Return the steps of a model of its own with AdamW: the plugin shows it other weights in its passes."""
-    ddp = nn.parallel.DistributedDataParallel(perceptron(width), gradient_as_bucket_view=True)
+    ddp = nn.parallel.DistributedDataParallel(perceptron(width, layers), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4)
     state = dct_plugin.attach(ddp, optimizer, {"data_parallel": {"warmup_steps": 2, **section}})
     step = partial(_step, ddp, optimizer, batch(width))

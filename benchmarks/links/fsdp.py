@@ -20,14 +20,20 @@ from dct_plugin.integrations.fsdp import compress_replicas, compress_shards
 from dct_plugin.metrics import Metrics
 from dct_plugin.recommender.links.method import Method
 
+from .ddp import ADAMW, ADAMW_SECTIONS
 from .perceptron import batch, perceptron, width_of
 
-#: Of the plugin: sparsity and type of values.
-SETTINGS = ((0.9, "bf16"), (0.99, "bf16"), (0.99, "int8"))
+#: Of the plugin with SGD, by name.
+SECTIONS: dict[str, dict[str, Any]] = {
+    f"DCT {sparsity:g} {values}": {"sparsity": sparsity, "value_dtype": values}
+    for sparsity, values in ((0.9, "bf16"), (0.99, "bf16"), (0.99, "int8"))
+}
 
 
 class Replicas:
-    """``parameters`` (millions) says how large the model is, ``per_node`` how many ranks shard it."""
+    """``parameters`` (millions) says how large the model is, ``per_node`` how many ranks shard it, and the
+    variant with which optimizer.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._width, per_node = width_of(options["parameters"]), int(options.get("per_node", 1))
@@ -36,19 +42,20 @@ class Replicas:
         self._mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
     def open(self, variant: str) -> list[Method]:
+        self._is_adamw = variant.endswith(ADAMW)
         methods = [
             Method("ideal", self._training(self._mesh["shard"])[0]),
             Method("fp32", self._training(self._mesh)[0]),
             Method("bf16", self._training(self._mesh, reduce_dtype=torch.bfloat16)[0]),
         ]
-        for sparsity, values in SETTINGS:
+        for name, section in (ADAMW_SECTIONS if self._is_adamw else SECTIONS).items():
             step, model, optimizer = self._training(self._mesh)
             metrics = Metrics(
                 MetricsConfig(), rank=dist.get_rank(), world_size=self._mesh["replicate"].size()
             )
-            section = {"sparsity": sparsity, "value_dtype": values}
-            compress_replicas(model, {"data_parallel": section}, optimizer=optimizer, metrics=metrics)
-            methods.append(Method(f"DCT {sparsity:g} {values}", step, [metrics], warmup=10))
+            config = {"data_parallel": {**section, "warmup_steps": 2} if self._is_adamw else section}
+            compress_replicas(model, config, optimizer=optimizer, metrics=metrics)
+            methods.append(Method(name, step, [metrics], warmup=12 if self._is_adamw else 10))
         return methods
 
     def close(self) -> None:
@@ -61,7 +68,8 @@ class Replicas:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh, mp_policy=mixed)
         fully_shard(model, mesh=mesh, mp_policy=mixed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        kind = torch.optim.AdamW if self._is_adamw else torch.optim.SGD
+        optimizer = kind(model.parameters(), lr=1e-4 if self._is_adamw else 1e-3)
         return partial(self._step, model, optimizer), model, optimizer
 
     def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

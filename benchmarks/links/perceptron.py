@@ -1,4 +1,4 @@
-"""The model of the data-parallel workloads: four square layers, as many parameters as asked for."""
+"""The model of the data-parallel workloads: square layers, four or more, with as many parameters as asked."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ LAYERS = 4
 BATCH = 128
 
 
-def width_of(parameters: float) -> int:
+def width_of(parameters: float, layers: int = LAYERS) -> int:
     """Width of the layers for so many million parameters."""
-    return round(math.sqrt(parameters * 1e6 / LAYERS))
+    return round(math.sqrt(parameters * 1e6 / layers))
 
 
-def perceptron(width: int) -> nn.Sequential:
+def perceptron(width: int, count: int = LAYERS) -> nn.Sequential:
     """The same weights on every rank and in every call."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
+    layers = [layer for _ in range(count) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(width, 1))
 
 

@@ -56,7 +56,7 @@ class Plan:
     methods: Sequence[str] = ()
     """Names of the methods that take turns; empty for all."""
     optimizers: Sequence[str] = OPTIMIZERS
-    """The optimizers of ddp and deepspeed."""
+    """The optimizers of ddp, deepspeed and fsdp."""
 
     def by_optimizer(self, variants: Sequence[str]) -> list[str]:
         """Return the variants with each optimizer, in words."""
@@ -128,7 +128,7 @@ WORKLOADS: dict[str, Entry] = {
         "torch FSDP2",
         "benchmarks.links.fsdp:Replicas",
         (),
-        lambda plan: [f"{plan.parameters:g}M parameters"],
+        lambda plan: plan.by_optimizer([f"{plan.parameters:g}M parameters"]),
         _sized,
         "fp32",
     ),
