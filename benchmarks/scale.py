@@ -224,14 +224,16 @@ def is_measurable(count: int, way: str, parameters: int) -> bool:
     return parameters // TENSORS // MIN_SHARD >= owners
 
 
-def measure(count: int, way: str, parameters: int, args: argparse.Namespace) -> Cost:
+def measure(
+    count: int, way: str, parameters: int, steps: int, sparsity: float, *, is_adamw: bool = False
+) -> Cost:
     """Return the cost of rank 0."""
     if way in DENSE:
-        found = ring_costs(count, DENSE[way], parameters, args.steps)
+        found = ring_costs(count, DENSE[way], parameters, steps)
     else:
-        figures = {"parameters": parameters, "steps": args.steps, "sparsity": args.sparsity}
+        figures = {"parameters": parameters, "steps": steps, "sparsity": sparsity}
         with looped(count):
-            found = rank_costs(0, count=count, way=way, is_adamw=args.optimizer == "adamw", **figures)
+            found = rank_costs(0, count=count, way=way, is_adamw=is_adamw, **figures)
     spent, sent, messages, kept = (statistics.median(column) for column in zip(*found, strict=True))
     return Cost(count, way, 1e3 * spent, sent, messages, kept, parameters)
 
@@ -324,7 +326,8 @@ def main() -> None:
         for way in args.ways:
             for count in args.ranks:
                 if is_measurable(count, way, parameters):
-                    found.append(measure(count, way, parameters, args))
+                    figures = parameters, args.steps, args.sparsity
+                    found.append(measure(count, way, *figures, is_adamw=args.optimizer == "adamw"))
                     print(found[-1], file=sys.stderr, flush=True)
         print("\n".join(table(found).markdown()), end="\n\n")
         if args.pictures is not None:

@@ -55,5 +55,7 @@ def test_looped_messages_have_the_number_and_size_of_real_ones(
 def test_a_rank_keeps_its_residuals_and_a_ring_in_bf16_its_copy() -> None:
     kept = {way: scale.measure(8, way, PARAMETERS, 1, 0.99).memory for way in ("direct", *scale.DENSE)}
     assert 4 * PARAMETERS < kept["direct"] < 4.5 * PARAMETERS
+    ahead = scale.measure(8, "direct", PARAMETERS, 1, 0.99, is_adamw=True)
+    assert 8 * PARAMETERS < ahead.memory < 9 * PARAMETERS  # and displaced weights
     assert kept["dense fp32"] == 4 * PARAMETERS / 8
     assert kept["dense bf16"] == 2 * PARAMETERS * (1 + 1 / 8)
