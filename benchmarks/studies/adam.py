@@ -66,6 +66,7 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "dense": None,
     # What follows from the optimizer and the number of ranks.
     "default": {"quality": None},  # the settings, whatever the link
+    "default-copies-int8": {"quality": None, "parameters": "int8"},  # ZeRO-3
     "local-0.9": {"sparsity": 0.9, **LOCAL, **START},
     "local-0.99": {"sparsity": 0.99, **LOCAL, **START},
     "ahead-0.9": {"sparsity": 0.9, **AHEAD, **START},
