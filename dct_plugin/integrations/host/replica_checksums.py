@@ -96,8 +96,8 @@ class ReplicaChecksums:
         named, ranks = [*weights, *others], dist.get_process_group_ranks(self._group or dist.group.WORLD)
         device = named[0][1].device
         names = zlib.crc32("\n".join(name for name, _ in others).encode())
-        own = torch.stack([torch.tensor(names), *(checksum(each).to(device) for _, each in weights)])
-        found = self._gathered(own.to(device), step)
+        sums = (checksum(each).to(device) for _, each in weights)
+        found = self._gathered(torch.stack([torch.tensor(names, device=device), *sums]), step)
         if (found[0] != found[0][0]).any():  # ranks have registered others
             self._compares_others, others = False, ()
         if others:
