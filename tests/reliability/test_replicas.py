@@ -20,6 +20,7 @@ from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.checksums import checksum
 from dct_plugin.errors import DesyncError
+from dct_plugin.integrations.host.replica_checksums import ReplicaChecksums
 
 
 @pytest.mark.parametrize("numel", [1000, 9000])  # without and with whole rows of words
@@ -211,6 +212,21 @@ def test_a_drifted_parameter_is_taken_over_from_the_first_rank() -> None:
     (line,) = _taken_over(results[0][0])
     assert "2.weight on rank(s) 1; all took over those of rank 0" in line
     assert not _taken_over(results[1][0])
+
+
+def _view_with_gaps(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight is some columns of a matrix, whose other columns are of each rank."""
+    matrix = torch.arange(32.0).view(4, 8) + 100 * rank
+    config = DataParallelConfig.of({"verify": {"every": 1, "action": "resync"}})
+    ReplicaChecksums(config, lambda: [("columns", matrix[:, :3])]).check(5)
+    return matrix[:, :3], matrix[:, 3:]
+
+
+@pytest.mark.slow
+def test_a_view_with_gaps_is_taken_over_and_nothing_beside_it() -> None:
+    first, second = run(2, _view_with_gaps)
+    assert torch.equal(second[0], first[0])
+    assert torch.equal(second[1], first[1] + 100)
 
 
 def _drifts_in_megatron(rank: int, world_size: int, job: Any, master: bool) -> tuple[str, list[str]]:

@@ -123,8 +123,10 @@ class ReplicaChecksums:
         end = f". {_REMEDY}; logged once"
         if self._verify is not None and self._verify.action == "resync":
             end = f"; all took over those of rank {ranks[0]}"
-            for _, each in differing:
-                dist.broadcast(each, ranks[0], group=self._group)
+            for each in (tensor.detach() for _, tensor in differing):
+                values = each.contiguous()  # a view with gaps would be read and written beside its entries
+                dist.broadcast(values, ranks[0], group=self._group)
+                each.copy_(values)
         else:
             self._left_out |= {name for name, _ in differing}
         if dist.get_rank() == ranks[0]:
