@@ -28,10 +28,10 @@ pytestmark = [
 ]
 
 
-def _start(nodes: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def _start(nodes: int, **keys: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     model = sharded()
     optimizer = adamw(model)
-    return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": nodes}})
+    return model, optimizer, dct_plugin.attach(model, optimizer, {"data_parallel": {"nodes": nodes, **keys}})
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -66,6 +66,22 @@ def _resumed(rank: int, world_size: int, folder: str, nodes: int) -> tuple[bool,
 @pytest.mark.parametrize("nodes", [2, 1], ids=["exact copies", "int8 copies"])
 def test_resumed_on_the_same_mesh(tmp_path: Path, nodes: int) -> None:
     assert run(4, _resumed, str(tmp_path / "saved"), nodes) == [(True, True, 3)] * 4
+
+
+def _resumed_with_the_copies_switched(rank: int, world_size: int, folder: str) -> list[tuple[bool, int]]:
+    found = []
+    for number, (before, after) in enumerate([(None, "int8"), ("int8", None)]):
+        model, optimizer, attached = _start(1, parameters=before)
+        train(model, optimizer, 2)
+        attached.save(f"{folder}/{number}")
+        model, optimizer, attached = _start(1, parameters=after)
+        found.append((attached.load(f"{folder}/{number}"), attached.steps.step))
+        train(model, optimizer, range(2, 4))
+    return found
+
+
+def test_resumed_with_copies_switched_on_or_off(tmp_path: Path) -> None:
+    assert run(2, _resumed_with_the_copies_switched, str(tmp_path)) == [[(True, 2)] * 2] * 2
 
 
 def _killed_in_a_save(rank: int, world_size: int, folder: str, last: str, nodes: int) -> None:

@@ -56,7 +56,8 @@ def restore(groups: Sequence[Any], state: dict[str, Any], others: Sequence[Any] 
     own = state["states"].get(_label(groups))
     if own is not None:
         states = torch.load(io.BytesIO(own), weights_only=True)
-        for each, saved in zip([*_reducers(groups), *others], states, strict=True):
+        # Copies of the weights come last. They may have been switched on or off since the save.
+        for each, saved in zip([*_reducers(groups), *others], states, strict=False):
             each.load_state_dict(saved)
         return
     counters, residuals = json.loads(state["counters"]), state["residuals"]
