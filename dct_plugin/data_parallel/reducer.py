@@ -152,6 +152,8 @@ class GradientReducer:
         """Return a :meth:`reduce_scatter`, see :meth:`begin`."""
         self.topologies.sums_at_owners = True
         tensors = [(name, tensor) for name, tensor, _ in entries]
+        if self.group.streams.loaded:
+            self.group.streams.give_up_sums([name for name, _ in tensors])
         return Reduction(self, tensors, scale, [shards for *_, shards in entries])
 
     def finish(self) -> None:
@@ -364,6 +366,8 @@ class GradientReducer:
         if self.group.node is not None:
             loaded = self.group.node.own_parts(loaded, state.get("parts"))
         self.group.streams.load(loaded)
+        if self.topologies.is_direct:
+            self.group.streams.give_up_sums(loaded)
         for each in self.add_ons:
             saved = each.in_unit(state.get(each.key), state.get("ratio", 1.0))
             each.load_state_dict(saved, step=self.group.step)

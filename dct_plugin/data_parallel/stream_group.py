@@ -129,6 +129,17 @@ class Streams(dict[str, Compressor]):
         self.clear()
         self.loaded = dict(states)
 
+    def give_up_sums(self, names: Collection[str]) -> None:
+        """Make loaded residuals of sums of these tensors, which are exchanged without a second phase now, a
+        part of this rank's own residuals.
+        """
+        wanted = set(names)
+        found = {key: each for key, each in self.loaded.items() if wanted & {key, key.rpartition("[")[0]}}
+        if any(map(checkpoint.is_answer, found)):
+            state = {**checkpoint.FRESH, "streams": found}
+            rest = {key: each for key, each in self.loaded.items() if key not in found}
+            self.loaded = rest | checkpoint.reshard([{"state": state, "unit": 1.0}])["streams"]
+
 
 #: The ranks that exchange messages, as a host names them.
 Ranks: TypeAlias = dist.ProcessGroup | Peers | Nodes | None

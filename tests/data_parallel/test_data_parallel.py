@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import time
 import weakref
@@ -98,6 +99,39 @@ def test_nothing_is_lost_and_ranks_agree(on: Ranks, world_size: int, exchange: s
         assert max(result["error"].values()) < 1e-4
         for name in SIZES:
             assert torch.equal(result["arrived"][name], results[0]["arrived"][name])
+
+
+def _exchanges_switched(rank: int, world_size: int, before: str, after: str) -> float:
+    """The largest entry that is lost, as all entries are sent after a restart with another exchange."""
+    first, then = (
+        reducer(sparsity=0.9, exchange="auto" if each == "owners" else each, value_dtype="fp32")
+        for each in (before, after)
+    )
+    put_in, arrived = torch.zeros(5000), torch.zeros(5000)
+    for step in range(5):
+        gradient = tensors(rank, step)["head"]
+        put_in += gradient
+        first.all_reduce([("head", gradient)])
+        arrived += gradient
+        first.end_step()
+    then.load_state_dict(first.state_dict())
+    then.flush()
+    gradient.zero_()
+    bounds = [5000 * each // world_size for each in range(world_size + 1)]
+    if after == "owners":
+        shards = [Shard(owner, *each) for owner, each in enumerate(itertools.pairwise(bounds))]
+        then.reduce_scatter([("head", gradient, shards)])
+    else:
+        then.all_reduce([("head", gradient)])
+    dist.all_reduce(put_in)
+    return float((put_in - arrived - gradient)[bounds[rank] : bounds[rank + 1]].abs().max())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("direct", "two_phase"), ("two_phase", "direct"), ("two_phase", "owners")]
+)
+def test_nothing_is_lost_where_a_restart_exchanges_in_another_way(before: str, after: str) -> None:
+    assert max(run(3, _exchanges_switched, before, after)) < 1e-4
 
 
 def _answers(rank: int, world_size: int) -> tuple[float, float]:
