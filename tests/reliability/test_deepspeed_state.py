@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 Ranks = list[dict[int, dict[str, Any]]]
 
 
-def made(stage: int, sparsity: float) -> Any:
+def made(stage: int, sparsity: float, **keys: Any) -> Any:
     """An engine."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
@@ -33,7 +33,7 @@ def made(stage: int, sparsity: float) -> Any:
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
-        "dct": {"data_parallel": {"sparsity": sparsity, "min_numel": 100}},
+        "dct": {"data_parallel": {"sparsity": sparsity, "min_numel": 100, **keys}},
     }
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
@@ -113,6 +113,9 @@ def scenarios(folder: Path, stage: int) -> dict[str, Any]:
     results["another sparsity"]["density"] = other.dct.metrics.summary().classes["gradient"].density
     engine.destroy()
     other.destroy()
+    prepared(lambda: (folder / "a" / files[0].name).write_bytes(b"damaged"))
+    path, _ = made(stage, 0.9, enabled=False).load_checkpoint(str(folder), tag="a")
+    results["switched off"] = {"loaded": path is not None}
     return results
 
 
@@ -135,6 +138,7 @@ def test_what_belongs_together_loads(ranks: Ranks, stage: int) -> None:
         assert rank[stage]["one missing"]["step"] == 0  # with a warning, residuals of zero
         assert rank[stage]["written over"]["mine"] == 6
         assert rank[stage]["written over"]["latest"] == "a"
+        assert rank[stage]["switched off"]["loaded"]  # although the file of rank 0 is damaged
 
 
 @pytest.mark.parametrize("stage", [0, 1])

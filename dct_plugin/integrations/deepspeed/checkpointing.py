@@ -18,6 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from dct_plugin import checkpoint
 from dct_plugin.checkpoint import FRESH, StateFiles
 from dct_plugin.console import logger
+from dct_plugin.errors import DCTError
 from dct_plugin.transport import lost_ranks
 
 from ..host.patching import Function, Patches
@@ -174,12 +175,17 @@ def warn_of_dropped_residuals(engine: Any) -> None:
         if loaded[0] is not None and dist.get_rank() == 0:
             file = next(Path(loaded[0]).parent.glob("**/dct_rank_*.pt"), None)
         if file is not None:
-            streams = checkpoint.reshard([checkpoint.read(file)])["streams"].values()
+            what = "the section switches dct.data_parallel off, and the checkpoint holds residuals"
+            try:
+                streams = checkpoint.reshard([checkpoint.read(file)])["streams"].values()
+            except DCTError as error:
+                logger.warning(f"dct: {what}, which cannot be read and are not used: {error}")
+                return loaded
             norm = sum(float(stream["residual"].norm()) ** 2 for stream in streams) ** 0.5
             logger.warning(
-                "dct: the section switches dct.data_parallel off, and the checkpoint holds residuals: "
-                f"the unsent gradient of rank 0, of norm {norm:.3g}, is dropped. To send it first, load the "
-                "checkpoint with 'sparsity': 0 and 'value_dtype': 'fp32', train one step and save"
+                f"dct: {what}: the unsent gradient of rank 0, of norm {norm:.3g}, is dropped. To send it "
+                "first, load the checkpoint with 'sparsity': 0 and 'value_dtype': 'fp32', train one step "
+                "and save"
             )
         return loaded
 
