@@ -171,6 +171,26 @@ def test_ranks_train_masters_of_their_own_and_resume_bitwise(kind: str, tmp_path
     run(2, _trains, kind, str(tmp_path))
 
 
+def _drifts(rank: int, world_size: int, optimizer: Any) -> None:
+    section = {"sparsity": 0.5, "min_numel": 64, "verify": {"every": 2, "action": "resync"}}
+    engine = made(section, optimizer)
+    for step in range(6):
+        engine.backward(loss(engine, step, rank))
+        engine.step()
+        if step == 2:
+            with torch.no_grad():
+                for group in engine.optimizer.optimizer.param_groups:
+                    for master in group["params"]:
+                        master += rank
+    assert equal(*everyones(masters(engine)))
+    assert equal(*everyones(dict(engine.module.named_parameters())))
+
+
+@pytest.mark.parametrize("wrapper", list(WRAPPERS))
+def test_masters_that_drifted_are_taken_over_from_the_first_rank(wrapper: str) -> None:
+    run(2, _drifts, WRAPPERS[wrapper])
+
+
 #: Exchanges of local steps end these steps; the gradients of rank 0 are not finite in them, and in step 9.
 AT_EXCHANGES, BAD = (6, 14), (6, 9, 14)
 

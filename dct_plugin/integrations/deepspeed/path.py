@@ -203,16 +203,19 @@ class GradientPath(EnginePart, ABC):
         return {}
 
     def replicated(self) -> list[tuple[str, Tensor]]:
-        """Return the weights that all ranks hold, experts left out: the optimizer's, and trainable parameters
-        that it does not have.
+        """Return the weights that all ranks hold, experts left out: the optimizer's, trainable parameters
+        that it does not have, and the fp32 tensors that are trained in their place.
         """
         named = {id(p): (name, p) for group in self.named_parameters() for name, p in group}
         for name, parameter in self.engine.module.named_parameters():
             if parameter.requires_grad:
                 named.setdefault(id(parameter), (name, parameter))
-        return [
-            (name, self.reducer.shared_weight(name, p.data)) for name, p in named.values() if not is_expert(p)
-        ]
+        weights = {
+            name: self.reducer.shared_weight(name, p.data) for name, p in named.values() if not is_expert(p)
+        }
+        masters = self.masters() if self.reducer.progress is None else {}  # else they are a rank's own
+        copies = {f"{n} (fp32 copy)": of[part] for n, (of, part) in masters.items() if n in weights}
+        return [*weights.items(), *copies.items()]
 
     def weight_updates(self, context: EngineContext) -> WeightUpdates | None:
         """Return what exchanges the updates of the weights; None where DeepSpeed gathers none."""
