@@ -14,7 +14,7 @@ import torch.distributed as dist
 from support.deepspeed_launch import run_ranks
 from torch import nn
 
-from dct_plugin.errors import DCTError
+from dct_plugin.errors import DCTError, DesyncError
 
 deepspeed = pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
@@ -111,8 +111,16 @@ def scenarios(folder: Path, stage: int) -> dict[str, Any]:
     results["another sparsity"] = {"loaded": path is not None, "same": same}
     train(other, 2)  # in the first the thresholds of before may still hold
     results["another sparsity"]["density"] = other.dct.metrics.summary().classes["gradient"].density
-    engine.destroy()
-    other.destroy()
+    compared = made(stage, 0.9, verify={"action": "stop"})
+    train(compared, 1)
+    compared.save_checkpoint(str(folder), tag="c")
+    compared.module[0].bias.data += rank
+    with pytest.raises(DesyncError):  # before a file is written
+        compared.save_checkpoint(str(folder), tag="c")
+    path, _ = compared.load_checkpoint(str(folder), tag="c")
+    results["stopped"] = {"loaded": path is not None}
+    for each in (engine, other, compared):
+        each.destroy()
     prepared(lambda: (folder / "a" / files[0].name).write_bytes(b"damaged"))
     path, _ = made(stage, 0.9, enabled=False).load_checkpoint(str(folder), tag="a")
     results["switched off"] = {"loaded": path is not None}
@@ -138,6 +146,7 @@ def test_what_belongs_together_loads(ranks: Ranks, stage: int) -> None:
         assert rank[stage]["one missing"]["step"] == 0  # with a warning, residuals of zero
         assert rank[stage]["written over"]["mine"] == 6
         assert rank[stage]["written over"]["latest"] == "a"
+        assert rank[stage]["stopped"]["loaded"]
         assert rank[stage]["switched off"]["loaded"]  # although the file of rank 0 is damaged
 
 

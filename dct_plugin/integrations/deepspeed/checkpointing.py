@@ -96,14 +96,14 @@ class CheckpointFiles(EnginePart):
         tag, client_state = given.get("tag"), given.get("client_state") or {}
         tag = f"global_step{self._engine.global_steps}" if tag is None else str(tag)
         folder = self._own_folder(Path(given["save_dir"], tag))
+        for replicas in self._steps.replicas:
+            replicas.check(self._steps.step, saves=True)
+        if self._gather is not None:
+            self._gather.gather()
         mark = folder / checkpoint.UNFINISHED
         if self._path.reducer.group.group_rank == 0 and folder.is_dir() and any(folder.iterdir()):
             mark.touch()
-        for replicas in self._steps.replicas:
-            replicas.check(self._steps.step, saves=True)
         # Before DeepSpeed's own files: once "latest" is written, the checkpoint is complete.
-        if self._gather is not None:
-            self._gather.gather()
         identity = self._files.save(folder, self.state_dict)
         given.update(client_state={**client_state, CLIENT_KEY: identity})
         given.pop("self")
