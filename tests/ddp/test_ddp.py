@@ -354,6 +354,23 @@ def test_a_skipped_step_is_taken_back() -> None:
     assert all(run(2, _skipped))
 
 
+def _resumed_in_another_unit(rank: int, world_size: int) -> None:
+    """A run with a scaler goes on with none."""
+    model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ddp, state = hooked(model=model, scaler=scaler)
+    train(ddp, rank, range(4), scaler)
+    weights, saved = copy.deepcopy(model.state_dict()), state.state_dict()
+    expected = train(ddp, rank, range(4, 8), scaler)
+    model.load_state_dict(weights)
+    ddp, state = hooked(model=model)
+    state.load_state_dict(saved)
+    torch.testing.assert_close(train(ddp, rank, range(4, 8)), expected)
+
+
+def test_a_restart_with_another_loss_scale_changes_nothing() -> None:
+    run(2, _resumed_in_another_unit)
+
+
 # -- step-ahead ---
 
 

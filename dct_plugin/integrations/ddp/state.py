@@ -344,7 +344,8 @@ class DCTState(OptimizerAttachment):
         if self._reducer is None and self._loaded is not FRESH and model is not None:
             self.reducer(model.device)  # the next pass is displaced by what was not sent
         elif self._reducer is not None:
-            self._reducer.load_state_dict(self._loaded, loss_scale=self._optimizer_steps.loss_scale())
+            scale = self._optimizer_steps.loss_scale() or 1.0  # not the saved one: the scaler may be gone
+            self._reducer.load_state_dict(self._loaded, loss_scale=scale)
             self.steps.step = self._reducer.group.step
 
     def save(self, folder: str | os.PathLike[str]) -> None:
