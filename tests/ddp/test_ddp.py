@@ -354,21 +354,30 @@ def test_a_skipped_step_is_taken_back() -> None:
     assert all(run(2, _skipped))
 
 
-def _resumed_in_another_unit(rank: int, world_size: int) -> None:
-    """A run with a scaler goes on with none."""
-    model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    ddp, state = hooked(model=model, scaler=scaler)
+def _resumed_in_another_unit(rank: int, world_size: int, has_scaler: bool) -> None:
+    """A run with a scaler goes on with none, or with one whose state is loaded last."""
+
+    def started(scaler: Any) -> tuple[nn.Module, DCTState]:
+        ddp = DistributedDataParallel(network())
+        return ddp, DCTState(SPARSE, scaler=scaler).register(ddp)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ddp, state = started(scaler)
     train(ddp, rank, range(4), scaler)
-    weights, saved = copy.deepcopy(model.state_dict()), state.state_dict()
+    weights, saved, scale = copy.deepcopy(ddp.state_dict()), state.state_dict(), scaler.state_dict()
     expected = train(ddp, rank, range(4, 8), scaler)
-    model.load_state_dict(weights)
-    ddp, state = hooked(model=model)
+    again = torch.amp.GradScaler("cpu", init_scale=2.0**20) if has_scaler else None
+    ddp, state = started(again)
+    ddp.load_state_dict(weights)
     state.load_state_dict(saved)
-    torch.testing.assert_close(train(ddp, rank, range(4, 8)), expected)
+    if again is not None:
+        again.load_state_dict(scale)
+    torch.testing.assert_close(train(ddp, rank, range(4, 8), again), expected)
 
 
-def test_a_restart_with_another_loss_scale_changes_nothing() -> None:
-    run(2, _resumed_in_another_unit)
+@pytest.mark.parametrize("has_scaler", [False, True])
+def test_a_restart_with_another_loss_scale_changes_nothing(has_scaler: bool) -> None:
+    run(2, _resumed_in_another_unit, has_scaler)
 
 
 # -- step-ahead ---

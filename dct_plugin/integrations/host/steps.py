@@ -343,6 +343,9 @@ class OptimizerSteps:
     def begin(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Note that gradients of these parameters, by name, are reduced; any number of times in a step."""
         if not self.steps.open:
+            if self.scaler is not None and not self._sharded:  # its state may have been loaded since
+                for reducer in self._reducers:
+                    reducer.rescale(self.loss_scale() or 1.0)
             self._owners = {
                 id(parameter): each
                 for each in reversed(self.gradients[1:])
