@@ -14,6 +14,7 @@ import torch.distributed as dist
 from support.deepspeed_launch import run_ranks
 from torch import nn
 
+from dct_plugin.checkpoint import StateFiles, in_unit
 from dct_plugin.errors import DCTError, DesyncError
 
 deepspeed = pytest.importorskip("deepspeed")
@@ -102,13 +103,19 @@ def scenarios(folder: Path, stage: int) -> dict[str, Any]:
     interrupt_save(engine, folder)
     attempt("unfinished")
     results["unfinished"]["latest"] = (folder / "latest").read_text()
+    train(engine, 2)  # from residuals of zero
     engine.save_checkpoint(str(folder), tag="a", client_state={"mine": 6})
     attempt("written over")
     results["written over"]["latest"] = (folder / "latest").read_text()
     other = made(stage, 0.5)
     path, _ = other.load_checkpoint(str(folder), tag="a")
-    same = residuals(other) == residuals(engine)
+    same = residuals(other) == residuals(engine) != {}
     results["another sparsity"] = {"loaded": path is not None, "same": same}
+    # A run in fp16 would have saved this.
+    scaled = {**in_unit(engine.dct.reducer.state_dict(), 1024.0), "loss_scale": 1024.0}
+    StateFiles(rank, 2, unit=1.0 if stage == 0 else 0.5).save(folder / "fp16", lambda: scaled)
+    other.dct.load_residuals(folder / "fp16")
+    results["without a loss scale"] = {"same": residuals(other) == residuals(engine)}
     train(other, 2)  # in the first the thresholds of before may still hold
     results["another sparsity"]["density"] = other.dct.metrics.summary().classes["gradient"].density
     compared = made(stage, 0.9, verify={"action": "stop"})
@@ -160,6 +167,11 @@ def test_what_does_not_stops_all_ranks(ranks: Ranks, stage: int) -> None:
         assert "the files are of another save (step 5, dct-plugin" in newer
         assert "a save over an older checkpoint did not end" in unfinished
         assert rank[stage]["unfinished"]["latest"] == "b"
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_residuals_of_a_run_with_a_loss_scale(ranks: Ranks, stage: int) -> None:
+    assert all(rank[stage]["without a loss scale"]["same"] for rank in ranks)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

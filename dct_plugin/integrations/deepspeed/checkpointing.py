@@ -151,7 +151,7 @@ class CheckpointFiles(EnginePart):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave; what is not in it starts afresh."""
         path = self._path
-        scale = float(path.optimizer.loss_scale) if path.scaled else None
+        scale = float(path.optimizer.loss_scale) if path.scaled else 1.0  # the saved run may have had one
         path.reducer.load_state_dict(state, loss_scale=scale)
         step = self._steps.step = path.reducer.group.step
         if self._gather is not None:
