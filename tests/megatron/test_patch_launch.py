@@ -221,7 +221,7 @@ def test_one_insertion(line: str, expected: str) -> None:
         ("mylauncher train.py", 1, "no launcher known here"),
         ("torchrun pretrain_gpt.py\nflux run train.py", 2, "no launcher known here"),
         (f"# torchrun -m {MODULE} x.py\ntorchrun train.py", 1, "before no launch"),
-        (f"torchrun -m {MODULE} --dct-config 'a b' train.py", 1, "in a way that is not understood"),
+        (f"torchrun '-m' {MODULE} train.py", 1, "in a way that is not understood"),
     ],
 )
 def test_refusals_name_the_line(text: str, number: int, what: str) -> None:
@@ -304,6 +304,22 @@ def test_another_configuration_replaces_the_one_there() -> None:
     assert (
         patch(first, config="b.json")[0] == "torchrun -m dct_plugin.megatron --dct-config b.json train.py\n"
     )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        """ '{"data_parallel": {"sparsity": 0.9}}'""",
+        r""" "{\"data_parallel\": {}}" """.rstrip(),
+        "='{\"data_parallel\":\n {}}'",
+        """ 'my dct.json'""",
+    ],
+)
+def test_a_section_of_several_words_is_one_argument(value: str) -> None:
+    text = f"torchrun -m {MODULE} --dct{value} train.py\n"
+    assert revert(text) == "torchrun train.py\n"
+    assert patch(text)[0] == text
+    assert patch(text, config="b.json")[0] == f"torchrun -m {MODULE} --dct-config b.json train.py\n"
 
 
 @pytest.mark.parametrize("path", ["a b.json", "it's.json", "a;b"])

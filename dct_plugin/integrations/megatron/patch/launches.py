@@ -19,9 +19,10 @@ from .shell import ASSIGNMENT, Command, LaunchError, Script, Word, word_set
 #: What a patched command runs.
 MODULE = "dct_plugin.megatron"
 _SPACE = r"(?:\s|\\\r?\n)+"
+_VALUE = r"""(?:'[^']*'|"(?:[^"\\]|\\.)*"|\\.|[^\s'"\\])+"""
 #: An insertion, also one that was written by hand.
 INSERTION = re.compile(
-    rf"-m{_SPACE}{re.escape(MODULE)}{_SPACE}(?:--dct(?:-[\w-]+)?(?:=|{_SPACE})\S+{_SPACE})*"
+    rf"(?:-m|--module){_SPACE}{re.escape(MODULE)}{_SPACE}(?:--dct(?:-[\w-]+)?(?:=|{_SPACE}){_VALUE}{_SPACE})*"
 )
 
 # File names that train; others (tools, text generation, checkpoint conversion) are left alone.
