@@ -76,7 +76,7 @@ _SHARED_OPTION = re.compile(
 )
 _SHARED_ENOUGH = 3
 _FUNCTION = re.compile(
-    r"^[ \t]*(?:function[ \t]+)?([\w-]+)[ \t]*\(\)\s*\{(.*?)^[ \t]*\}", re.MULTILINE | re.DOTALL
+    r"^[ \t]*(function[ \t]+)?([\w-]+)[ \t]*(?(1)(?:\(\))?|\(\))\s*\{(.*?)^[ \t]*\}", re.MULTILINE | re.DOTALL
 )
 # Options without a value, and those of Python with one; other options of other launchers may take a value.
 _FLAG = re.compile(r"--$|--?[\w-]+=")
@@ -184,12 +184,12 @@ class _Variables:
     def _read_functions(self) -> None:
         """Take the words before ``"$@"`` in a function's command as a value of the function's name."""
         for function in _FUNCTION.finditer(self._script.text):
-            for command in self._script.simple_commands(*function.span(2)):
+            for command in self._script.simple_commands(*function.span(3)):
                 texts = [word.text for word in command.words]
                 at = next((at for at, text in enumerate(texts) if text in ("$@", "$*", "${@}")), 0)
                 if any(_launcher_of(text.rsplit("/", 1)[-1]) for text in texts[:at]):
-                    self._values.setdefault(f"{function[1]}()", []).append([*command.words[:at]])
-                    self.bodies[command.program[0].start] = function[1]
+                    self._values.setdefault(f"{function[2]}()", []).append([*command.words[:at]])
+                    self.bodies[command.program[0].start] = function[2]
 
     def is_function(self, text: str) -> bool:
         """Return whether a word is the name of such a function."""
@@ -351,6 +351,8 @@ class _Finder:
         problems = [state.problem for state in states if state.problem]
         if command.nesting and not found and not any(map(self._trains, texts)):
             problems = []  # it may be prose
+        elif found and command.nesting == "value" and texts[0].startswith("$"):
+            problems = []  # of A="$A ...", where A had another value
         if found or not command.nesting:
             receiver = f"is given to {texts[0]}, which is no launcher known here"
             problems += [f"{state.orphan} {receiver}" for state in states if state.orphan]

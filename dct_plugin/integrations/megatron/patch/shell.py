@@ -26,7 +26,7 @@ _SUBSTITUTED = r"\$\((?:[^()]|\([^()]*\))*\)|\$\{[^{}]*\}"
 _ARRAY = rf"(?<==)\((?:[^()\"'`#]|(?<!\s)#|(?<=\s)#[^\n]*(?![^\n])|{_QUOTED}|\([^()]*\))*\)"
 _NESTED = re.compile(rf"{_QUOTED}|{_SUBSTITUTED}|{_ARRAY}", re.DOTALL)
 _TOKEN = re.compile(
-    r"(?P<blank>(?:\\\r?\n|[ \t\r\f\v])+|#[^\n]*)"
+    r"(?P<blank>(?:\\\r?\n|[ \t\r\f\v])+|#[^\n]*|function[ \t]+[\w-]+(?=\s*[({]))"
     r"|(?P<redirection>(?:\d+|&)?(?:<<<|<<-?|>>|<>|>\||[<>])&?)"
     rf"|(?P<word>(?:{_QUOTED}|{_SUBSTITUTED}|{_ARRAY}|\\\r?\n|\\.|[^\s;&|()<>])+)"
     r"|(?P<end>\|\||\|&?|.)",
@@ -134,11 +134,11 @@ class Script:
 
 
 def _without_prose(document: re.Match[str]) -> str:
-    """Return a here-document, with blanks in place of text that is printed, and of Python."""
+    """Return a here-document, with blanks in place of text that is printed or ignored, and of Python."""
     before = document.string[document.string.rfind("\n", 0, document.start()) + 1 : document.start()]
     owner = re.split("[;&|]", before)[-1]
     is_printed = re.search(r"\bcat\s*$", owner) and not re.search(r"[>|`]|\$\(", before + document[2])
-    if not is_printed and not re.search(r"(?:^|[\s/])python[\d.]*\s", owner):
+    if not is_printed and not re.search(r"(?:^|[\s/])python[\d.]*\s|^\s*:\s", owner):
         return document[0]
     kept = document.start(3) - document.start()
     return document[0][:kept] + re.sub(r"[^\n]", " ", document[0][kept:])
