@@ -179,6 +179,20 @@ def test_encodings_comments_and_no_header(tmp_path: Path, encoding: str, separat
         assert clicks.roles[0] == f"columns separated by {separator!r}, {where} the names"
 
 
+def test_a_blank_behind_separators_is_not_part_of_the_values(tmp_path: Path) -> None:
+    rows = [
+        (f"{i / 3:.2f}", "?" if i % 9 == 0 else f"u{i % 7}", f"2015-01-{1 + i % 28:02d}") for i in range(400)
+    ]
+    lines = [f'{price},"{user}, x",{day},{i % 2 == 0}' for i, (price, user, day) in enumerate(rows)]
+    expected, spaced = tmp_path / "expected.csv", tmp_path / "spaced.csv"
+    expected.write_text("\n".join(["price,user,day,click", *lines]))
+    spaced.write_text("\n".join(["price,user,day,click", *lines]).replace(",", ", "))
+    clicks = load("table", spaced, columns=Columns("click"))
+    assert clicks.dense_names == ("price",)
+    assert clicks.categorical_names == ("user", "day weekday")
+    same(clicks, load("table", expected, columns=Columns("click")))
+
+
 def test_a_ragged_row_is_named(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     rows = ["# of May", "user,click", *(f"u{i % 7},{i % 2}" for i in range(300_000))]

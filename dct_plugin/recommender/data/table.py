@@ -209,6 +209,8 @@ class _Text(NamedTuple):
     """The line that has the names."""
     skipped: int
     """Lines before the first row."""
+    is_spaced: bool
+    """True if a blank follows separators."""
 
     @classmethod
     def of(cls, sample: bytes, columns: Columns, label: str) -> _Text:
@@ -246,7 +248,8 @@ class _Text(NamedTuple):
         where = "the first line" if header is first else "the comment above" if above else "no line"
         skipped = len(comments) + (header is first)
         point = "," if is_comma and separator != "," else "."
-        return cls(separator, names, encoding, point, where, skipped)
+        is_spaced = separator != " " and any(separator + " " in line for line in lines)
+        return cls(separator, names, encoding, point, where, skipped, is_spaced)
 
     def __str__(self) -> str:
         return f"columns separated by {self.separator!r}, {self.where} has the names"
@@ -254,7 +257,7 @@ class _Text(NamedTuple):
 
 def _fields(lines: Sequence[str], separator: str) -> list[list[str]]:
     rows = (
-        csv.reader(lines, delimiter=separator)
+        csv.reader(lines, delimiter=separator, skipinitialspace=separator != " ")
         if len(separator) == 1
         else (line.split(separator) for line in lines)
     )
@@ -339,6 +342,8 @@ class _Opened:
         plain = separator.isascii() and len(separator) == 1
         if not plain:
             stream = self.arrow.TransformInputStream(stream, _Joined(separator.encode(encoding)))
+        if layout.is_spaced:
+            stream = self.arrow.TransformInputStream(stream, _Unspaced(separator.encode(encoding)))
         return arrow_csv.open_csv(
             stream,
             arrow_csv.ReadOptions(column_names=layout.names, skip_rows=layout.skipped, encoding=encoding),
@@ -385,6 +390,19 @@ class _Joined:
         )
         data, self._rest = data[: len(data) - kept], data[len(data) - kept :]
         return data.replace(self._separator, _UNIT.encode())
+
+
+class _Unspaced:
+    """Takes out one blank behind each separator, in bytes that come in parts."""
+
+    def __init__(self, separator: bytes) -> None:
+        self._separator, self._is_behind = separator, False
+
+    def __call__(self, part: Any) -> bytes:
+        data = bytes(part)
+        left = data.removeprefix(b" ") if self._is_behind else data
+        self._is_behind = data.endswith(self._separator)
+        return left.replace(self._separator + b" ", self._separator)
 
 
 def _kind(column: Any) -> Kind:
