@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -193,6 +194,16 @@ def test_a_blank_behind_separators_is_not_part_of_the_values(tmp_path: Path) -> 
     same(clicks, load("table", expected, columns=Columns("click")))
 
 
+@pytest.fixture
+def several_cores() -> Iterator[None]:
+    """Let pyarrow use threads, whatever the environment says."""
+    cores = pyarrow.cpu_count()
+    pyarrow.set_cpu_count(2)
+    yield
+    pyarrow.set_cpu_count(cores)
+
+
+@pytest.mark.usefixtures("several_cores")
 def test_a_ragged_row_is_named(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     rows = ["# of May", "user,click", *(f"u{i % 7},{i % 2}" for i in range(300_000))]
@@ -205,6 +216,7 @@ def test_a_ragged_row_is_named(tmp_path: Path) -> None:
         assert str(fault.value) == wanted
 
 
+@pytest.mark.usefixtures("several_cores")
 @pytest.mark.parametrize(
     ("columns", "words"),
     [

@@ -346,7 +346,10 @@ class _Opened:
             stream = self.arrow.TransformInputStream(stream, _Unspaced(separator.encode(encoding)))
         return arrow_csv.open_csv(
             stream,
-            arrow_csv.ReadOptions(column_names=layout.names, skip_rows=layout.skipped, encoding=encoding),
+            # With threads pyarrow does not say in which row an error is.
+            arrow_csv.ReadOptions(
+                column_names=layout.names, skip_rows=layout.skipped, encoding=encoding, use_threads=False
+            ),
             arrow_csv.ParseOptions(
                 delimiter=separator if plain else _UNIT, quote_char='"' if plain else False
             ),
