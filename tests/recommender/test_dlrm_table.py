@@ -194,6 +194,17 @@ def test_a_blank_behind_separators_is_not_part_of_the_values(tmp_path: Path) -> 
     same(clicks, load("table", expected, columns=Columns("click")))
 
 
+@pytest.mark.parametrize("separator", ["\t", ",", "::"])
+def test_a_quote_that_nothing_closes_is_part_of_its_cell(tmp_path: Path, separator: str) -> None:
+    users = [f'"u{i % 7}' if i % 17 < 5 else f"u{i % 7}" for i in range(400)]
+    lines = ["user|price|click", *(f"{user}|{i / 7:.3f}|{i % 2}" for i, user in enumerate(users))]
+    path = tmp_path / "log.txt"
+    path.write_text("\n".join(lines).replace("|", separator))
+    clicks = load("table", path, columns=Columns("click"))
+    assert clicks.label.tolist() == [i % 2 for i in range(400)]
+    assert clicks.cardinalities == (15,)
+
+
 @pytest.fixture
 def several_cores() -> Iterator[None]:
     """Let pyarrow use threads, whatever the environment says."""

@@ -211,6 +211,8 @@ class _Text(NamedTuple):
     """Lines before the first row."""
     is_spaced: bool
     """True if a blank follows separators."""
+    is_quoted: bool
+    """False if quotes are part of the cells."""
 
     @classmethod
     def of(cls, sample: bytes, columns: Columns, label: str) -> _Text:
@@ -249,7 +251,10 @@ class _Text(NamedTuple):
         skipped = len(comments) + (header is first)
         point = "," if is_comma and separator != "," else "."
         is_spaced = separator != " " and any(separator + " " in line for line in lines)
-        return cls(separator, names, encoding, point, where, skipped, is_spaced)
+        # A single quote would make one row of several.
+        is_whole = len({line.count(separator) for line in lines}) == 1
+        is_quoted = not (is_whole and any(line.count('"') % 2 for line in lines))
+        return cls(separator, names, encoding, point, where, skipped, is_spaced, is_quoted)
 
     def __str__(self) -> str:
         return f"columns separated by {self.separator!r}, {self.where} has the names"
@@ -351,7 +356,8 @@ class _Opened:
                 column_names=layout.names, skip_rows=layout.skipped, encoding=encoding, use_threads=False
             ),
             arrow_csv.ParseOptions(
-                delimiter=separator if plain else _UNIT, quote_char='"' if plain else False
+                delimiter=separator if plain else _UNIT,
+                quote_char='"' if plain and layout.is_quoted else False,
             ),
             arrow_csv.ConvertOptions(
                 column_types={name: self._number(name) if name in numbers else text for name in names},
