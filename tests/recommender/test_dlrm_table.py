@@ -205,6 +205,18 @@ def test_a_quote_that_nothing_closes_is_part_of_its_cell(tmp_path: Path, separat
     assert clicks.cardinalities == (15,)
 
 
+def test_columns_of_lists_are_left_out(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    values = {"click": [i % 2 for i in range(400)], "user": [i % 7 for i in range(400)]}
+    nested = {"tags": [["a", "b"]] * 400, "place": [{"x": 1}] * 400}
+    path = tmp_path / "clicks.parquet"
+    parquet.write_table(pyarrow.table({**nested, **values}), path)
+    clicks = load("table", path, columns=Columns("click"))
+    assert clicks.categorical_names == ("user",)
+    assert clicks.roles[0] == "left out, cells have several values: tags, place"
+
+
 @pytest.fixture
 def several_cores() -> Iterator[None]:
     """Let pyarrow use threads, whatever the environment says."""

@@ -284,7 +284,7 @@ class _Opened:
 
     Attributes:
         kinds: By column, what its first rows hold.
-        layout: Sentences about the layout of a text.
+        layout: Sentences about the layout.
     """
 
     def __init__(self, path: Path, columns: Columns, label: str) -> None:
@@ -300,16 +300,20 @@ class _Opened:
             raise FileNotFoundError(2, "no such file", str(path))
         self._text: _Text | None = None
         self.kinds: dict[str, Kind] = {}
+        self.layout: list[str] = []
         with self._reading():
             if path.suffix in (".parquet", ".pq"):
-                names = dataset.dataset(str(path), format="parquet").schema.names
+                schema = dataset.dataset(str(path), format="parquet").schema
+                nested = [field.name for field in schema if pyarrow.types.is_nested(field.type)]
+                names = [name for name in schema.names if name not in nested]
+                self.layout += [f"left out, cells have several values: {', '.join(nested)}"] if nested else []
             else:
                 with pyarrow.input_stream(str(path)) as file:
                     self._text = _Text.of(file.read(_SAMPLE), columns, label)
                 names = self._text.names
         first = next(self.batches(names, set()), None)
         self.kinds = {name: "category" if first is None else _kind(first.column(name)) for name in names}
-        self.layout = [] if self._text is None else [str(self._text)]
+        self.layout += [] if self._text is None else [str(self._text)]
 
     def table(self, names: list[str], numbers: set[str], max_rows: int | None) -> Any:
         """Return the first rows of :meth:`batches` as one table."""
