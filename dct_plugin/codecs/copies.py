@@ -137,6 +137,10 @@ class Mirror:
         self._seen: tuple[Tensor, int] | None = None
         self._copy: Callable[[], Tensor] = lambda: torch.empty(0)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of a module begin without a copy."""
+        return Mirror, ()
+
     def begin(self, tensor: Tensor) -> None:
         """Start to copy the content of the tensor, if it is not known."""
         if not self._knows(tensor):

@@ -96,6 +96,10 @@ class EmbeddingExchange(TableLimits):
         self.messages = VectorMessages(codec, dim)
         self._transport: Exchange | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles have a transport of their own, and record nothing."""
+        return {**self.__dict__, "_transport": None, "metrics": None}
+
     def transport(self, group: dist.ProcessGroup | None, device: torch.device) -> Exchange:
         """Return the transport to the ranks of ``group``."""
         known = self._transport

@@ -303,6 +303,10 @@ class Backend(Selection, Sums, Residuals):
     planes: Any = planes
     batched: Callable[[], AbstractContextManager[None]] = nullcontext
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles of a module make their backend anew."""
+        return type(self), ()
+
 
 def mask_of(kernels: Selection, payload: Payload | Tensor, numel: int) -> Tensor:
     """Return bool [numel]: which entries a payload keeps; see :meth:`Selection.positions`."""

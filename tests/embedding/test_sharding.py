@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 import re
 from pathlib import Path
@@ -16,6 +18,7 @@ from support.processes import launch, logged, run
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import dct_plugin
@@ -554,6 +557,29 @@ def test_ids_that_are_no_integers_stop_every_rank() -> None:
     outcomes = launch(2, _float_ids)
     assert "TypeError: tables: rank 1: ids are torch.float32; they must be integers" in outcomes[1][1]
     assert "DesyncError" in outcomes[0][1]
+
+
+def _copies(rank: int, world_size: int) -> list[bool]:
+    module = make(world_size, config={"sparsity": 0.5, "error_bound": 0.01})
+    ids = part(draw("one_hot", 0), *bounds_of_rank(rank, world_size), "one_hot")
+    loss_of(module(ids)).backward()  # makes the transport and the kernels
+    pickled = io.BytesIO()
+    torch.save(module, pickled)
+    pickled.seek(0)
+    average = AveragedModel(module)
+    average.update_parameters(module)
+    copies = (copy.deepcopy(module), torch.load(pickled, weights_only=False), average)
+    found = []
+    for each in (module, *copies):
+        each.zero_grad()
+        vectors = each.eval()(ids)
+        loss_of(vectors).backward()
+        found += [vectors, *(parameter.grad for parameter in each.parameters())]
+    return [torch.equal(own, found[at % 2]) for at, own in enumerate(found)]
+
+
+def test_copies_and_pickles_look_up_the_same_vectors() -> None:
+    assert all(map(all, run(2, _copies)))
 
 
 def _as_the_page_says(rank: int, world_size: int, folder: str, is_resumed: bool) -> list[Tensor]:
