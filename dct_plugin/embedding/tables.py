@@ -165,6 +165,7 @@ class ShardedTables(nn.Module):
 
     # -- forward ---
 
+    @torch.compiler.disable
     def forward(self, categorical: Tensor | Sequence[Bags]) -> Tensor:
         """Look up this rank's samples.
 

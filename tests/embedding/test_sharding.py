@@ -582,6 +582,23 @@ def test_copies_and_pickles_look_up_the_same_vectors() -> None:
     assert all(map(all, run(2, _copies)))
 
 
+def _compiled(rank: int, world_size: int) -> bool:
+    tables, top = make(world_size), _Top()
+    ids = part(draw("one_hot", 0), *bounds_of_rank(rank, world_size), "one_hot")
+
+    def model(dense: Tensor, ids: Tensor) -> Tensor:
+        return top(dense, tables(ids))
+
+    dense = torch.ones(len(ids), 2)
+    compiled = torch.compile(model, backend="eager")(dense, ids)
+    compiled.square().mean().backward()
+    return torch.equal(compiled, model(dense, ids)) and tables.shard.weight.grad is not None
+
+
+def test_a_compiled_model_may_have_tables() -> None:
+    assert run(2, _compiled) == [True, True]
+
+
 def _as_the_page_says(rank: int, world_size: int, folder: str, is_resumed: bool) -> list[Tensor]:
     """Train, save and go on; or resume and go on: with the blocks of the page."""
     *_, evaluate, save, load = _page_blocks()
