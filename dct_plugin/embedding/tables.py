@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ..autograd import with_gradient
 from ..codecs.copies import to_device
 from ..config import EmbeddingChannelConfig, KernelConfig
-from ..errors import DesyncError
+from ..errors import DCTError, DesyncError
 from ..kernels.embedding import add_rows
 from ..metrics import Metrics, Record
 from .embedding_exchange import EmbeddingExchange, Route
@@ -180,8 +181,15 @@ class ShardedTables(nn.Module):
             DesyncError: Other ranks did not look up samples at the same time, or failed.
             IndexError: An id is outside its table; named with table and rank.
             TypeError: The ids are no integers.
+            DCTError: DistributedDataParallel reduces the gradients of the tables.
         """
         weight = self.shard.weight
+        ddp = DistributedDataParallel._active_ddp_module
+        if ddp is not None and any(weight is parameter for parameter in ddp._module_parameters):
+            raise DCTError(
+                f"{self.name}: rank {self.rank}: DistributedDataParallel would average the tables of "
+                "different ranks; wrap the rest of the model alone, as docs/embeddings.md shows"
+            )
         exchange = self.embedding_exchange.transport(self.group, weight.device)
         record = Record("embedding_ids")
         try:

@@ -599,6 +599,17 @@ def test_a_compiled_model_may_have_tables() -> None:
     assert run(2, _compiled) == [True, True]
 
 
+def _wrapped_whole(rank: int, world_size: int) -> None:
+    tables = ShardedTables((10, 10), DIM)  # equal shapes, which DistributedDataParallel does not refuse
+    DistributedDataParallel(tables)(torch.zeros(4, 2, dtype=torch.int64))
+
+
+def test_tables_inside_distributed_data_parallel_are_refused() -> None:
+    for rank, (kind, said) in enumerate(launch(2, _wrapped_whole)):
+        assert kind == "error"
+        assert f"tables: rank {rank}: DistributedDataParallel would average the tables" in said
+
+
 def _as_the_page_says(rank: int, world_size: int, folder: str, is_resumed: bool) -> list[Tensor]:
     """Train, save and go on; or resume and go on: with the blocks of the page."""
     *_, evaluate, save, load = _page_blocks()
