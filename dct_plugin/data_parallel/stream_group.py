@@ -254,7 +254,8 @@ class StreamGroup:
 
     def is_small(self, name: str, numel: int) -> bool:
         """Return whether a tensor is sent dense, of which so many entries take part in the exchange."""
-        numel = numel if self.node is None else self.node.sizes.get(name, numel)
+        if self.node is not None:  # one rank has a tensor that is not divided: the others cannot observe it
+            return name in self.dense_names or not self.node.is_divided(self.node.sizes.get(name, numel))
         return name in self.dense_names or numel < self.settings.min_numel
 
     def operation(self, name: str) -> str:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dct_plugin import DCTState, checkpoint, processes
 from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
+from dct_plugin.data_parallel.plan import ALIGNED
 from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.errors import ConfigError, DesyncError
 from dct_plugin.integrations.host import startup
@@ -267,6 +268,13 @@ def test_ddp_trains_in_nodes_and_resumes_bitwise_and_with_other_nodes(tmp_path: 
     for world_size, per_node in ((4, 1), (2, 2), (2, 1)):
         rest = run(world_size, _trains, folder, AHEAD | {"nodes": per_node}, "rest")
         assert all(torch.equal(rest[0], other) for other in rest[1:])
+
+
+@pytest.mark.slow
+def test_a_tensor_too_small_for_a_part_of_every_rank_is_sent_dense() -> None:
+    section = AHEAD | {"warmup_steps": 2, "sparsity_warmup_steps": 0}
+    lowered, least = (run(4, _trains, "", section | {"min_numel": n}, "whole") for n in (1, 2 * ALIGNED))
+    assert all(torch.equal(lowered[0], other) for other in lowered[1:] + least)
 
 
 def _poisoned(rank: int, world_size: int) -> list[str]:

@@ -16,7 +16,7 @@ from ...transport import Exchange
 from ...transport.node_transport import NodeCollectives, NodeTransport, Rows, copy_all
 from ...transport.nodes import Nodes
 from ...transport.shared_memory import open_shared_memory
-from ..plan import Entries, Part, common, divided, fingerprint_of
+from ..plan import ALIGNED, Entries, Part, common, divided, fingerprint_of
 
 #: By name of a tensor, the parts of it that each rank of a node gets.
 Wanted = Mapping[str, Sequence[Sequence[Part]]]
@@ -58,7 +58,7 @@ class NodeRanks:
 
     def is_divided(self, numel: int) -> bool:
         """Return whether every rank has a part of a tensor of so many entries."""
-        return numel >= max(self._min_numel, self.size)
+        return numel >= max(self._min_numel, ALIGNED * self.size)
 
     def parts(self, name: str, numel: int) -> list[Part]:
         """Return the part of each rank in a tensor; it depends on name and size only."""
