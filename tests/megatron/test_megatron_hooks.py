@@ -244,6 +244,25 @@ def test_fp16_overflow_is_rolled_back() -> None:
     assert max(sizes) < 1
 
 
+def test_a_batch_that_the_script_rejects_leaves_no_trace() -> None:
+    keys = {"sparsity": 0.9, "min_numel": 256, "warmup_steps": 1, "sparsity_warmup_steps": 0}
+    job = Job(micro_batches=1, steps=7, rejected=(3, 5), watch=True)
+    ahead = replace(job, dct={"data_parallel": keys}, distributed_optimizer=True, overlap_grad_reduce=True)
+    told = []
+    for outcomes in run(2, job.with_dct({"data_parallel": keys}), ahead):
+        told.append(sum("without optimizer.step()" in line for line in outcomes[0].log))
+        for outcome in outcomes:
+            states = [_streams(state) for _, _, state in outcome.history]
+            first, second = (at for at, (is_step, *_) in enumerate(outcome.history) if not is_step)
+            assert all(part["residual"].any() for part in states[first - 1].values())
+            assert not any(part["residual"].any() for part in states[first].values())
+            for name, part in states[second - 1].items():
+                assert part["residual"].any(), name
+                assert torch.equal(states[second][name]["residual"], part["residual"]), name
+                assert states[second][name]["threshold"] == part["threshold"], name
+    assert told == [1, 0]  # said once
+
+
 def _streams(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Streams of the gradients that have a residual."""
     reducers = state["reducers"]

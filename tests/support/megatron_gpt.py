@@ -89,6 +89,8 @@ class Job:
     optimizer: str = "adam"
     extra_steps: tuple[int, ...] = ()
     """After these steps the optimizer takes another one, without a forward pass between."""
+    rejected: tuple[int, ...] = ()
+    """Before these steps a batch runs whose gradients are cleared without a step."""
     through_codec: bool = False
     whole_gathers: bool = False
     """Whole gathers are faster than exact updates, and the next trial of both begins after one step."""
@@ -416,13 +418,25 @@ def _run(
         for source in data:
             for _ in range(first * job.micro_batches):
                 next(source)
+
+    def clear() -> None:
+        for model in models:
+            model.zero_grad_buffer()
+        optimizer.zero_grad()
+
+    def keep(success: bool) -> None:
+        scale = float(optimizer.get_loss_scale())
+        history.append((success, scale, copy.deepcopy(hooks.state_dict())))
+
     for step in range(first, job.steps):
         if step == job.unfreeze:
             for model in models:
                 model.module.requires_grad_(True)
-        for model in models:
-            model.zero_grad_buffer()
-        optimizer.zero_grad()
+        clear()
+        if step in job.rejected:
+            run(streams(batches), forward_only=False)
+            clear()
+            keep(False)
         if job.cosine:
             fall = 0.05 + 0.475 * (1 + math.cos(math.pi * step / job.steps))
             for group in optimizer.param_groups:
@@ -432,8 +446,7 @@ def _run(
             success, _, _ = optimizer.step()
             skipped += not success
         if job.watch:
-            scale = float(optimizer.get_loss_scale())
-            history.append((bool(success), scale, copy.deepcopy(hooks.state_dict())))
+            keep(bool(success))
         if job.save is not None and step + 1 == job.save[1]:
             folder = job.save[0]
             hooks.gather_parameters()

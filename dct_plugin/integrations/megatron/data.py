@@ -148,7 +148,10 @@ class DataParallelHook(Hook):
                 each.ahead.displace()
 
     def end_step(self) -> None:
-        self.reductions.end_step(skipped=self._steps.overflow, scales=self._steps.scales)
+        if self._steps.is_rejected:
+            self.reductions.reject()
+        skipped = self._steps.overflow or self._steps.is_rejected
+        self.reductions.end_step(skipped=skipped, scales=self._steps.scales)
         self._steps.end_step()
         for frozen in self._frozen:
             frozen.check()
@@ -302,6 +305,7 @@ class _OptimizerSteps:
         self._poisoned = PoisonedSteps(session.config.data_parallel, models.gradients, agree=True)
         self._mirror = Mirror()
         self.skips = self._poisoned.skips
+        self._knows_optimizers = False
         self.reset()
 
     def reset(self) -> None:
@@ -311,11 +315,17 @@ class _OptimizerSteps:
 
     def end_step(self) -> None:
         """Forget the step."""
-        self.overflow = False
+        self.overflow = self._is_asked = False
         self._is_poisoned: bool | None = None  # until an optimizer asks
+
+    @property
+    def is_rejected(self) -> bool:
+        """True if no optimizer was asked to make the step, as one was before."""
+        return self._knows_optimizers and not self._is_asked
 
     def prepare_grads(self, original: Function, optimizer: Any) -> bool:
         """Call Megatron's ``prepare_grads`` unless the step is skipped; return whether it is."""
+        self._is_asked = self._knows_optimizers = True
         scaled = getattr(optimizer, "grad_scaler", None) is not None
         if self.skips and not scaled:  # a scaler looks itself
             if self._is_poisoned is None:

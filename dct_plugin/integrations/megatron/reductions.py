@@ -187,6 +187,22 @@ class Reductions:
             each.reducer.end_step(skipped=skipped, loss_scale=coming, reduced_at=reduced_at)
             each.scale_known |= used is not None
 
+    def reject(self) -> None:
+        """Prepare to close an iteration whose gradients no optimizer used: :meth:`end_step` takes it back
+        where there is a second residual, which there is from now on.
+        """
+        for each in self:
+            streams = each.reducer.group.streams
+            if streams and not streams.transactional:
+                each.reducer.undo(self.models.sizes(), lost=True)
+                if each.reducer.group.group_rank == 0:
+                    log_once(
+                        f"dct: step {self.session.step}: its gradients were cleared without "
+                        "optimizer.step(): what earlier steps had left unsent is set to zero, once. From now "
+                        "on a second residual keeps residuals as they were before such a batch"
+                    )
+            streams.arm()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the reducers, by name, with their units."""
         own = {each.name: {"unit": each.unit, "state": each.reducer.state_dict()} for each in self}
