@@ -204,14 +204,14 @@ def _beginning(where: str) -> bytes:
 def _parsed(text: str) -> tuple[Any, bool]:
     plain = text.removeprefix("\ufeff")
     try:
-        return json.loads(plain, object_pairs_hook=_no_duplicates), plain == text
+        return json.loads(plain, object_pairs_hook=no_duplicates), plain == text
     except json.JSONDecodeError as error:
         if importlib.util.find_spec("hjson") is None or not plain.strip():
             raise
         import hjson
 
         try:
-            return hjson.loads(plain, object_pairs_hook=_no_duplicates), False
+            return hjson.loads(plain, object_pairs_hook=no_duplicates), False
         except hjson.HjsonDecodeError:
             raise error from None
 
@@ -231,7 +231,8 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, for ``object_pairs_hook``; ``ValueError`` if a key is given twice."""
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if key in seen:

@@ -119,6 +119,8 @@ def test_modules(flag: str) -> None:
         (["x.py", stages(evaluation="yes")], "must be true or false"),
         (["x.py", "--dct", "{sparsity"], "--dct = {sparsity: must be a JSON object"),
         (["x.py", "--dct", "3"], "--dct = 3: must be a JSON object"),
+        (["x.py", "--dct", "[]"], "--dct = []: must be a JSON object"),
+        (["x.py", "--dct", '{"kernels": {}, "kernels": {}}'], "key 'kernels' is given twice"),
         (["x.py", "--dct-config", "absent.json"], "absent.json: cannot be read"),
     ],
 )

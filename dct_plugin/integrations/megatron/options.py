@@ -102,6 +102,7 @@ def _find_target(arguments: list[str]) -> tuple[str, bool, list[str]]:
 def _read_config(own: Mapping[str, str], environment: Mapping[str, str]) -> tuple[DCTConfig, str]:
     """Return the configuration, and where it came from."""
     from dct_plugin.config import DCTConfig
+    from dct_plugin.config.dct import no_duplicates
 
     rank, source = launcher_rank(environment), own.get(_FILE, "")
     if not source and (file := environment.get(CONFIG_VARIABLE)):
@@ -113,8 +114,10 @@ def _read_config(own: Mapping[str, str], environment: Mapping[str, str]) -> tupl
             raise ConfigError(f"no configuration: give {_SECTION} or {_FILE}\n{USAGE}")
         return config, source
     try:
-        section = dict(json.loads(own[_SECTION]))
-    except (TypeError, ValueError) as error:
+        section = json.loads(own[_SECTION], object_pairs_hook=no_duplicates)
+        if not isinstance(section, dict):
+            raise ValueError(f"it is a {type(section).__name__}")
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{_SECTION} = {own[_SECTION]}: must be a JSON object: {error}") from None
     changed = config.updated(section) if source else DCTConfig.parse(section, rank=rank)
     return changed, " and ".join(filter(None, (source, _SECTION)))
