@@ -7,6 +7,7 @@ Starting it imports neither torch nor any integration: commands that need them a
 from __future__ import annotations
 
 import importlib.util
+import io
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
@@ -184,6 +185,9 @@ app.add_typer(config.app, name="config")
 
 def main() -> None:
     """Entry point: errors that the plugin raises on purpose are printed without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a Latin-1 terminal has no lines of tables
+            stream.reconfigure(errors="replace")
     try:
         app()
     except DCTError as error:

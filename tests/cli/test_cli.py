@@ -129,6 +129,13 @@ def test_show_names_every_option(tmp_path: Path) -> None:
     assert "400" in result.output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["config", "show"], ["advise", "--memory"]])
+def test_a_terminal_that_is_not_unicode_gets_what_it_can_show(arguments: list[str]) -> None:
+    result = dct(*arguments, PYTHONIOENCODING="latin-1")
+    assert result.returncode == 0, result.stderr
+
+
 def test_show_json_is_a_section_again(tmp_path: Path) -> None:
     result = runner.invoke(cli.app, ["config", "show", "--json"])
     section = tmp_path / "section.json"
