@@ -584,5 +584,5 @@ def mean_residuals(
         total = (streams[name]["residual"] if name in streams else torch.zeros(numel)).to(device)
         with lost_ranks.reported("average of residuals", group):
             dist.all_reduce(total, group=group)
-        means[name] = total.div_(dist.get_world_size(group)).cpu()
+            means[name] = lost_ranks.received(total, group).div_(dist.get_world_size(group))
     return means

@@ -125,8 +125,9 @@ class Accordion(AddOn):
             due: Layers whose interval is over.
             squares: Squared norms of their gradients, accumulated over the interval.
         """
+        norms = self._group.exchange.received(squares, "comparison of norms")
         rate, turned = self.learning_rate(), []
-        for (name, layer), square in zip(due.items(), squares.tolist(), strict=True):
+        for (name, layer), square in zip(due.items(), norms.tolist(), strict=True):
             norm = math.sqrt(square) if math.isfinite(square) else 0.0
             known = layer.norm > 0.0 and norm > 0.0
             changed = not known or abs(layer.norm - norm) / layer.norm >= self.change

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..codecs.copies import to_host
 from ..compression.feedback import unpacked
 from ..kernels.reference import has_overflow, overflow_flags
 from ..metrics import Record
@@ -53,8 +52,9 @@ class DenseSums:
         suspects, self._suspects = self._suspects, []
         if suspects:
             names = [name for names, _ in suspects for name in names]
-            flags = to_host(torch.cat([flags for _, flags in suspects])).tolist()
-            if (name := next(itertools.compress(names, flags), None)) is not None:
+            flags = torch.cat([flags for _, flags in suspects])
+            found = self._group.exchange.received(flags, "dense all-reduce").tolist()
+            if (name := next(itertools.compress(names, found), None)) is not None:
                 self._group.report_nonfinite(name)
         if not skipped:
             for name in self._flushed:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..codecs.changes import BANDS, PART
-from ..codecs.copies import await_device
 from ..codecs.message import MessageWriter
 from ..codecs.slots import first_words
 from ..compression.stream import Encoded
@@ -200,7 +199,9 @@ class GatherChoice:
             self._times[whole][self._step] = seconds + self._now() - began, count + weights
 
     def _now(self) -> float:
-        await_device(self._group.device)
+        group = self._group
+        with lost_ranks.reported("gather of updated weights", group.process_group, self._step):
+            lost_ranks.await_device(group.device, group.process_group)
         return clock()
 
     @own_traffic(recorded=False)
@@ -211,7 +212,7 @@ class GatherChoice:
         agreed = torch.tensor(least, dtype=torch.float64, device=group.device)
         with lost_ranks.reported("choice between gathers and exact updates", group.process_group, step):
             dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group.process_group)
-        whole, exact = agreed.tolist()
+            whole, exact = lost_ranks.received(agreed, group.process_group).tolist()
         before, factor = bool(self._whole), {None: 1.0, True: 1 / _HYSTERESIS, False: _HYSTERESIS}
         self._whole, self._next_trial = exact > whole * factor[self._whole], step + PERIOD
         self._times = {True: {}, False: {}}

@@ -148,9 +148,9 @@ class PendingExchanges(PlanExchanges):
             return
         unknown = fingerprint ^ (1 << 61)  # far from all that differ by steps
         sent = slots_of_others[0].send_empty(group.device, 0, unknown)
-        group.exchange.await_device("exchange of sizes")
+        headers = group.exchange.received(sent.headers(), "exchange of sizes")
         try:
-            group.exchange.checked_sizes(sent.headers().tolist(), unknown)
+            group.exchange.checked_sizes(headers.tolist(), unknown)
         except DesyncError:
             fail(slots_of_others[1:], group.device)
             raise

@@ -178,7 +178,7 @@ class ResidualChecks(AddOn):
         with self._group.recorded("plugin"):
             self._group.agree("check of residuals")
             self._group.exchange.all_reduce(flat)
-        rows = list(flat.view(4, -1).cpu())
+            rows = list(self._group.exchange.received(flat, "check of residuals").view(4, -1))
         missing, size, residual, gradient = ([part.norm().item() for part in r.split(parts)] for r in rows)
         for name in names:
             self._start_anew(name)

@@ -96,8 +96,7 @@ class FixedMessages:
 def number_of(message: Tensor) -> int:
     """Return the number with which a message begins."""
     with lost_ranks.reported("receipt of a message of activations"):
-        lost_ranks.await_device(message.device, None)
-        return int(message[:NUMBER_NBYTES].cpu().view(torch.int64))
+        return int(lost_ranks.received(message[:NUMBER_NBYTES], None).view(torch.int64))
 
 
 def _numbered(number: int, body: Tensor, size: int) -> Tensor:

@@ -439,6 +439,11 @@ class Exchange:
         with self.guard(what):
             lost_ranks.await_device(self.device, self.peers.group)
 
+    def received(self, tensor: Tensor, what: str) -> Tensor:
+        """Return a tensor that a collective makes, on the host; see :meth:`await_device`."""
+        with self.guard(what):
+            return lost_ranks.received(tensor, self.peers.group)
+
     # -- failures --------------------------------------------------------------------------------------------
 
     def preparing(

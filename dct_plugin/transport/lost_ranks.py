@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import processes
 from ..console import logger
@@ -133,6 +134,12 @@ def await_device(device: torch.device, group: dist.ProcessGroup | None) -> None:
         if time.monotonic() > until:
             raise RuntimeError(f"Operation timed out after {patience:.0f} s")
         time.sleep(_PAUSE)
+
+
+def received(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return a tensor that a collective makes, on the host; errors as of :func:`await_device`."""
+    await_device(tensor.device, group)
+    return tensor.cpu()
 
 
 def time_limit(group: dist.ProcessGroup | None, device: str = "cpu") -> float:

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,9 +24,17 @@ pytest.importorskip("triton", reason="the looped transport is beside the counts 
 
 from benchmarks.host_work import LoopedPeers, LoopedTransport
 from dct_plugin import DesyncError
+from dct_plugin.checkpoint import mean_residuals
 from dct_plugin.config import DataParallelConfig, KernelConfig
+from dct_plugin.config.data_parallel import VerifyConfig
 from dct_plugin.data_parallel import GradientReducer
+from dct_plugin.data_parallel.autotune.measurements import largest
+from dct_plugin.data_parallel.exact_updates import GatherChoice
+from dct_plugin.data_parallel.step_ahead.residual_coefficients import INTERVAL
+from dct_plugin.data_parallel.step_units import units_of
 from dct_plugin.integrations.host import lost_peers
+from dct_plugin.integrations.host.replica_checksums import ReplicaChecksums
+from dct_plugin.integrations.host.steps import PoisonedSteps
 from dct_plugin.kernels import register_backend
 from dct_plugin.model_parallel.fixed import number_of
 from dct_plugin.recommender.links.team import free_port
@@ -174,6 +183,74 @@ def test_every_read_from_a_device_hears_of_a_failed_rank_and_an_error_that_was_c
     assert len(heard) == 3
     assert all(text.startswith("rank 0: rank 1 ended with TypeError: 'NoneType'") for text in heard)
     assert stated == "None"
+
+
+def _reads_what_never_arrives(rank: int, world_size: int) -> list[str]:
+    """Read what the ranks have made together: nothing arrives, and another rank has ended with an error."""
+    register_backend("deferred", DeferredBackend)
+
+    def reducer(backend: str = "auto", **settings: Any) -> GradientReducer:
+        config = DataParallelConfig(sparsity=0.9, **{"feedback": "local", **settings})
+        return GradientReducer(config, kernels=KernelConfig(backend=backend))
+
+    def train(reducer: GradientReducer) -> None:
+        for _ in range(INTERVAL + 1):
+            reducer.all_reduce([("weight", torch.randn(4096))])
+            reducer.end_step()
+
+    warm_up, ahead = reducer("deferred", warmup_steps=5), reducer(feedback="step_ahead")
+    warm_up.all_reduce([("weight", torch.randn(4096))])
+    weight = torch.nn.Parameter(torch.zeros(4096))
+    ahead.add_ons.step_ahead.prepare([("weight", weight)], units_of(torch.optim.SGD([weight])))
+    state = (alone := reducer()).state_dict()
+    verified = DataParallelConfig(verify=VerifyConfig(every=1))
+    checksums, choice = ReplicaChecksums(verified, lambda: [("weight", weight)]), GatherChoice(alone.group)
+    choice._times = {way: {0: (1.0, 1)} for way in (True, False)}
+    skips = DataParallelConfig(nonfinite_action="skip")
+    reads: list[Callable[[], object]] = [
+        warm_up.end_step,
+        lambda: train(ahead),
+        lambda: train(reducer(adaptive={"kind": "accordion", "interval": 1})),
+        lambda: train(reducer(verify={"every": 1, "conservation": True})),
+        choice._now,
+        choice._decide,
+        lambda: largest(alone.group, [1.0]),
+        lambda: PoisonedSteps(skips, lambda: [("weight", weight)], agree=True).found(3),
+        lambda: PoisonedSteps(skips, lambda: [("weight", weight)], agree=False).found(3),
+        lambda: checksums.check(3),
+        lambda: mean_residuals(state, {"weight": 9}, None),
+    ]
+    waiting: list[str] = []
+
+    def nothing_arrives(device: torch.device) -> Callable[[], bool]:
+        waiting.append(lost_ranks.waits[threading.get_ident()].what)
+        lost_ranks.failure[:] = ["rank 2 ended with ValueError: no such file"]
+        return lambda: False
+
+    lost_ranks.queued = nothing_arrives
+    for read in reads:
+        with pytest.raises(DesyncError, match="rank 2 ended with ValueError"):
+            read()
+    return waiting
+
+
+@pytest.mark.slow
+def test_every_read_of_what_the_ranks_have_made_looks_for_failed_ranks() -> None:
+    """Also those of steps that are not ordinary ones."""
+    waiting, same = run(2, _reads_what_never_arrives)
+    assert waiting == same
+    assert waiting == [
+        "dense all-reduce",
+        "comparison of residuals",
+        "comparison of norms",
+        "check of residuals",
+        "gather of updated weights",
+        "choice between gathers and exact updates",
+        "comparison of times",
+        *["agreement on a step that is not finite"] * 2,
+        "comparison of parameters",
+        "average of residuals",
+    ]
 
 
 class _QueueingTransport(LoopedTransport):

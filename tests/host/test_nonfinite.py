@@ -12,6 +12,7 @@ from torch import Tensor
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.integrations.host.gradient_use import collective_device
 from dct_plugin.integrations.host.steps import PoisonedSteps
+from dct_plugin.transport import lost_ranks
 
 
 @pytest.mark.parametrize(
@@ -40,8 +41,7 @@ def test_a_rank_without_gradients_asks_on_the_same_device(
     monkeypatch.setattr(dist, "get_backend_config", lambda: "meta:nccl")
     monkeypatch.setattr(torch, "get_device_module", lambda kind: torch.cuda)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    to_host = "dct_plugin.integrations.host.steps.to_host"
-    monkeypatch.setattr(to_host, lambda figures: torch.tensor([2] + [0] * (figures.numel() - 1)))
+    monkeypatch.setattr(lost_ranks, "received", lambda speaker, group: torch.tensor(2))
     steps = PoisonedSteps(DataParallelConfig(nonfinite_action="skip"), lambda: gradients, agree=True)
     assert not steps.found(0)
     assert asked == ["meta"]

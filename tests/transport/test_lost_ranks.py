@@ -41,6 +41,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+def test_a_read_from_a_device_ends_before_the_time_limit_of_its_group(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_ranks, "queued", lambda device: lambda: False)
+    monkeypatch.setattr(lost_ranks, "time_limit", lambda group, device: 10.0)
+    monkeypatch.setattr(lost_ranks, "_PAUSE", 0.05)
+    with pytest.raises(RuntimeError, match=r"^Operation timed out after 9 s$") as raised:
+        lost_ranks.received(torch.zeros(3), None)
+    assert lost_ranks.of_transport(raised.value)
+    assert clock.waited == pytest.approx(9.0, abs=0.1)
+
+
 def test_ranks_that_do_not_report_are_named_when_the_time_for_reports_is_over(clock: Clock) -> None:
     clock.at = {1001.0: (key_of("alive", 2), "1")}
     assert _lost([0, 1, 2, 3], own=0, look=False, calls={0: "1"}) == [1, 3]

@@ -16,6 +16,7 @@ from ...codecs.message import MessageWriter
 from ...codecs.stats import read_stats
 from ...compression.stream import Compressor
 from ...policy.rules import Setting
+from ...transport import lost_ranks
 from ..step_units import StepUnit
 from ..stream_group import StreamGroup
 from .cost_model import Coding, Link
@@ -55,8 +56,9 @@ def reduction_seconds(group: StreamGroup) -> float:
 def largest(group: StreamGroup, figures: Sequence[float]) -> list[float]:
     """Return the largest value of each figure over the ranks; a collective of the host's group."""
     agreed = torch.tensor(figures, dtype=torch.float64, device=group.device)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group.process_group)
-    return agreed.tolist()
+    with lost_ranks.reported("comparison of times", group.process_group, group.step):
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group.process_group)
+        return lost_ranks.received(agreed, group.process_group).tolist()
 
 
 class GradientSizes(NamedTuple):

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -493,6 +494,7 @@ class StepAheadAddOn(AddOn):
             node=group.node,
             held=held,
         )
+        self._ahead.coefficients.read = partial(group.exchange.received, what="comparison of residuals")
         self._ahead.load_state_dict(self._loaded, step=group.step)
         return self._ahead
 

@@ -46,6 +46,8 @@ class ResidualCoefficients:
     residual_of: Callable[[str], Tensor | None]
     world_size: int
     fixed: float | None
+    read: Callable[[Tensor], Tensor] = Tensor.cpu
+    """Copies to the host what the ranks have summed."""
     _residuals: Products = field(default_factory=dict)
     """``<own, own>`` and ``<own, mean>`` of residuals."""
     _gradients: Products = field(default_factory=dict)
@@ -124,7 +126,7 @@ class ResidualCoefficients:
         pairs = (self._measured, self._residuals), (self._measured_gradients, self._gradients)
         for measured, products in pairs:
             for names, figures in () if skipped else measured:
-                for name, own, other in zip(names, *figures.tolist(), strict=True):
+                for name, own, other in zip(names, *self.read(figures).tolist(), strict=True):
                     before, is_finite = products.get(name, (0.0, 0.0)), math.isfinite(own + other)
                     new = (own, other) if is_finite else (0.0, 0.0)
                     products[name] = (DECAY * before[0] + new[0], DECAY * before[1] + new[1])

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dct_plugin.checkpoint import device_of
-from dct_plugin.codecs.copies import to_host
 from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.host_traffic import own_traffic
@@ -185,7 +184,7 @@ class Transactions:
         flags = [each.is_cleared(zeros=zeros) for each in waiting]
         if flags and zeros and self._sharded:
             what, step = "agreement on gradients that were cleared", next(iter(self._reducers)).group.step
-            flags = to_host(least(torch.tensor(flags, dtype=torch.int32), self.groups, what, step)).tolist()
+            flags = least(torch.tensor(flags, dtype=torch.int32), self.groups, what, step).tolist()
         return [each for each, flag in zip(waiting, flags, strict=True) if flag]
 
     def reject(self, cleared: Sequence[OptimizerGradients], optimizers: Iterable[Any]) -> None:
@@ -233,9 +232,11 @@ class Transactions:
 
 @own_traffic(recorded=False)
 def least(numbers: Tensor, groups: Iterable[dist.ProcessGroup | None], what: str, step: int) -> Tensor:
-    """Return the least of each number on all ranks of the groups; a collective, ``what`` is its name."""
+    """Return the least of each number on all ranks of the groups, on the host; a collective, ``what`` is its
+    name.
+    """
     numbers = numbers.to(collective_device())
     with lost_ranks.reported(what, step=step):
         for group in groups:
             dist.all_reduce(numbers, dist.ReduceOp.MIN, group)
-    return numbers
+        return lost_ranks.received(numbers, None)

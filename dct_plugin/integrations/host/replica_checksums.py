@@ -137,7 +137,7 @@ class ReplicaChecksums:
         everyones = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
         with lost_ranks.reported("comparison of parameters", self._group, step):
             dist.all_gather(everyones, own, group=self._group)
-        return torch.stack(everyones, dim=1)
+            return lost_ranks.received(torch.stack(everyones, dim=1), self._group)
 
 
 def not_trained(module: torch.nn.Module, trained: Iterable[str]) -> list[tuple[str, Tensor]]:

@@ -111,12 +111,11 @@ class PoisonedSteps:
         flags = torch.zeros(0, dtype=torch.bool)
         if named:
             flags = overflow_flags([g._values() if g.is_sparse else g for _, g in named])
-        speaker = torch.where(flags.any(), rank, nobody).view(1)
-        if self._agree:
-            speaker = least(speaker, self.groups, "agreement on a step that is not finite", step)
-        first, *found = to_host(torch.cat([speaker, flags.to(speaker)])).tolist()
+        speaker, what = torch.where(flags.any(), rank, nobody), "agreement on a step that is not finite"
+        first = int(least(speaker, self.groups if self._agree else (), what, step))
         if first == nobody:
             return False
+        found = to_host(flags).tolist()
         names = [name for (name, _), flag in zip(named, found, strict=True) if flag]
         self._count += 1
         if rank == (first if self._agree else 0) and not self._count & (self._count - 1):
