@@ -6,6 +6,7 @@ The reference runs, and Triton's interpreter in place of a device.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 
 import numpy as np
@@ -108,7 +109,7 @@ def test_the_bytes_of_a_message() -> None:
     assert hashlib.sha256(data).hexdigest()[:16] == "e6c0be4d8ae6f5c0"
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("ranks", [2, 5, 9])
 @pytest.mark.parametrize("value_dtype", [None, "bf16"])
 def test_plain_vectors_are_looked_at_once_per_direction(ranks: int, value_dtype: str | None) -> None:
     """At the last bytes of all messages; the host knows the sizes of what every entry of crosses."""
@@ -133,6 +134,39 @@ def test_plain_vectors_are_looked_at_once_per_direction(ranks: int, value_dtype:
     short = [sent.data[0], sent.data[1][1:], *sent.data[2:]]
     with pytest.raises(PayloadError, match="t: message from rank 1 of the group: "):
         messages.decode(short, 0, sent.own, rows)
+
+
+@pytest.mark.parametrize("ranks", [2, 9])
+def test_vectors_under_a_threshold_are_looked_at_once_or_twice_per_rank(ranks: int) -> None:
+    config = EmbeddingChannelConfig.of({"sparsity": 0.5})
+    rows, x = [[3, 2]] * ranks, [torch.randn(5, 16) for _ in range(ranks)]
+    backend = backends()[-1]
+    if backend.lengths_on_host:
+        pytest.skip("needs the kernels of a device")
+    messages = VectorMessages(VectorCodec(config, name="t", backend=lambda _: backend), 16)
+    masks = [each.abs() > 0.7 for each in x]
+    blocks = [VectorBlock(*each, None) for each in zip(x, rows, masks, strict=True)]
+    counts = [0]
+
+    def note() -> None:
+        copied = {"codecs/payload.py:numpy", "codecs/stats.py:tolist"}  # they read what is on the host
+        counts.append(sum(place not in copied for place in reads.places))
+
+    with HostReads() as reads:
+        sent = messages.encode(blocks, 0)
+        note()
+        got, found = messages.decode(sent.data, 0, sent.own, rows)
+        note()
+        answers = messages.encode_gradients(x, 0, rows, sent.masks, quantised=False)
+        note()
+        messages.decode(answers.data, 0, answers.own, rows, sent.masks)
+        note()
+    waits = [after - before for before, after in itertools.pairwise(counts)]
+    assert waits == [ranks + 1, 2 * ranks - 1, ranks - 1, ranks]
+    assert torch.allclose(got, torch.cat(x) * torch.cat(masks), rtol=0.01)
+    assert all(
+        each is not None and torch.equal(each, m) for each, m in zip(found[1:], masks[1:], strict=True)
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
