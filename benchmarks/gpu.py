@@ -316,11 +316,17 @@ def _job(what: str, batch: int) -> tuple[Callable[[], None], Any]:
     return lambda: training.step(wrapped), state
 
 
-def _rank(rank: int, folder: str, backend: str, batch: int) -> None:
+def _rank(rank: int, folder: str, backend: str, batch: int, rows: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", NCCL_MULTI_RANK_GPU_ENABLE="1")
     torch.cuda.set_device(0)
     dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     jobs, memory, times = {}, {}, {}
+
+    def note(row: Row) -> None:
+        if rank == 0:
+            with rows.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
     for what in METHODS:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -332,8 +338,8 @@ def _rank(rank: int, folder: str, backend: str, batch: int) -> None:
     for _, order in zip(range(ROUNDS), orders(list(METHODS)), strict=False):
         for what in order:
             dist.barrier()
-            times[what] += timed_steps(jobs[what][0], warm=1, steps=TURN)["times"]
-    rows = []
+            times[what] += (turn := timed_steps(jobs[what][0], warm=1, steps=TURN)["times"])
+            note({"what": what, "turn": turn})
     for what, (step, state) in jobs.items():
         row: Row = {"what": f"{what}, two processes over {backend}", "ms": statistics.median(times[what])}
         row |= {"min_ms": min(times[what]), "max_ms": max(times[what]), "peak_mib": memory[what]}
@@ -344,7 +350,7 @@ def _rank(rank: int, folder: str, backend: str, batch: int) -> None:
             torch.cuda.synchronize()
             row["sent_mb"] = (sent_bytes(state) - before) / 1e6
         row["host_waits"] = timed_steps(step, warm=1, steps=1)["host_waits"]
-        rows.append(row)
+        note(row)
     if rank == 0:
         with torch.profiler.profile() as profile:
             jobs["dct"][0]()
@@ -352,7 +358,6 @@ def _rank(rank: int, folder: str, backend: str, batch: int) -> None:
         profile.export_chrome_trace(f"{folder}/trace.json.gz")
     else:
         jobs["dct"][0]()
-    Path(f"{folder}/rank{rank}.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -362,15 +367,19 @@ def sent_bytes(state: Any) -> float:
     return float(sum(part.sent_bytes for part in state.metrics.summary().classes.values()))
 
 
-def two_processes(batch: int, trace: Path | None) -> list[Row]:
-    """Compare methods in two processes that share this device."""
+def two_processes(batch: int, trace: Path | None, rows: Path | None) -> list[Row]:
+    """Compare methods in two processes that share this device. A process that is ended leaves in ``rows``
+    what it has measured so far.
+    """
     backend = "nccl" if nccl_version() >= 23000 else "gloo"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (folder, backend, batch), nprocs=2)
+        rows = rows or Path(folder, "rows.jsonl")
+        rows.unlink(missing_ok=True)
+        mp.spawn(_rank, (folder, backend, batch, rows), nprocs=2)
         if trace is not None:
             shutil.copyfile(f"{folder}/trace.json.gz", trace)
-        rows: list[Row] = json.loads(Path(f"{folder}/rank0.json").read_text())
-        return rows
+        lines: list[Row] = [json.loads(line) for line in rows.read_text().splitlines()]
+        return [line for line in lines if "ms" in line]
 
 
 # ---- the command --------------------------------------------------------------------------------------
@@ -432,7 +441,7 @@ def main(
         result["one_process"] = one_process(batch, 1 - density)
         show(result["one_process"], "steps: one process", console)
         write()
-        result["two_processes"] = two_processes(batch, trace)
+        result["two_processes"] = two_processes(batch, trace, json_file and json_file.with_suffix(".jsonl"))
         show(result["two_processes"], "steps: two processes on this device", console)
         write()
 

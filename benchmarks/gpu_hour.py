@@ -79,7 +79,13 @@ class Step(NamedTuple):
 #: What lets programs run without a GPU (``no_gpu.py``).
 DRY = {"DCT_DRY_RUN": "1", "TRITON_INTERPRET": "1"}
 #: What nccl writes about a collective that hangs.
-_TRACED = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+_TRACED = {
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "{out}/nccl_trace_rank_",
+}
+#: Figures of plain torch would mean nothing.
+_TRITON = {"DCT_KERNELS": "triton"}
 _DRY_TESTS = "{python} -m pytest tests/gpu -q --tb=short -p no:cacheprovider -p no:xdist"
 _TESTS = (
     "{python} -m pytest tests/gpu -q --tb=short -p no:cacheprovider --timeout 60 -n {cores} "
@@ -101,8 +107,10 @@ STEPS = {
     ),
     "ranks": Step("{python} benchmarks/gpu_ranks.py --out {out}/ranks.jsonl", 400, _TRACED),
     "tests": Step(_TESTS, 480, _TRACED, dry=_DRY_TESTS + " --junitxml {out}/tests.xml"),
-    "steps": Step("{python} benchmarks/gpu.py --json {out}/gpu.json --trace {out}/trace.json.gz", 200),
-    "one-tensor": Step("{python} benchmarks/gpu_kernels.py --json {out}/kernels.json", 90),
+    "steps": Step(
+        "{python} benchmarks/gpu.py --json {out}/gpu.json --trace {out}/trace.json.gz", 200, _TRITON
+    ),
+    "one-tensor": Step("{python} benchmarks/gpu_kernels.py --json {out}/kernels.json", 90, _TRITON),
     **{
         tool: Step(
             _SANITIZED.format(tool=tool),
@@ -126,7 +134,9 @@ STEPS = {
     ),
     **{
         f"selection-{numel}": Step(
-            f"{{python}} benchmarks/gpu.py --no-steps --numel {numel} --json {{out}}/gpu-{numel}.json", 90
+            f"{{python}} benchmarks/gpu.py --no-steps --numel {numel} --json {{out}}/gpu-{numel}.json",
+            90,
+            _TRITON,
         )
         for numel in (10**6, 10**7, 10**9)
     },
@@ -153,7 +163,8 @@ def run(names: list[str], wheels: Path | None, minutes: float, *, dry: bool = Fa
         text = step.dry if dry and step.dry else step.command
         command = text.format(python=sys.executable, out=work, cores=max(1, min(8, os.cpu_count() or 2)))
         begin, log = time.monotonic(), work / f"{name}.log"
-        code = _run(command, log, {**environment, **step.environment}, left if dry else min(step.limit, left))
+        variables = {key: value.format(out=work) for key, value in step.environment.items()}
+        code = _run(command, log, environment | variables, left if dry else min(step.limit, left))
         seconds = time.monotonic() - begin
         failed += code != 0
         results[name] = {"command": command, "exit": code, "seconds": round(seconds, 1), "dry_run": dry}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -10,10 +11,14 @@ import sys
 import tarfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.forked import forked_interpreters
 from support.processes import fork
+
+from benchmarks import gpu_hour
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
@@ -52,10 +57,81 @@ def _gpu_hour(folder: Path, *options: str) -> dict[str, str]:
     """Run a call without a GPU; return the files of the only archive that it leaves."""
     command = ["run", "--dry-run", "--out", str(folder), *options]
     subprocess.run([sys.executable, "benchmarks/gpu_hour.py", *command], cwd=ROOT, check=True)
+    return _content(folder)
+
+
+def _content(folder: Path) -> dict[str, str]:
+    """Return the files of the only archive in a folder."""
     (archive,) = folder.iterdir()
     with tarfile.open(archive) as tar:
         files = {Path(each.name).name: tar.extractfile(each) for each in tar if each.isfile()}
         return {name: file.read().decode(errors="replace") for name, file in files.items() if file}
+
+
+@pytest.mark.parametrize(
+    ("lacking", "text"),
+    [
+        ({}, ""),
+        ({"is_available": lambda: False}, "a GPU that torch sees"),
+        (
+            {"nccl": SimpleNamespace(version=lambda: (2, 29, 3))},
+            "nccl 2.30, which takes several ranks on one",
+        ),
+        ({"which": lambda name: None}, "a C compiler, which Triton needs when it runs"),
+        ({"triton": None}, "Triton: "),
+        ({"TORCH_DIST_USE_NCCL2": "1"}, "a job without TORCH_DIST_USE_NCCL2: nccl2 refuses two ranks on one"),
+    ],
+)
+def test_a_machine_that_lacks_something_fails_the_preflight(
+    lacking: dict[str, Any],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import torch
+
+    nccl = lacking.get("nccl", SimpleNamespace(version=lambda: (2, 30, 3)))
+    monkeypatch.setattr(torch.cuda, "is_available", lacking.get("is_available", lambda: True))
+    monkeypatch.setattr(torch.cuda, "nccl", nccl)
+    monkeypatch.setattr(gpu_hour.shutil, "which", lacking.get("which", lambda name: f"/usr/bin/{name}"))
+    monkeypatch.setitem(sys.modules, "triton", lacking.get("triton", SimpleNamespace(__version__="3.7.1")))
+    monkeypatch.delenv("TORCH_DISTRIBUTED_USE_NCCL2", raising=False)
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", lacking.get("TORCH_DIST_USE_NCCL2", "0"))
+    monkeypatch.setattr(sys, "argv", ["gpu_hour.py", "preflight"])
+    with pytest.raises(SystemExit) as ended:
+        gpu_hour.main()
+    said = capsys.readouterr().out
+    assert bool(ended.value.code) == bool(lacking) == ("this machine lacks" in said)
+    assert not text or f"this machine lacks {text}" in said
+
+
+@pytest.mark.slow
+def test_a_required_step_that_fails_ends_the_call_and_what_nccl_writes_is_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = {
+        "dump": gpu_hour.Step('echo stuck > "$TORCH_NCCL_DEBUG_INFO_TEMP_FILE"1', 20, gpu_hour._TRACED),
+        "required": gpu_hour.Step("exit 3", 20, required=True),
+        "last": gpu_hour.Step("true", 20),
+    }
+    monkeypatch.setattr(gpu_hour, "STEPS", steps)
+    assert gpu_hour.run([*steps], None, 1.0, out=tmp_path) == 1
+    content = _content(tmp_path)
+    assert content["nccl_trace_rank_1"] == "stuck\n"
+    assert [step["exit"] for step in json.loads(content["steps.json"]).values()] == [0, 3]
+
+
+@pytest.mark.slow
+def test_a_step_at_its_limit_is_interrupted_before_it_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import time\n"
+        "try:\n    print('begun', flush=True)\n    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n    print('interrupted', flush=True)\n"
+    )
+    (tmp_path / "step.py").write_text(script)
+    log = tmp_path / "step.log"
+    assert gpu_hour._run(f"exec {sys.executable} {tmp_path / 'step.py'}", log, dict(os.environ), 3.0) == -9
+    assert log.read_text() == "begun\ninterrupted\n"
 
 
 @pytest.mark.slow

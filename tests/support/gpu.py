@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -59,5 +60,6 @@ def _on_device(rank: int, world_size: int, backend: str, function: Any, argument
     if backend != "gloo":
         store = dist.PrefixStore(backend, dist.distributed_c10d._get_default_store())
         dist.destroy_process_group()
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        limit = timedelta(seconds=60)  # that of a test, whose ranks would be killed without a text
+        dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world_size)
     return function(rank, world_size, *arguments)
