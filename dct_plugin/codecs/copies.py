@@ -87,12 +87,6 @@ class SideStream:
             torch.cuda.current_stream(self._own.device).wait_stream(self._own)
 
 
-def await_device(device: torch.device) -> None:
-    """Wait for all work that is queued on a device; for a CPU there is none."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class Stopwatch:
     """Adds up the times of blocks: on a CPU by its clock, on a device by events of the current stream, since
     there the block only queues its work.

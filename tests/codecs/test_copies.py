@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from support.host_reads import HostReads
@@ -47,7 +49,7 @@ def test_flags_of_what_is_not_finite(bad: float) -> None:
 
 
 def test_a_stopwatch_adds_up_the_times_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is told; on a device events take its place, and nothing is waited for before it is asked."""
+    """The clock is told."""
     ticks = iter([1.0, 3.0, 10.0, 10.5])
     monkeypatch.setattr(copies.time, "perf_counter", lambda: next(ticks))
     watch = copies.Stopwatch(torch.device("cpu"))
@@ -55,3 +57,32 @@ def test_a_stopwatch_adds_up_the_times_of_its_blocks(monkeypatch: pytest.MonkeyP
         with watch:
             pass
     assert watch.seconds() == watch.seconds() == 2.5
+
+
+def test_a_stopwatch_of_a_device_waits_for_its_events_when_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device reaches one event in a second."""
+    reached, waited = itertools.count(), []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = next(reached)
+
+        def synchronize(self) -> None:
+            waited.append(self.at)
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1e3 * (other.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    watch = copies.Stopwatch(torch.device("cuda"))
+    for _ in range(2):
+        with watch:
+            next(reached)
+    assert waited == []
+    assert watch.seconds() == watch.seconds() == 4.0
+    assert waited == [2, 5]

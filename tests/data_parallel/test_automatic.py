@@ -13,6 +13,7 @@ import torch
 from support import add_on_of
 from support.processes import run
 
+from dct_plugin.codecs import copies
 from dct_plugin.compression.feedback import unpacked
 from dct_plugin.config import DataParallelConfig, DCTConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer, Shard
@@ -304,21 +305,13 @@ _FASTEST = {
 def test_the_cost_of_a_tensor_and_of_an_entry_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is told: 50 us a tensor and 1 ns an entry, of which the bucket has several."""
     now = [0.0]
-    monkeypatch.setattr(
-        measurements.timeit, "repeat", lambda function, number, repeat: [_told(function, now)]
-    )
+    monkeypatch.setattr(copies.time, "perf_counter", lambda: now[0])
 
     def work(entries: int) -> Callable[[], object]:
         return lambda: now.__setitem__(0, now[0] + measurements.TENSORS * (5e-5 + 1e-9 * entries))
 
     cost = measurements._cost(SimpleNamespace(device=torch.device("cpu")), work)  # type: ignore[arg-type]
     assert cost == pytest.approx((5e-5, 1e-9))
-
-
-def _told(function: Callable[[], object], now: list[float]) -> float:
-    before = now[0]
-    function()
-    return now[0] - before
 
 
 def test_sizes_of_gradients_are_those_of_tensors_that_are_thresholded() -> None:

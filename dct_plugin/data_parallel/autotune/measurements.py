@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...codecs.copies import await_device
+from ...codecs.copies import Stopwatch
 from ...codecs.message import MessageWriter
 from ...codecs.stats import read_stats
 from ...compression.stream import Compressor
@@ -193,12 +193,12 @@ def _cost(group: StreamGroup, work: Callable[[int], Callable[[], object]]) -> Co
     def seconds(entries: int) -> float:
         function = work(entries)
 
-        def timed() -> None:
-            function()
-            function()  # two runs for one wait at the end
-            await_device(group.device)
+        def timed() -> float:
+            with (watch := Stopwatch(group.device)):
+                function()
+            return watch.seconds()
 
-        return min(timeit.repeat(timed, number=1, repeat=REPEATS)) / (2 * TENSORS)
+        return min(timed() for _ in range(REPEATS)) / TENSORS
 
     few, many = FEW_ENTRIES, 8 * FEW_ENTRIES
     least = seconds(few)
