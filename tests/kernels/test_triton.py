@@ -29,7 +29,8 @@ from torch._subclasses import FakeTensorMode
 pytest.importorskip("triton", reason="triton is for Linux only")
 
 import triton.language as tl
-from support.launches import counted_launches
+from support.launches import counted_launches, warps_of_launches
+from support.triton_compile import WARPS
 
 from dct_plugin import Compressor, kernels
 from dct_plugin.codecs.index import index_form
@@ -823,6 +824,16 @@ def test_kernels_that_are_kept_are_those_that_triton_would_launch() -> None:
     """In all steps that benchmarks/host_work.py counts; the driver is a stub, as there is no GPU."""
     (line,) = _without_interpreter("benchmarks/launches.py", "--check")
     assert int(line.split()[0]) >= 24
+
+
+def test_kernels_are_compiled_here_with_the_warps_of_their_launches() -> None:
+    grad, writer = torch.randn(20_000), MessageWriter(torch.device("cpu"))
+    with warps_of_launches() as warps:
+        tau = TRITON.sample_threshold(grad, None, 0.01, 1 << 14, 1)
+        room = writer.reserve(payload_bound(grad.numel(), None, ValueDtype.BF16))
+        writer.advance(TRITON.compress(Job(grad, None, tau, room, value_dtype=ValueDtype.BF16)))
+        TRITON.sum_messages([writer.message], [torch.zeros_like(grad)])
+    assert warps == {name: {number} for name, number in WARPS.items()}
 
 
 @pytest.mark.slow

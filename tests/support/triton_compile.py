@@ -92,8 +92,8 @@ FORMS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-#: As they are launched, where that is not Triton's number.
-_WARPS = {"write": 8, "compact": 8, "open_messages": 1, "kth_largest": 32}
+#: As they are launched, where that is not Triton's number (``test_triton.py`` compares).
+WARPS = {"write": 8, "compact": 8, "open_messages": 1, "kth_largest": 32}
 
 
 def compiled(name: str, constants: dict[str, Any]) -> Any:
@@ -111,7 +111,7 @@ def compiled(name: str, constants: dict[str, Any]) -> Any:
         if signature[argument].startswith("*") and signature[argument] != "*u8"
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    options = OPTIONS | {"num_warps": _WARPS.get(name, 4)}
+    options = OPTIONS | {"num_warps": WARPS.get(name, 4)}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
