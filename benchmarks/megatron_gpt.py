@@ -57,13 +57,13 @@ VARIANTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 class Megatron:
-    """Options: ``dct``, whether the hooks are there, ``batch`` and ``layers``. Variants: those of
+    """Options: ``dct``, whether the hooks are there, ``batch``, ``layers`` and ``hidden``. Variants: those of
     :data:`VARIANTS`.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._dct, self._batch = bool(options["dct"]), int(options.get("batch", BATCH))
-        self._layers = int(options.get("layers", LAYERS))
+        self._layers, self._hidden = int(options.get("layers", LAYERS)), int(options.get("hidden", HIDDEN))
         warnings.filterwarnings("ignore")
         megatron_cpu.install()
         megatron_cpu.patch_megatron()
@@ -81,7 +81,8 @@ class Megatron:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
         sharded = "optimizer" in variant
-        steps = training(micro_batches, self._batch, layers=self._layers, distributed_optimizer=sharded)
+        config = _transformer_config(self._layers, self._hidden)
+        steps = training(micro_batches, self._batch, config, distributed_optimizer=sharded)
         step = partial(next, steps)
         session = hooks.current()
         if session is None:
@@ -97,15 +98,12 @@ class Megatron:
         parallel_state.destroy_model_parallel()
 
 
-def training(
-    micro_batches: int, batch: int, *, layers: int = LAYERS, distributed_optimizer: bool
-) -> Iterator[None]:
+def training(micro_batches: int, batch: int, config: Any, *, distributed_optimizer: bool) -> Iterator[None]:
     """Build this rank's part of the model at once; every ``next`` is one step."""
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    config = _transformer_config(layers)
     model = _model(config, distributed_optimizer=distributed_optimizer)
     settings = OptimizerConfig(
         optimizer="adam",
@@ -144,15 +142,15 @@ def training(
     return steps()
 
 
-def _transformer_config(layers: int) -> Any:
+def _transformer_config(layers: int, hidden: int) -> Any:
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
         num_layers=layers,
-        hidden_size=HIDDEN,
+        hidden_size=hidden,
         num_attention_heads=HEADS,
-        ffn_hidden_size=4 * HIDDEN,
+        ffn_hidden_size=4 * hidden,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         pipeline_dtype=torch.float32,
         params_dtype=torch.float32,

@@ -25,7 +25,7 @@ from dct_plugin.metrics import Metrics
 from dct_plugin.recommender.links.method import Method
 from dct_plugin.transport import Exchange
 
-from .perceptron import LAYERS, apart, batch, perceptron, width_of
+from .perceptron import BATCH, LAYERS, apart, batch, perceptron, width_of
 
 Hook = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
 
@@ -154,16 +154,18 @@ _dispatch.__annotations__.update({"bucket": dist.GradBucket, "return": torch.fut
 
 
 class DDP:
-    """``parameters`` (millions) of the options says how large the model is, the variant the optimizer."""
+    """``parameters`` (millions) of the options says how large the model is, ``batch`` how many samples a rank
+    has with SGD, the variant the optimizer.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._width, self._per_node = width_of(options["parameters"]), int(options.get("per_node", 1))
+        self._samples = int(options.get("batch", BATCH))
 
     def open(self, variant: str) -> list[Method]:
         adamw = variant.endswith(ADAMW)
-        shared, one_bucket = (
-            Trained(perceptron(self._width), batch(self._width), mb, is_adamw=adamw) for mb in (25, 1e6)
-        )
+        data = batch(self._width, self._samples)
+        shared, one_bucket = (Trained(perceptron(self._width), data, mb, is_adamw=adamw) for mb in (25, 1e6))
         ideal_step, *others = methods_of(shared, one_bucket, () if adamw else SETTINGS, self._per_node)
         if adamw:
             others += [with_adamw(self._width, *setting) for setting in ADAMW_SECTIONS.items()]

@@ -27,10 +27,10 @@ def perceptron(width: int, count: int = LAYERS) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(width, 1))
 
 
-def batch(width: int) -> tuple[Tensor, Tensor]:
-    """A rank's own samples and targets, fp32 [128, width] and [128, 1]: a task that can be learnt."""
+def batch(width: int, samples: int = BATCH) -> tuple[Tensor, Tensor]:
+    """A rank's own samples and targets, fp32 [samples, width] and [samples, 1]: a task that can be learnt."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    x = torch.randn(BATCH, width, generator=generator)
+    x = torch.randn(samples, width, generator=generator)
     return x, x[:, :8].sum(1, keepdim=True)
 
 

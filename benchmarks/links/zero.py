@@ -40,12 +40,12 @@ UPDATES = {"data_parallel": {**SECTION["data_parallel"], "parameters": {}}}
 
 class Zero:
     """Variants are ``ZeRO-0`` to ``ZeRO-3``, with momentum, or ``ZeRO-0, AdamW``, and so on; ``parameters``
-    (millions) says how large the model is.
+    (millions) says how large the model is, ``batch`` how many samples a rank has.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._width, self._per_node = width_of(options["parameters"]), int(options.get("per_node", 1))
-        self._data = batch(self._width)
+        self._data = batch(self._width, int(options.get("batch", BATCH)))
         self._engines: list[Any] = []
 
     def open(self, variant: str) -> list[Method]:
@@ -95,7 +95,7 @@ class Zero:
     def _engine(self, stage: int, section: Mapping[str, Any]) -> Any:
         model = perceptron(self._width)
         config = {
-            "train_micro_batch_size_per_gpu": BATCH,
+            "train_micro_batch_size_per_gpu": len(self._data[0]),
             "optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}},
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,

@@ -34,14 +34,14 @@ def _benchmark() -> Any:
 @pytest.mark.parametrize(
     ("host", "ranks", "options"),
     [
-        ("ddp", 4, {"parameters": 2}),
-        ("deepspeed", 2, {"parameters": 2}),
+        ("ddp", 4, {"parameters": 2, "batch": 8}),
+        ("deepspeed", 2, {"parameters": 2, "batch": 8}),
         ("dlrm", 2, {}),
-        ("megatron", 2, {"batch": 1, "layers": 2}),
+        ("megatron", 2, {"batch": 1, "layers": 2, "hidden": 128}),
     ],
 )
 def test_the_summary_is_what_crosses(host: str, ranks: int, options: dict[str, int], tmp_path: Path) -> None:
-    """The other numbers of ranks are the benchmark's."""
+    """The benchmark has larger batches and models, and other numbers of ranks."""
     if host in ("deepspeed", "dlrm", "megatron"):
         pytest.importorskip({"dlrm": "deepspeed"}.get(host, host))
     try:
