@@ -175,7 +175,7 @@ class Runner:
         self.folder = folder
         self.timeout = timeout
         (folder / "sitecustomize.py").write_text(
-            "from support import megatron_upstream_cpu as cpu; cpu.install()\n"
+            "from benchmarks.studies import megatron_upstream_cpu as cpu; cpu.install()\n"
         )
         for name, section in SECTIONS.items():
             (folder / f"{name}.json").write_text(json.dumps({"dct": section}))
@@ -369,7 +369,7 @@ def run_tests(runner: Runner, files: list[str], processes: int, *, hooks: bool) 
     """Every test's outcome. A job that hangs or dies is started again with the tests that are left."""
     found: dict[str, Test] = {}
     arguments = ["--nproc-per-node", str(processes), "-m", "pytest", "-q", "-o", "addopts="]
-    arguments += ["-p", "support.megatron_upstream_cpu", "-p", "no:cacheprovider", *files]
+    arguments += ["-p", "benchmarks.studies.megatron_upstream_cpu", "-p", "no:cacheprovider", *files]
     for _ in range(10):
         with tempfile.TemporaryDirectory(dir=runner.folder) as folder:
             (Path(folder) / "done.json").write_text(json.dumps(list(found)))

@@ -1,8 +1,9 @@
-"""Test-only: Megatron-LM's own training code and unit tests on CPU with gloo, on top of ``megatron_cpu``.
+"""Megatron-LM's own training code and unit tests on CPU with gloo, on top of ``support.megatron_cpu``.
 
-``install()`` runs at the start of every process (``benchmarks/studies/upstream_megatron.py`` has it called by
-``sitecustomize``), before ``megatron`` is imported. Nothing in the checkout is changed. As a pytest plugin
-(``-p support.megatron_upstream_cpu``) it also replaces what the unit tests' own set-up asks of a GPU machine.
+``install()`` runs at the start of every process, before ``megatron`` is imported: ``upstream_megatron.py``
+has it called by ``sitecustomize``. Nothing in the checkout is changed. As a pytest plugin
+(``-p benchmarks.studies.megatron_upstream_cpu``) it also replaces what the unit tests' own set-up asks of a
+GPU machine.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support import megatron_cpu
 
 from dct_plugin.integrations.host.patching import when_imported
-from support import megatron_cpu
 
 #: Environment variable: what has sparsity 0 is not left to Megatron, but encoded, sent and decoded, too.
 THROUGH_CODEC = "DCT_TEST_THROUGH_CODEC"
@@ -88,7 +89,7 @@ def _keep_what_is_being_sent(module: Any) -> None:
     module.core_transformer_config_from_args = core_transformer_config_from_args
 
 
-# -- pytest plugin: started by `pytest -p support.megatron_upstream_cpu` ----------------------------------
+# -- pytest plugin: started by `pytest -p benchmarks.studies.megatron_upstream_cpu` ---
 
 
 _encoded = 0  # tensors that a hook has sent in the current test
