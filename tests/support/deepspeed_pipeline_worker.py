@@ -8,17 +8,17 @@ results have one entry per run.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
-from support.deepspeed_worker import digest
-from support.processes import logged
+from dct_plugin.model_parallel.compressors import threshold
+from support import deepspeed_worker
+from support.deepspeed_worker import digest, sent_by_class
 
 VOCABULARY, WIDTH, LENGTH = 48, 32, 12
 
@@ -142,27 +142,19 @@ def batches(first: int, replica: int, size: int) -> Iterator[tuple[Tensor, Tenso
         first += 1
 
 
-@contextmanager
-def room_of(run: dict[str, Any]) -> Iterator[None]:
-    """Let messages of fixed size have more room, where the run says so."""
-    if "capacity" not in run:
-        yield
-        return
-    from dct_plugin.model_parallel.compressors import threshold
-
-    usual, threshold.CAPACITY = threshold.CAPACITY, run["capacity"]
-    yield
-    threshold.CAPACITY = usual
+def _execute(run: dict[str, Any], result: dict[str, Any]) -> None:
+    with patch.object(threshold, "CAPACITY", run.get("capacity", threshold.CAPACITY)):
+        _train(run, result)
 
 
-def execute(run: dict[str, Any]) -> dict[str, Any]:
+def _train(run: dict[str, Any], result: dict[str, Any]) -> None:
     torch.default_generator.manual_seed(run.get("seed", 1))
     model = make_model(run)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=run["config"]
     )
     engine.has_bool_tensors = run.get("model") == "mask"  # there is no other way to say so
-    result: dict[str, Any] = {"losses": [], "evaluated": []}
+    result |= {"losses": [], "evaluated": []}
     first = 0
     if "load" in run:
         result["loaded"] = engine.load_checkpoint(run["load"])[0] is not None
@@ -184,35 +176,16 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
         attached="dct" in engine.__dict__,
     )
     if result["attached"]:
-        total = engine.dct.metrics.summary()
         result.update(
             steps=engine.dct.steps.step,
             streams=sorted(engine.dct.reducer.group.streams),
             boundaries=sorted(
                 name for hooks in engine.dct.activations.values() for name in hooks.streams.state_dict()
             ),
-            classes={
-                name: {"sent": part.sent_bytes, "dense": part.dense_bytes, "density": part.density}
-                for name, part in total.classes.items()
-            },
+            classes=sent_by_class(engine.dct.metrics.summary()),
         )
     engine.destroy()
-    return result
 
 
 def main(plan: list[dict[str, Any]]) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    deepspeed.init_distributed()
-    results = {}
-    for run in plan:
-        with logged() as lines:
-            try:
-                with room_of(run):
-                    results[run["id"]] = execute(run)
-            except Exception as error:
-                if not run.get("expect_error"):
-                    raise
-                results[run["id"]] = {"error": f"{type(error).__name__}: {error}"}
-            results[run["id"]]["log"] = lines
-        dist.barrier()
-    return results
+    return deepspeed_worker.main(plan, _execute)

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,16 @@ from torch.utils.checkpoint import checkpoint
 from dct_plugin.integrations.host import startup
 from dct_plugin.kernels import register_backend
 from dct_plugin.metrics import HOST
+from dct_plugin.metrics.summary import Summary
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for torchrun
 from support import deferred_backend, given_times, onebit_mean
 from support.processes import logged
 
 register_backend("deferred", deferred_backend.DeferredBackend)
+
+#: Executes a run and writes its result into the second argument.
+Execute = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
 class Net(nn.Module):
@@ -287,7 +292,7 @@ def residuals(engine: Any) -> dict[str, torch.Tensor]:
     return {name: s.residual.current.clone() for name, s in streams if s.residual is not None}
 
 
-def execute(run: dict[str, Any]) -> dict[str, Any]:
+def execute(run: dict[str, Any], train_one: Execute) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if run.get("whole_gathers"):  # are the faster way, and the next trial begins in the step after a decision
         given_times.give(lambda whole: 2.0 - whole, period=1)
@@ -297,7 +302,7 @@ def execute(run: dict[str, Any]) -> dict[str, Any]:
     startup.join.__kwdefaults__["limit"] = run.get("limit")
     with logged() as result["log"]:
         try:
-            _execute(run, result)
+            train_one(run, result)
         except Exception as error:
             result["error"] = f"{type(error).__name__}: {error}"
             if not run.get("expect_error"):
@@ -361,15 +366,19 @@ def _execute(run: dict[str, Any], result: dict[str, Any]) -> None:
             dense=sum(part.dense_bytes for part in own),
             density=total.density,
             steps=reducer.group.step,
-            classes={
-                name: {"sent": part.sent_bytes, "dense": part.dense_bytes, "density": part.density}
-                for name, part in total.classes.items()
-            },
+            classes=sent_by_class(total),
         )
         left = residuals(engine)
         result["residual"] = {name: float(residual.double().sum()) for name, residual in left.items()}
         result["finite"] = all(bool(residual.isfinite().all()) for residual in left.values())
     engine.destroy()
+
+
+def sent_by_class(total: Summary) -> dict[str, dict[str, float | None]]:
+    return {
+        name: {"sent": part.sent_bytes, "dense": part.dense_bytes, "density": part.density}
+        for name, part in total.classes.items()
+    }
 
 
 def restored(engine: Any) -> dict[str, torch.Tensor]:
@@ -383,7 +392,7 @@ def restored(engine: Any) -> dict[str, torch.Tensor]:
     return {name: unpacked(saved) for name, saved in found.items()}
 
 
-def main(plan: list[dict[str, Any]]) -> dict[str, Any]:
+def main(plan: list[dict[str, Any]], train_one: Execute = _execute) -> dict[str, Any]:
     torch.set_num_threads(1)
     if os.environ.get("DCT_TEST_FP16_ON_CPU"):
         # DeepSpeed's CPU accelerator does not offer fp16; torch's CPU kernels are good enough for this model.
@@ -395,7 +404,7 @@ def main(plan: list[dict[str, Any]]) -> dict[str, Any]:
     results = {}
     for run in plan:
         run = {**run, **run.get("ranks", {}).get(str(rank), {})}
-        results[run["id"]] = result = execute(run)
+        results[run["id"]] = result = execute(run, train_one)
         if "limit" in run and "error" not in result:
             # Such a job ends; here the next run begins, and all ranks must have joined as often.
             dist.distributed_c10d._get_default_store().add(f"dct_plugin/deepspeed/joined/{rank}", 1)
