@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,9 +81,9 @@ class Megatron:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
         sharded = "optimizer" in variant
-        config = _transformer_config(self._layers, self._hidden)
-        steps = training(micro_batches, self._batch, config, distributed_optimizer=sharded)
-        step = partial(next, steps)
+        config = transformer_config(self._layers, self._hidden, HEADS)
+        made = training(config, micro_batches, self._batch, distributed_optimizer=sharded)
+        step = partial(made.step, batches(self._batch))
         session = hooks.current()
         if session is None:
             return [Method("dense", step)]
@@ -98,13 +98,29 @@ class Megatron:
         parallel_state.destroy_model_parallel()
 
 
-def training(micro_batches: int, batch: int, config: Any, *, distributed_optimizer: bool) -> Iterator[None]:
-    """Build this rank's part of the model at once; every ``next`` is one step."""
+class Training(NamedTuple):
+    """This rank's part of a model, its optimizer, and a step with micro-batches of tokens."""
+
+    model: Any
+    optimizer: Any
+    step: Callable[[Iterator[Tensor]], None]
+
+
+def training(
+    config: Any,
+    micro_batches: int,
+    batch: int,
+    *,
+    length: int = LENGTH,
+    vocabulary: int = VOCABULARY,
+    distributed_optimizer: bool = False,
+) -> Training:
+    """Build this rank's part of the model."""
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    model = _model(config, distributed_optimizer=distributed_optimizer)
+    model = _model(config, length, vocabulary, distributed_optimizer=distributed_optimizer)
     settings = OptimizerConfig(
         optimizer="adam",
         lr=LEARNING_RATE,
@@ -115,42 +131,42 @@ def training(micro_batches: int, batch: int, config: Any, *, distributed_optimiz
     optimizer = get_megatron_optimizer(settings, [model])
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    schedule, data = get_forward_backward_func(), batches(batch)
-    mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
-    positions = torch.arange(LENGTH).unsqueeze(0).expand(batch, -1)
+    schedule = get_forward_backward_func()
+    mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+    positions = torch.arange(length).unsqueeze(0).expand(batch, -1)
 
     def forward_step(source: Iterator[Tensor], module: Any) -> Any:
         tokens = next(source)
         return module(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]), loss_of
 
-    def steps() -> Iterator[None]:
-        while True:
-            model.zero_grad_buffer()
-            optimizer.zero_grad()
-            schedule(
-                forward_step_func=forward_step,
-                data_iterator=data,
-                model=[model],
-                num_microbatches=micro_batches,
-                seq_length=LENGTH,
-                micro_batch_size=batch,
-                forward_only=False,
-            )
-            optimizer.step()
-            yield
+    def step(data: Iterator[Tensor]) -> None:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        schedule(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=[model],
+            num_microbatches=micro_batches,
+            seq_length=length,
+            micro_batch_size=batch,
+            forward_only=False,
+        )
+        optimizer.step()
 
-    return steps()
+    return Training(model, optimizer, step)
 
 
-def _transformer_config(layers: int, hidden: int) -> Any:
+def transformer_config(layers: int, hidden: int, heads: int) -> Any:
+    """Return Megatron's settings of a GPT on CPU, for the parallelism that is initialized."""
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
         num_layers=layers,
         hidden_size=hidden,
-        num_attention_heads=HEADS,
+        num_attention_heads=heads,
         ffn_hidden_size=4 * hidden,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         pipeline_dtype=torch.float32,
         params_dtype=torch.float32,
@@ -167,7 +183,7 @@ def _transformer_config(layers: int, hidden: int) -> Any:
     )
 
 
-def _model(config: Any, *, distributed_optimizer: bool) -> Any:
+def _model(config: Any, length: int, vocabulary: int, *, distributed_optimizer: bool) -> Any:
     """Return this rank's part of the GPT in Megatron's own DistributedDataParallel."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -182,8 +198,8 @@ def _model(config: Any, *, distributed_optimizer: bool) -> Any:
         GPTModel(
             config=config,
             transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
-            vocab_size=VOCABULARY,
-            max_sequence_length=LENGTH,
+            vocab_size=vocabulary,
+            max_sequence_length=length,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=False,

@@ -35,7 +35,7 @@ from typing import Any
 from dct_plugin.rates import check_rate
 from dct_plugin.recommender.links.team import free_port
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.extend(map(str, Path(__file__).resolve().parents[1:3]))
 from support import soak_worker, torchrun_job
 
 #: In this order: megatron-core's stand-ins for CUDA stay in the process that ranks are forked from.

@@ -112,14 +112,8 @@ def ddp_run(folder: Path, *, per_node: int) -> Run:
 def megatron_run(folder: Path) -> Run:
     """Data-parallel ranks; of four, two and two share a part of every layer (tensor parallelism)."""
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from benchmarks import megatron_gpt
     from dct_plugin.integrations.megatron import hooks
 
     dist.init_process_group("gloo")
@@ -127,29 +121,8 @@ def megatron_run(folder: Path) -> Run:
     parallel_state.initialize_model_parallel(dist.get_world_size() // 2)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
-    config = TransformerConfig(
-        num_layers=1, hidden_size=32, num_attention_heads=2, ffn_hidden_size=128, params_dtype=torch.float32,
-        tensor_model_parallel_size=dist.get_world_size() // 2, use_cpu_initialization=True,
-        hidden_dropout=0.0, attention_dropout=0.0, gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
-        persist_layer_norm=False,
-    )  # fmt: skip
-    model = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(check_for_nan_in_grad=False),
-        GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
-            vocab_size=64,
-            max_sequence_length=16,
-            share_embeddings_and_output_weights=False,
-        ),
-    )
-    model.broadcast_params()
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-3, params_dtype=torch.float32), [model]
-    )
-    config.finalize_model_grads_func = finalize_model_grads
+    config = megatron_gpt.transformer_config(layers=1, hidden=32, heads=2)
+    model, optimizer, train = megatron_gpt.training(config, 1, 4, length=16, vocabulary=64)
     latest, first = folder / "latest", 0
     own = f"rank{dist.get_rank()}.pt"
     if latest.exists():
@@ -160,29 +133,12 @@ def megatron_run(folder: Path) -> Run:
         assert hooks.load_checkpoint(tag)
         first = saved["step"]
     done = first
-    schedule = get_forward_backward_func()
-    mask = torch.triu(torch.ones(1, 1, 16, 16, dtype=torch.bool), 1)
-    positions = torch.arange(16).unsqueeze(0).expand(4, -1)
-
-    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss = output.float().mean()
-        return loss, {"loss": loss.detach()}
-
-    def forward_step(source: Any, module: Any) -> Any:
-        tokens = next(source)
-        return module(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]), loss_of
 
     def step(number: int) -> None:
         nonlocal done
         generator = torch.Generator().manual_seed(1000 * number + parallel_state.get_data_parallel_rank())
         tokens = torch.randint(64, (4, 17), generator=generator)
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        schedule(
-            forward_step_func=forward_step, data_iterator=iter([tokens]), model=[model], num_microbatches=1,
-            seq_length=16, micro_batch_size=4, forward_only=False,
-        )  # fmt: skip
-        optimizer.step()
+        train(iter([tokens]))
         done = number + 1
 
     def save(tag: str) -> None:
