@@ -33,16 +33,27 @@ def options(section: BaseModel, prefix: str = "dct") -> Iterator[OptionDoc]:
 
     An object that a key such as ``"kind"`` selects, and a section that is absent, are one option.
     """
-    model = type(section)
-    for name, field in model.model_fields.items():
-        value = getattr(section, name)
-        path = f"{prefix}.{name}"
+    for path, part, name in _places(section, prefix):
+        model = type(part)
+        field = model.model_fields[name]
+        default = as_json(field.get_default(call_default_factory=True))
+        description, _ = documentation(model, name)
+        yield OptionDoc(path, as_json(getattr(part, name)), model, default, allowed(field), description)
+
+
+def option_values(section: BaseModel, prefix: str = "dct") -> dict[str, Any]:
+    """Return the value of every option of a section, as JSON, by its path."""
+    return {path: as_json(getattr(part, name)) for path, part, name in _places(section, prefix)}
+
+
+def _places(section: BaseModel, prefix: str) -> Iterator[tuple[str, BaseModel, str]]:
+    """Yield the path of every option in order, the section that has it, and its name there."""
+    for name in type(section).model_fields:
+        value, path = getattr(section, name), f"{prefix}.{name}"
         if isinstance(value, BaseModel) and not hasattr(value, "label"):
-            yield from options(value, path)
+            yield from _places(value, path)
         else:
-            default = as_json(field.get_default(call_default_factory=True))
-            description, _ = documentation(model, name)
-            yield OptionDoc(path, as_json(value), model, default, allowed(field), description)
+            yield path, section, name
 
 
 def as_json(value: Any) -> Any:

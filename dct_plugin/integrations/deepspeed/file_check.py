@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dct_plugin.config import DCTConfig
-from dct_plugin.config.options import options
+from dct_plugin.config.options import option_values
 from dct_plugin.config.validation_errors import DEEPSPEED_KEYS
 from dct_plugin.errors import ConfigError
 from dct_plugin.policy import resolve
@@ -83,10 +83,11 @@ def _judge(content: Mapping[str, Any], report: FileReport, ranks: int, ranks_per
 def _dense(config: DCTConfig) -> list[str]:
     """Return warnings about sparsities that were probably meant as densities."""
     return [
-        f"{option.path} = {option.value} sends {1 - option.value:.0%} of the entries; did you mean "
-        f"{round(1 - option.value, 6)}?".replace("%", " %")
-        for option in options(config)
-        if option.path.endswith("sparsity") and isinstance(option.value, float) and 0 < option.value < 0.5
+        f"{path} = {value} sends {1 - value:.0%} of the entries; did you mean {round(1 - value, 6)}?".replace(
+            "%", " %"
+        )
+        for path, value in option_values(config).items()
+        if path.endswith("sparsity") and isinstance(value, float) and 0 < value < 0.5
     ]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dct_plugin._version import __version__
 from dct_plugin.compression.stream import backend_beside
-from dct_plugin.config import DataParallelConfig, DCTConfig, options
+from dct_plugin.config import DataParallelConfig, DCTConfig, option_values
 from dct_plugin.console import log_once
 from dct_plugin.errors import ConfigError, VersionError
 from dct_plugin.transport import lost_ranks
@@ -74,7 +74,7 @@ def facts_of(config: DCTConfig, more: Mapping[str, Any]) -> dict[str, Any]:
     if torch.cuda.is_available() and "nccl" in dist.get_backend():
         kernels["kernels of CUDA tensors"] = backend_beside(config.kernels, torch.device("cuda")).name
     return {
-        **{option.path: option.value for option in options(config)},
+        **option_values(config),
         **kernels,
         "version of dct-plugin": __version__,
         "version of torch": torch.__version__,

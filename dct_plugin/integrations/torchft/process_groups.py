@@ -23,7 +23,7 @@ from torch import Tensor
 from torchft.process_group import ProcessGroupWrapper
 
 from dct_plugin._version import __version__
-from dct_plugin.config import DCTConfig, options
+from dct_plugin.config import DCTConfig, option_values
 from dct_plugin.console import logger
 from dct_plugin.errors import ConfigError
 from dct_plugin.host_traffic import counted_by
@@ -297,7 +297,7 @@ class _ThresholdedGroup(ProcessGroupWrapper):
 
     def _statement(self) -> Statement:
         facts = {
-            **{option.path: option.value for option in options(self.config)},
+            **option_values(self.config),
             "averages": "gradients" if self._weights is None else "weights",
             "version of dct-plugin": __version__,
         }
