@@ -5,6 +5,7 @@ A host that moved one of them is refused with a message, instead of training on 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import inspect
 import pkgutil
@@ -34,6 +35,7 @@ def how_tested(name: str, version: str) -> str:
     return f"not tested (tested: {', '.join(known)})"
 
 
+@functools.cache
 def installed(distribution: str) -> str | None:
     """Return the version of a distribution; None where it is not installed."""
     try:
@@ -101,7 +103,7 @@ def _misfit(target: Target) -> tuple[str, str]:
     """Return the signature in a target's place and what is wrong with it; two empty texts if it fits."""
     try:
         function = pkgutil.resolve_name(f"{target.module}:{target.name}")
-        parameters = list(inspect.signature(undecorated(function)).parameters)
+        parameters = _parameters(function)
     except ImportError as error:
         return "no such module", str(error)
     except AttributeError:
@@ -112,6 +114,12 @@ def _misfit(target: Target) -> tuple[str, str]:
     if parameters[: len(expected)] == expected:
         return "", ""
     return f"({', '.join(parameters)})", f"does not start with ({', '.join(expected)})"
+
+
+@functools.cache
+def _parameters(function: Any) -> list[str]:
+    """Return the names of a function's parameters. Every engine asks for those of the same functions."""
+    return list(inspect.signature(undecorated(function)).parameters)
 
 
 def undecorated(function: Any) -> Any:
