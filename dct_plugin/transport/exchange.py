@@ -361,7 +361,8 @@ class Exchange:
         announced, sizes = self.announced.receive_sizes(partial(self.checked_sizes, bounds=bounds))
         received = self.announced.receive_messages(announced, sizes)
         if self._open().queues:  # the caller reads them next
-            self.await_device("exchange of messages")
+            with self.guard("exchange of messages"):
+                lost_ranks.await_device(self.device, self.peers.group)
         return self._staging.received(received, own)
 
     def agree(self, fingerprint: int) -> None:
@@ -427,20 +428,16 @@ class Exchange:
         self.other_bytes += size
         return size
 
-    def await_device(self, what: str) -> None:
-        """Wait for the messages that are queued on the device, before the host reads what depends on them.
+    def received(self, tensor: Tensor, what: str) -> Tensor:
+        """Return a tensor that a collective makes, on the host.
 
         Args:
-            what: The messages, in words.
+            tensor: On any device.
+            what: The collective, in words.
 
         Raises:
             DesyncError: Names the ranks that failed, or that are lost.
         """
-        with self.guard(what):
-            lost_ranks.await_device(self.device, self.peers.group)
-
-    def received(self, tensor: Tensor, what: str) -> Tensor:
-        """Return a tensor that a collective makes, on the host; see :meth:`await_device`."""
         with self.guard(what):
             return lost_ranks.received(tensor, self.peers.group)
 
