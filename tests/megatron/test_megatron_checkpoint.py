@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -191,3 +192,32 @@ def test_all_ranks_go_on_or_stop_together(tmp_path: Path) -> None:
         assert unwritable.startswith("cannot save residuals\n  rank 1: /proc/nowhere")
         warnings = [text for text in messages if "residuals of zero" in text]
         assert len(warnings) == (rank == 0)
+
+
+def _goes_on_without_a_loss_scale(rank: int, world_size: int) -> list[list[float]]:
+    """Losses of a run in fp32, and of one that takes over the states of a run in fp16 on its way."""
+    from support.megatron_gpt import Job, train
+
+    from dct_plugin.integrations.megatron import hooks
+
+    def take_over(step: int) -> None:
+        session = hooks.current()
+        assert session is not None
+        reductions = session.hooks[0].reductions  # type: ignore[attr-defined]
+        states = reductions.state_dict()
+        for each in states.values():
+            each["state"] = {**checkpoint.in_unit(each["state"], 1024.0), "loss_scale": 1024.0}
+        if step == 3:
+            reductions.load_state_dict(states)
+
+    torch.set_num_threads(1)
+    keys = {"sparsity": 0.9, "min_numel": 256, "warmup_steps": 0, "sparsity_warmup_steps": 0}
+    job = Job(layers=1, steps=7).with_dct({"data_parallel": {**keys, "feedback": "local"}})
+    return [[float(loss) for loss in train(job, on_step=on).losses] for on in (lambda _: None, take_over)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_residuals_of_a_run_with_a_loss_scale() -> None:
+    for undisturbed, found in processes.run(2, _goes_on_without_a_loss_scale):
+        assert found == pytest.approx(undisturbed)

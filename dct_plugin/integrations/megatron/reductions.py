@@ -244,7 +244,8 @@ class Reductions:
         overlap = Overlap(reducer, wanted=group.ddp_config.overlap_grad_reduce)
         unit, saved = unit_of_gradients(group), self._loaded.pop(name, None)
         if saved is not None:
-            reducer.load_state_dict(checkpoint.in_unit(saved["state"], unit / saved["unit"]))
+            state = checkpoint.in_unit(saved["state"], unit / saved["unit"])
+            reducer.load_state_dict(state, loss_scale=None if self.models.any_fp16 else 1.0)
         made = Reduction(name, unit, reducer, overlap, scale_known=saved is not None)
         if self.session.config.data_parallel.feedback.looks_ahead:
             made.ahead = self._step_ahead(reducer, group)
