@@ -65,6 +65,20 @@ def test_kernels_that_equal_the_reference_are_used(
     assert not caplog.records
 
 
+def test_what_is_needed_for_kernels_that_are_not_available_is_said(
+    registered: Callable[[Callable[[], Any]], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def absent() -> Any:
+        raise OSError("no module named triton")
+
+    kernels.register_backend("triton", absent, device_types=("cpu",), self_check=True)
+    with caplog.at_level(logging.WARNING, logger="dct_plugin.kernels"):
+        assert get_backend("cpu").name != "triton"
+    (record,) = caplog.records
+    assert "'triton' is not available (no module named triton)" in record.getMessage()
+    assert "a C compiler and Python's headers are needed" in record.getMessage()
+
+
 class _WrongPayload(TritonBackend):
     def compress(self, job: Job) -> Stats:
         stats = super().compress(job)
