@@ -110,6 +110,43 @@ def test_sums_are_those_of_a_flat_exchange_and_bitwise_the_same_on_all_ranks() -
         assert all(torch.equal(found[0][case], other[case]) for other in found[1:]), case
 
 
+def _gathers(rank: int, world_size: int) -> tuple[list[list[str]], bool]:
+    """Return what was gathered inside the node behind each of two reductions, and in the end."""
+    group, gathered = reducer(sparsity=0.9), list[str]()
+    node, entries = group.group.node, list(gradients(rank, 0).items())
+    assert node is not None
+    gather = node.gather
+
+    def noted(operation: str, tensors: Any, *rest: Any, **more: Any) -> None:
+        gathered.extend(name for name, _ in tensors)
+        gather(operation, tensors, *rest, **more)
+
+    node.gather = noted  # type: ignore[method-assign]
+    behind = []
+    for bucket in (entries[:2], entries[2:]):
+        group.begin(bucket, scale=1 / world_size).finish()
+        behind.append(list(gathered))
+    group.finish()
+    same = [torch.equal(each, mean) for each, mean in zip(*_with_first_rank(entries), strict=True)]
+    return [*behind, gathered], all(same)
+
+
+def _with_first_rank(entries: list[tuple[str, torch.Tensor]]) -> tuple[list[torch.Tensor], ...]:
+    own = [tensor for _, tensor in entries]
+    first = [tensor.clone() for tensor in own]
+    for tensor in first:
+        dist.broadcast(tensor, 0)
+    return own, first
+
+
+@pytest.mark.slow
+def test_sums_are_gathered_in_the_node_behind_each_bucket() -> None:
+    names = list(SIZES)
+    for gathered, same in run(4, _gathers):
+        assert gathered == [names[:2], names, names]
+        assert same
+
+
 def _spreads(rank: int, world_size: int, folder: str, per_node: int, save: bool) -> dict[str, Any]:
     group = reducer(per_node, sparsity=0.9, exchange="two_phase")
     layout = layout_of(group.group.nodes)
