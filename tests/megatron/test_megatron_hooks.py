@@ -443,8 +443,8 @@ def test_tensor_with_pipeline_parallel() -> None:
 
 
 def _newer(config: Any, ddp: Any) -> dict[str, Callable[[], Any]]:
-    """What megatron-core has from 0.19 on. Before, a name stands for its configuration, and version 2 of
-    Megatron-FSDP is not there.
+    """What megatron-core has from 0.19 on. Before, a name stands for its configuration, and a stub for
+    version 2 of Megatron-FSDP.
     """
     from types import SimpleNamespace
 
@@ -468,9 +468,11 @@ def _newer(config: Any, ddp: Any) -> dict[str, Callable[[], Any]]:
         found[prefix] = functools.partial(DistributedDataParallel, sharded, ddp, linear)
         found[f"{prefix} layer"] = functools.partial(refuse_features, "dct.model_parallel.tensor", sharded)
     place = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental"
-    if importlib.util.find_spec(place) is not None:
-        second = importlib.import_module(place)
-        found["megatron fsdp 2"] = lambda: second.fully_shard(torch.nn.Linear(2, 2), None, None)
+    if importlib.util.find_spec(place) is None:
+        first = importlib.import_module(place.rpartition(".")[0])
+        first.__path__.append(str(Path(__file__).parents[1] / "support" / "megatron_fsdp_2"))
+    second = importlib.import_module(place)
+    found["megatron fsdp 2"] = lambda: second.fully_shard(torch.nn.Linear(2, 2), None, None)
     return found
 
 
@@ -555,8 +557,7 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     assert "num_distributed_optimizer_instances = 2 the instances are the nodes" in found["instances"]
     assert "TorchFullyShardedDataParallel" in found["torch fsdp"]
     assert "FullyShardedDataParallel (megatron.core.distributed.fsdp" in found["megatron fsdp"]
-    if "megatron fsdp 2" in found:
-        assert "FsdpModule (megatron.core.distributed.fsdp" in found["megatron fsdp 2"]
+    assert "FsdpModule (megatron.core.distributed.fsdp" in found["megatron fsdp 2"]
     for name in ("gtp", "gtp layer", "expert gtp", "expert gtp layer"):
         assert "gtp_weight_remat_size = 2: generalised tensor parallelism" in found[name]
         assert ("(expert_tensor_parallel_num" in found[name]) == ("expert" in name)
