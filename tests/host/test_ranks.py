@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +26,22 @@ pytestmark = pytest.mark.slow
 
 
 # -- start-up ---
+
+
+def _limits(rank: int, world_size: int) -> list[float]:
+    """The limits of starts, in a group that waits ten seconds; the last two on GPUs."""
+    pair = dist.new_group([0, 1], timeout=timedelta(seconds=10))
+    limits = [startup.join("test", group=pair).limit]
+    with (
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(dist, "get_backend", "nccl".lower),
+    ):
+        limits += [startup.join("test", group=pair, limit=limit).limit for limit in (5.0, None)]
+    return limits
+
+
+def test_a_rank_that_compiles_kernels_first_is_waited_for() -> None:
+    assert run(2, _limits) == [[10.0, 5.0, startup.COLD_START]] * 2
 
 
 def _agrees_several_times(rank: int, world_size: int) -> bool:

@@ -24,6 +24,10 @@ from dct_plugin.transport.agreement import HINT, Agreement
 from dct_plugin.transport.nodes import KEY, Nodes, find_nodes, publish_machine, ranks_of_machines
 from dct_plugin.transport.tcp_connect import time_limit
 
+#: Seconds in which a rank without a cache of compiled kernels is there, also on a slow machine: the
+#: self-check takes 45 seconds of a processor.
+COLD_START = 300.0
+
 
 def join(
     topic: str, *, group: dist.ProcessGroup | None = None, limit: float | None = None, hint: str = HINT
@@ -35,7 +39,8 @@ def join(
     Args:
         topic: For example ``"deepspeed"``; the same on all ranks.
         group: The group whose ranks agree; None for all.
-        limit: Seconds to wait for the others; None: as long as the group waits for its ranks.
+        limit: Seconds to wait for the others; None: as long as the group waits for its ranks, and, where they
+            compile kernels first, not less than :data:`COLD_START`.
         hint: Reasons, besides a crash, why a rank does not report.
 
     Raises:
@@ -51,6 +56,8 @@ def join(
     _warn_of_restarts()
     if group is not None:
         topic = f"{topic}/{group.group_name}"
+    if limit is None:
+        limit = max(time_limit(group), COLD_START if _compiles() else 0.0)
     rank = dist.get_rank(group)
     publish_machine()  # others may wait for it, also if this rank fails from here on
     # Counted in the store itself: it lives as long as the agreements that were made in it.
@@ -60,9 +67,14 @@ def join(
         f"dct_plugin/{topic}/{number}",
         rank=rank,
         world_size=dist.get_world_size(group),
-        limit=time_limit(group) if limit is None else limit,
+        limit=limit,
         hint=hint,
     )
+
+
+def _compiles() -> bool:
+    """Return whether ranks compile kernels, and compare them with the reference, before they can confirm."""
+    return torch.cuda.is_available() and "nccl" in dist.get_backend()
 
 
 def facts_of(config: DCTConfig, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +83,7 @@ def facts_of(config: DCTConfig, more: Mapping[str, Any]) -> dict[str, Any]:
     Kernels that fail their self-check on one rank alone would leave the ranks with different messages.
     """
     kernels = {}
-    if torch.cuda.is_available() and "nccl" in dist.get_backend():
+    if _compiles():
         kernels["kernels of CUDA tensors"] = backend_beside(config.kernels, torch.device("cuda")).name
     return {
         **option_values(config),
