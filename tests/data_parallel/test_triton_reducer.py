@@ -291,8 +291,9 @@ def _warm_up(rank: int, world_size: int) -> tuple[list[list[str]], list[str]]:
 
 def test_warm_up_steps_look_once_and_name_what_is_not_finite() -> None:
     for rank, (looks, lines) in enumerate(run(2, _warm_up)):
-        assert looks[1] == looks[2] == ONE_LOOK
-        assert looks[3] == ([] if rank == 1 else ONE_LOOK)  # said once
+        look = ["transport/lost_ranks.py:cpu"]  # while other ranks may be lost
+        assert looks[1] == looks[2] == look
+        assert looks[3] == ([] if rank == 1 else look)  # said once
         assert len(lines) == rank
         assert all("rank 1: the gradient of layer is not finite in step 2" in line for line in lines)
 
