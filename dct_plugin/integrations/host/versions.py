@@ -103,7 +103,7 @@ def _misfit(target: Target) -> tuple[str, str]:
     """Return the signature in a target's place and what is wrong with it; two empty texts if it fits."""
     try:
         function = pkgutil.resolve_name(f"{target.module}:{target.name}")
-        parameters = _parameters(function)
+        parameters = list(inspect.signature(undecorated(function)).parameters)
     except ImportError as error:
         return "no such module", str(error)
     except AttributeError:
@@ -114,12 +114,6 @@ def _misfit(target: Target) -> tuple[str, str]:
     if parameters[: len(expected)] == expected:
         return "", ""
     return f"({', '.join(parameters)})", f"does not start with ({', '.join(expected)})"
-
-
-@functools.cache
-def _parameters(function: Any) -> list[str]:
-    """Return the names of a function's parameters. Every engine asks for those of the same functions."""
-    return list(inspect.signature(undecorated(function)).parameters)
 
 
 def undecorated(function: Any) -> Any:
