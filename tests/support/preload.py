@@ -18,7 +18,12 @@ from support import interpreter
 
 #: Packages, and the modules that a first training step with them imports, also those of the plugin.
 LATE = {
-    "torch": ("torch._dynamo", "torch.profiler._cupti_monitor", "torch.utils.serialization"),
+    "torch": (
+        "encodings.idna",  # of host names
+        "torch._dynamo",
+        "torch.profiler._cupti_monitor",
+        "torch.utils.serialization",
+    ),
     "dct_plugin": (
         "dct_plugin.kernels.cpu",
         "dct_plugin.data_parallel.nodes.sums",
