@@ -227,11 +227,14 @@ def _take_files(client: socket.socket, received: dict[int, int]) -> None:
         os.close(file)
     client.__init__(fileno=kept)  # type: ignore[misc]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    errors = {sys.stderr, sys.__stderr__}
+    # Those of the server know whether its own files can be sought in.
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     for logger in (logging.getLogger(name) for name in list(logging.root.manager.loggerDict)):
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
-                handler.setStream(sys.stderr if handler.stream is sys.stderr else sys.stdout)
+                handler.setStream(sys.stderr if handler.stream in errors else sys.stdout)
 
 
 def _moved(file: int, above: int) -> int:
