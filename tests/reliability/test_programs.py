@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 import tarfile
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.
 PAGES += (ROOT / "docs" / "results").glob("*.csv")
 #: Tests for a GPU that have a stand-in.
 FEWEST_TESTS = 100
+#: Seconds of a step.
+LIMIT = 3.0
 #: Their paths, or names of modules.
 PROGRAMS = sorted(
     {
@@ -122,15 +125,29 @@ def test_a_required_step_that_fails_ends_the_call_and_what_nccl_writes_is_packed
 
 
 @pytest.mark.slow
-def test_a_step_at_its_limit_is_interrupted_before_it_is_killed(tmp_path: Path) -> None:
+def test_a_step_at_its_limit_is_interrupted_before_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = (
-        "import time\n"
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it\n"
         "try:\n    print('begun', flush=True)\n    time.sleep(600)\n"
         "except KeyboardInterrupt:\n    print('interrupted', flush=True)\n"
     )
     (tmp_path / "step.py").write_text(script)
     log = tmp_path / "step.log"
-    assert gpu_hour._run(f"exec {sys.executable} {tmp_path / 'step.py'}", log, dict(os.environ), 3.0) == -9
+
+    class Process(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout == LIMIT:  # it is over when the step has begun
+                while "begun" not in log.read_text():
+                    time.sleep(0.01)
+                raise subprocess.TimeoutExpired(self.args, LIMIT)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(gpu_hour.subprocess, "Popen", Process)
+    command = f"exec {sys.executable} {tmp_path / 'step.py'}"
+    assert gpu_hour._run(command, log, dict(os.environ), LIMIT) == -9
     assert log.read_text() == "begun\ninterrupted\n"
 
 
