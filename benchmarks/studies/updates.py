@@ -6,9 +6,9 @@ is that after ``detach()``, in nats per held-out character. Bytes are all that t
 end included: those of the loopback interface, so give the command a network of its own.
 
 - ``--pretrained TEXT``: fine-tuning of a model that was trained on another text for 1,200 steps.
-- ``--optimizer``: Muon, Lion and Adafactor train the matrices of the blocks, AdamW the embeddings. The plugin
-  refuses updates of Lion and Adafactor: here they are told as AdamW, whose factors come from gradients, or
-  with ``by steps`` in the setting as Muon, whose factors come from steps.
+- ``--optimizer``: Muon, Lion, Adafactor and schedule-free Adam train the matrices of the blocks, AdamW the
+  embeddings. The plugin refuses updates of the last three: here they are told as AdamW, whose factors come
+  from gradients, or with ``by steps`` in the setting as Muon, whose factors come from steps.
 - several ``--text``: ranks have different ones.
 
     unshare --net sh -c 'ip link set lo up; exec "$@"' sh python benchmarks/studies/updates.py \\
@@ -45,7 +45,7 @@ from dct_plugin.recommender.intervals import paired
 from dct_plugin.recommender.links.team import free_port
 
 #: Learning rates as multiples of AdamW's.
-RATES = {"adamw": 1.0, "muon": MUON_LR, "lion": 0.05, "adafactor": 5.0}
+RATES = {"adamw": 1.0, "muon": MUON_LR, "lion": 0.05, "adafactor": 5.0, "schedule-free": 1.0}
 BY_STEPS = " by steps"
 
 
@@ -61,6 +61,38 @@ class Lion(torch.optim.Optimizer):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.sub_(mean.lerp(parameter.grad, 0.1).sign_(), alpha=group["lr"])
                 mean.lerp_(parameter.grad, 0.01)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free Adam (Defazio et al., 2024, algorithm 1), without decay. Parameters are *y*, where gradients
+    are taken; the result is *x*.
+    """
+
+    beta = 0.9
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Make a step."""
+        for group in self.param_groups:
+            group["steps"] = steps = group.get("steps", 0) + 1
+            rate = group["most"] = max(group["lr"], group.get("most", 0.0))  # constant after the warm-up
+            group["sum"] = group.get("sum", 0.0) + rate**2
+            share = rate**2 / group["sum"]
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                z = state.setdefault("z", parameter.clone())
+                square = state.setdefault("square", torch.zeros_like(parameter))
+                square.lerp_(gradient.square(), 0.001)
+                change = gradient / (square / (1 - 0.999**steps)).sqrt().add_(1e-8)
+                parameter.lerp_(z, share).add_(change, alpha=rate * (self.beta * (1 - share) - 1))
+                z.sub_(change, alpha=rate)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Let the parameters hold *x*; the mean of the ranks' *z* is the model's. A collective."""
+        for parameter, state in self.state.items():
+            dist.all_reduce(state["z"])
+            parameter.lerp_(state["z"] / dist.get_world_size(), 1 - 1 / self.beta)
 
 
 def section_of(setting: str) -> dict[str, Any] | None:
@@ -105,7 +137,9 @@ def optimizers_of(model: nn.Module, kind: str, setting: str) -> list[torch.optim
     told = "Muon" if setting.endswith(BY_STEPS) else "AdamW"
     if kind == "adafactor":
         return [type(told, (torch.optim.Adafactor,), {})(blocks, **rate), adamw]
-    return [type(told, (Lion,), {})(blocks, rate), adamw]
+    if kind == "lion":
+        return [type(told, (Lion,), {})(blocks, rate), adamw]
+    return [type(told, (ScheduleFree,), {})(blocks, {"lr": LR, "weight_decay": 0.0}), adamw]
 
 
 def train(args: argparse.Namespace, run: Run, task: Gpt) -> dict[str, Any]:
@@ -134,6 +168,9 @@ def train(args: argparse.Namespace, run: Run, task: Gpt) -> dict[str, Any]:
         state.detach()
     dist.barrier()
     sent = sent_bytes() - before
+    for optimizer in optimizers:
+        if isinstance(optimizer, ScheduleFree):
+            optimizer.finish()
     figure = task.score(model) if dist.get_rank() == 0 else 0.0
     dist.barrier()
     return {**run._asdict(), "loss": figure, "sent": sent / dist.get_world_size()}
