@@ -64,8 +64,8 @@ class Lion(torch.optim.Optimizer):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free Adam (Defazio et al., 2024, algorithm 1), without decay. Parameters are *y*, where gradients
-    are taken; the result is *x*.
+    """Schedule-free Adam (Defazio et al., 2024, algorithm 1), without decay. Parameters are *y*, where
+    gradients are taken; the result is *x*.
     """
 
     beta = 0.9
