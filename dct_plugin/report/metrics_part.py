@@ -190,7 +190,8 @@ def _picture(run: Run, label: str) -> str:
     steps = [window.step for window in run.windows]
     for key, name in (("dense_bytes", "without the plugin"), ("sent_bytes", "sent")):
         axes[0].plot(steps, [window.total(key) for window in run.windows], ".-", label=name)
-    axes[0].set(xlabel="step", ylabel="bytes per step and rank", yscale="log")
+    scale = "log" if run.ratio(run.windows) else "linear"  # one rank sends nothing
+    axes[0].set(xlabel="step", ylabel="bytes per step and rank", yscale=scale)
     axes[0].legend()
     if run.losses:
         axes[1].plot(*zip(*run.losses, strict=True))

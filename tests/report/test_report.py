@@ -116,6 +116,17 @@ def test_the_page_has_the_text_and_one_picture_and_needs_no_other_file(said: tup
         assert absent not in page
 
 
+@pytest.mark.filterwarnings("error")
+def test_one_rank_that_sends_nothing_has_a_picture(tmp_path: Path) -> None:
+    metrics = Metrics(MetricsConfig(path=str(tmp_path / "m.jsonl"), every=1), rank=0, world_size=1)
+    for step in range(1, 4):
+        metrics.record(Record("gradient", numel=1000))
+        metrics.step(step)
+    metrics.close()
+    report(tmp_path / "m.jsonl", "--out", tmp_path / "r.html")
+    assert "<svg" in (tmp_path / "r.html").read_text()
+
+
 def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     job(tmp_path / "m.jsonl")
