@@ -20,6 +20,7 @@ from support.deepspeed_launch import run_ranks
 from dct_plugin.config import EmbeddingChannelConfig
 from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.embedding import ShardedTables
+from dct_plugin.errors import ConfigError
 from dct_plugin.integrations.dlrm.experts import Experts
 from dct_plugin.integrations.dlrm.optimizers import HybridOptimizer, hybrid_groups
 from dct_plugin.recommender.models import DLRM
@@ -177,6 +178,27 @@ def _results(path: str) -> dict[str, Any]:
         results[name] = task()
         gc.collect()
     return results
+
+
+def _without_experts() -> str:
+    deepspeed.init_distributed(dist_backend="gloo")
+    equal = (30, 30)  # shards of one shape, which DeepSpeed takes for copies
+    model = DLRM(cardinalities=equal, tables=ShardedTables(equal, DIM, average_gradients=False), **MLP)
+    config = {
+        "train_batch_size": BATCH,
+        "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+        "dct": {"data_parallel": {}},
+    }
+    try:
+        deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_tables_that_deepspeed_would_average_are_refused(tmp_path: Path) -> None:
+    for rank, error in enumerate(run_ranks(2, _without_experts, tmp_path)):
+        assert error.startswith(f"rank {rank}: dct does not support ShardedTables that DeepSpeed averages")
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from dct_plugin.config import DCTConfig
+from dct_plugin.embedding import TableShard
 from dct_plugin.metrics import Metrics
 
 from ..host import versions
@@ -158,6 +159,10 @@ def job_of(engine: Any, path: Any = None) -> Job:
         pipeline=is_pipeline(engine),
         tied_weights=bool(tied_weights(engine)),
         experts=bool(engine.has_moe_layers),
+        tables=any(
+            isinstance(module, TableShard) and not is_expert(module.weight)
+            for module in engine.module.modules()
+        ),
         gathers_weights=path is not None and path.weight_layout is not None,
         wrapper=type(engine.optimizer).__name__ if path is None and has_optimizer(engine) else "",
         engine=_unsupported_class(engine),

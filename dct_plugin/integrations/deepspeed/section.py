@@ -133,6 +133,7 @@ class Job:
         pipeline: Whether it is the pipeline engine.
         tied_weights: Whether stages of the pipeline have weights in common.
         experts: Whether layers have experts on several ranks.
+        tables: Whether there are sharded tables that DeepSpeed takes for copies of each other.
         gathers_weights: Whether DeepSpeed gathers weights after a step, where updates can be thresholded.
         engine, wrapper: Names of the classes of the engine and of DeepSpeed's wrapper around the optimizer,
             if they are not supported; else empty.
@@ -159,6 +160,7 @@ class Job:
     pipeline: bool = False
     tied_weights: bool = False
     experts: bool = False
+    tables: bool = False
     gathers_weights: bool = False
     engine: str = ""
     wrapper: str = ""

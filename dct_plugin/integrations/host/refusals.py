@@ -141,6 +141,8 @@ FEATURES: dict[str, dict[str, str]] = {
         "quantized_gradients": "zero_optimization.zero_quantized_gradients = true: DeepSpeed quantises the "
         "gradients that dct thresholds",
         "offload": "offloading ({})",
+        "tables": "ShardedTables that DeepSpeed averages between ranks: wrap the model in "
+        "dct_plugin.integrations.dlrm.experts.Experts (docs/embeddings.md)",
         "zenflow": "ZenFlow (zero_optimization.zenflow)",
         "unmanaged_accumulation": "managed_gradient_accumulation = false: a step ends where step() is "
         "called, and gradients are reduced before that is known",
