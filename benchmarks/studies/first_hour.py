@@ -52,29 +52,12 @@ def block(total_steps: int | None) -> str:
     return found[1].replace("optimizer)", f"optimizer{steps})")
 
 
-class Lion:
-    """Lion (Chen et al., 2023), whose step the plugin does not know."""
-
-    def __new__(cls, parameters: Any, lr: float) -> Any:
-        import torch
-
-        class Lion(torch.optim.Optimizer):
-            @torch.no_grad()
-            def step(self) -> None:
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                        parameter.sub_(mean.lerp(parameter.grad, 0.1).sign_(), alpha=group["lr"])
-                        mean.lerp_(parameter.grad, 0.01)
-
-        return Lion(parameters, {"lr": lr})
-
-
 class Engine(powersgd.Engine):
     """A model under DDP with the parts of DeepSpeed's engine that the study uses."""
 
     def __init__(self, model: Any, config: dict[str, Any]) -> None:
         import torch
+        from unknown_optimizers import Lion
 
         import dct_plugin
 

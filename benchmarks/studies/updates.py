@@ -39,6 +39,7 @@ from muon import MUON_LR
 from tasks import LR, WEIGHT_DECAY, WIDTH, Gpt, Run, trained
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from unknown_optimizers import Lion, ScheduleFree
 
 import dct_plugin
 from dct_plugin.recommender.intervals import paired
@@ -47,52 +48,8 @@ from dct_plugin.recommender.links.team import free_port
 #: Learning rates as multiples of AdamW's.
 RATES = {"adamw": 1.0, "muon": MUON_LR, "lion": 0.05, "adafactor": 5.0, "schedule-free": 1.0}
 BY_STEPS = " by steps"
-
-
-class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al., 2023, algorithm 2)."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Make a step."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.sub_(mean.lerp(parameter.grad, 0.1).sign_(), alpha=group["lr"])
-                mean.lerp_(parameter.grad, 0.01)
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free Adam (Defazio et al., 2024, algorithm 1), without decay. Parameters are *y*, where
-    gradients are taken; the result is *x*.
-    """
-
-    beta = 0.9
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Make a step."""
-        for group in self.param_groups:
-            group["steps"] = steps = group.get("steps", 0) + 1
-            rate = group["most"] = max(group["lr"], group.get("most", 0.0))  # constant after the warm-up
-            group["sum"] = group.get("sum", 0.0) + rate**2
-            share = rate**2 / group["sum"]
-            for parameter in group["params"]:
-                state, gradient = self.state[parameter], parameter.grad
-                z = state.setdefault("z", parameter.clone())
-                square = state.setdefault("square", torch.zeros_like(parameter))
-                square.lerp_(gradient.square(), 0.001)
-                change = gradient / (square / (1 - 0.999**steps)).sqrt().add_(1e-8)
-                parameter.lerp_(z, share).add_(change, alpha=rate * (self.beta * (1 - share) - 1))
-                z.sub_(change, alpha=rate)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Let the parameters hold *x*; the mean of the ranks' *z* is the model's. A collective."""
-        for parameter, state in self.state.items():
-            dist.all_reduce(state["z"])
-            parameter.lerp_(state["z"] / dist.get_world_size(), 1 - 1 / self.beta)
+#: Those whose step the plugin does not know.
+UNKNOWN = {"lion": Lion, "adafactor": torch.optim.Adafactor, "schedule-free": ScheduleFree}
 
 
 def section_of(setting: str) -> dict[str, Any] | None:
@@ -134,12 +91,8 @@ def optimizers_of(model: nn.Module, kind: str, setting: str) -> list[torch.optim
     rate = {"lr": LR * RATES[kind], "weight_decay": WEIGHT_DECAY}
     if kind == "muon":
         return [torch.optim.Muon(blocks, **rate, adjust_lr_fn="match_rms_adamw"), adamw]
-    told = "Muon" if setting.endswith(BY_STEPS) else "AdamW"
-    if kind == "adafactor":
-        return [type(told, (torch.optim.Adafactor,), {})(blocks, **rate), adamw]
-    if kind == "lion":
-        return [type(told, (Lion,), {})(blocks, rate), adamw]
-    return [type(told, (ScheduleFree,), {})(blocks, {"lr": LR, "weight_decay": 0.0}), adamw]
+    told = type("Muon" if setting.endswith(BY_STEPS) else "AdamW", (UNKNOWN[kind],), {})
+    return [told(blocks, **rate | ({"weight_decay": 0.0} if kind == "schedule-free" else {})), adamw]
 
 
 def train(args: argparse.Namespace, run: Run, task: Gpt) -> dict[str, Any]:
