@@ -46,6 +46,7 @@ from dct_plugin.recommender.links.team import NETWORKS, Team, TeamError
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.links import ddp, zero
 from benchmarks.links.perceptron import batch, perceptron, width_of
+from benchmarks.links.suite import OPTIMIZERS
 
 AUTOMATIC = "automatic"
 BEGAN = time.monotonic()
@@ -108,7 +109,7 @@ class DDP(ddp.DDP):
             return [self._method(shared, AUTOMATIC, SECTION)]
         hosts = [each for each in ddp.methods_of(shared, one_bucket, []) if each.name not in APART]
         if self._is_adamw:
-            ahead = {"feedback": "step_ahead", "sparsity_warmup_steps": 2}
+            ahead = {"feedback": "step_ahead", **ddp.START}
             made = {name: {**section["data_parallel"], **ahead} for name, section in SECTIONS.items()}
             methods = [ddp.with_adamw(width, name, section) for name, section in made.items()]
             next(each for each in methods if each.name == AUTOMATIC).warmup = DECIDES
@@ -338,7 +339,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--rates", nargs="+", default=["unlimited", "10gbit", "1gbit", "100mbit"])
     parser.add_argument("--parameters", type=float, default=PARAMETERS, help="millions")
-    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="of the workload ddp")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="of the workload ddp")
     parser.add_argument("--seconds", type=float, default=30.0, help="of turns, for each link")
     parser.add_argument(
         "--quality", default="bytes", choices=["dense", "bytes"], help="dense: beside fp32 alone"

@@ -50,6 +50,7 @@ from dct_plugin.transport import transports
 from dct_plugin.transport.base import HEADER, Announced, Transport
 
 from .host_work import LoopedTransport
+from .links.suite import OPTIMIZERS
 
 #: Ranks of a node in the rows with nodes.
 PER_NODE = 8
@@ -314,7 +315,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--sparsity", type=float, default=0.99)
-    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--steps", type=int, default=7, help="measured ones")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pictures", type=Path, help="a folder")

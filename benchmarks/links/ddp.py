@@ -31,12 +31,14 @@ Hook = Callable[[dist.GradBucket], torch.futures.Future[Tensor]]
 
 #: Of the plugin: sparsity and type of values.
 SETTINGS = ((0.9, "bf16"), (0.9, "int8"), (0.99, "bf16"), (0.99, "int8"), (0.99, "int4"))
-#: The same with AdamW, after a start of two steps. Sparse settings get step-ahead.
+#: The start with AdamW. Sparse settings get step-ahead.
+START = {"warmup_steps": 2, "sparsity_warmup_steps": 2}
+#: The same with AdamW, by name.
 ADAMW_SECTIONS: dict[str, dict[str, Any]] = {
-    "DCT 0.99 bf16": {"sparsity": 0.99, "value_dtype": "bf16", "sparsity_warmup_steps": 2},
-    "DCT 0.96 int4": {"sparsity": 0.96, "value_dtype": "int4", "sparsity_warmup_steps": 2},
-    "DCT 0 int8": {"sparsity": 0.0, "value_dtype": "int8"},
-    "DCT updates": {"exchange_of": "updates"},
+    "DCT 0.99 bf16": {"sparsity": 0.99, "value_dtype": "bf16", **START},
+    "DCT 0.96 int4": {"sparsity": 0.96, "value_dtype": "int4", **START},
+    "DCT 0 int8": {"sparsity": 0.0, "value_dtype": "int8", "warmup_steps": 2},
+    "DCT updates": {"exchange_of": "updates", "warmup_steps": 2},
 }
 #: The end of a variant's name that trains with AdamW.
 ADAMW = ", AdamW"
@@ -225,6 +227,6 @@ def with_adamw(width: int, name: str, section: Mapping[str, Any], layers: int = 
     """Return the steps of a model of its own with AdamW: the plugin shows it other weights in its passes."""
     ddp = nn.parallel.DistributedDataParallel(perceptron(width, layers), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4)
-    state = dct_plugin.attach(ddp, optimizer, {"data_parallel": {"warmup_steps": 2, **section}})
+    state = dct_plugin.attach(ddp, optimizer, {"data_parallel": section})
     step = partial(_step, ddp, optimizer, batch(width))
     return Method(name, step, [state.metrics], warmup=12)

@@ -53,9 +53,8 @@ class Replicas:
             metrics = Metrics(
                 MetricsConfig(), rank=dist.get_rank(), world_size=self._mesh["replicate"].size()
             )
-            config = {"data_parallel": {**section, "warmup_steps": 2} if self._is_adamw else section}
-            compress_replicas(model, config, optimizer=optimizer, metrics=metrics)
-            methods.append(Method(name, step, [metrics], warmup=12 if self._is_adamw else 10))
+            compress_replicas(model, {"data_parallel": section}, optimizer=optimizer, metrics=metrics)
+            methods.append(Method(name, step, [metrics], warmup=12))
         return methods
 
     def close(self) -> None:
