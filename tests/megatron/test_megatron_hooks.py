@@ -443,8 +443,8 @@ def test_tensor_with_pipeline_parallel() -> None:
 
 
 def _newer(config: Any, ddp: Any) -> dict[str, Callable[[], Any]]:
-    """What megatron-core has from 0.19 on. Before, a name stands for its configuration, and a stub for
-    version 2 of Megatron-FSDP.
+    """Return what megatron-core has from 0.19 on. For an earlier one a name stands for its configuration, and
+    a stub for version 2 of Megatron-FSDP.
     """
     from types import SimpleNamespace
 
