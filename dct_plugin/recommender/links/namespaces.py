@@ -19,6 +19,8 @@ from dct_plugin.errors import DCTError
 from dct_plugin.rates import bits_per_second, check_rate
 
 _MTU = 1500
+#: Bytes of data in a full segment of TCP, without the headers (with timestamps, as is usual).
+SEGMENT = _MTU - 52
 #: Packets that are cut at the other end are at most this long, so that a short burst lets them pass whole.
 _OFFLOADED = 16384
 

@@ -37,6 +37,8 @@ class Block(NamedTuple):
         totals: What the plugin's metrics have timed and counted so far, mean over the ranks.
         steps: How many.
         inside: Bytes per step between ranks of one node, all nodes together, with headers.
+        resent: Bytes per step, part of the above, that TCP sent again: as good as none but on machines that
+            are too busy to acknowledge in time, and on links that drop packets.
     """
 
     ms: float
@@ -44,6 +46,7 @@ class Block(NamedTuple):
     totals: dict[str, float]
     steps: int
     inside: float = 0.0
+    resent: float = 0.0
 
 
 def rank_environment(rank: int, ranks: int, *, host: str, port: int, device: str) -> dict[str, str]:
@@ -147,9 +150,11 @@ class Team:
     def block(self, method: str, steps: int) -> Block:
         """Do ``steps`` steps of a method and return what they took."""
         seconds, counts, totals = zip(*self._ask("block", method, steps), strict=True)
-        sent, inside = (sum(column) / steps for column in zip(*counts[:: self._per_node], strict=True))
+        sent, inside, resent = (
+            sum(column) / steps for column in zip(*counts[:: self._per_node], strict=True)
+        )
         mean = {name: sum(part[name] for part in totals) / self.ranks for name in totals[0]}
-        return Block(1e3 * max(seconds) / steps, sent, mean, steps, inside)
+        return Block(1e3 * max(seconds) / steps, sent, mean, steps, inside, resent)
 
     def _ask(self, *request: Any) -> list[Any]:
         for rank, connection in enumerate(self._connections):

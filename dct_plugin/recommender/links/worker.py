@@ -14,6 +14,7 @@ import traceback
 from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from dct_plugin.host_traffic import HostTraffic
 from dct_plugin.metrics.network_counters import InterfaceCounter
 
 from .method import Method, Workload, totals_of
+from .namespaces import SEGMENT
 
 #: Seconds that the ranks wait for each other. At 100 Mbit/s, 100 million fp32 gradients take half a minute.
 PATIENCE = timedelta(minutes=3)
@@ -80,13 +82,14 @@ class Rank:
         dist.barrier(self._control)  # one that takes its connections down early can abort the others
         dist.destroy_process_group()
 
-    def block(self, method: Method, steps: int) -> tuple[float, tuple[int, int], dict[str, float]]:
-        """Seconds that ``steps`` steps take here, bytes that left this node and that stayed in it, and the
-        totals of the method's metrics.
+    def block(self, method: Method, steps: int) -> tuple[float, tuple[int, int, int], dict[str, float]]:
+        """Seconds that ``steps`` steps take here; bytes that left this node, that stayed in it, and that its
+        kernel sent again; the totals of the method's metrics.
         """
         with method.around():
             dist.barrier(self._control)
             self._counter.start()
+            resent = _resent()
             began = time.perf_counter()
             with ExitStack() as recorded:
                 for metrics in method.metrics:  # other methods of this process have theirs
@@ -96,8 +99,22 @@ class Rank:
             seconds = time.perf_counter() - began
             dist.barrier(self._control)
             sent = {name: tx for name, (_, tx) in self._counter.stop().per_interface.items()}
-        counts = sent.pop(self._data), sum(sent.values())
+            resent = _resent() - resent
+        counts = sent.pop(self._data), sum(sent.values()), resent
         return seconds, counts, totals_of(method.metrics)
+
+
+def _resent() -> int:
+    """Bytes that TCP has sent again in this network namespace; 0 where that is not counted."""
+    try:
+        names, values = [
+            line.split()
+            for line in Path("/proc/self/net/snmp").read_text("ascii").splitlines()
+            if line[:4] == "Tcp:"
+        ]
+    except (OSError, ValueError):
+        return 0
+    return int(dict(zip(names, values, strict=True))["RetransSegs"]) * SEGMENT
 
 
 if __name__ == "__main__":
