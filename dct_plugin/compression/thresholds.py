@@ -17,6 +17,8 @@ import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..kernels.job import SMALLEST_TAU
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -147,7 +149,9 @@ class Threshold:
         # The band is widened by counting noise, or a tensor of which 40 entries are wanted would refresh for
         # ever.
         slack = 2.0 / math.sqrt(target)
-        self.out_of_band = not (self.band[0] - slack <= ratio <= self.band[1] + slack)
+        # Nothing else can pass the smallest threshold: most entries of this gradient are zero.
+        too_few = ratio < self.band[0] - slack and self.tau > SMALLEST_TAU
+        self.out_of_band = too_few or ratio > self.band[1] + slack
 
     def rescale(self, factor: float) -> None:
         """Follow a change of the gradient's unit (loss scale)."""

@@ -116,6 +116,17 @@ def test_threshold_is_measured_again_after_its_lifespan_and_out_of_band() -> Non
     assert threshold.due(0.01)
 
 
+def test_a_gradient_of_zeros_is_not_measured_in_every_step() -> None:
+    compressor = Compressor(sparsity=0.99)
+    (dense,) = gradients(1, 100_000)
+    rows = dense * (torch.arange(100_000) < 100)  # a tenth of what is wanted, as of a table's rows
+    for _ in range(34):
+        assert compressor.compress(rows).nnz == 100
+    assert compressor.threshold.refreshes == 7  # steps 0, 1, 2, 4, 8, 16, 32
+    compressor.compress(dense)
+    assert not compressor.threshold.out_of_band  # the small sample of each step has seen it
+
+
 def test_capacity_limits_the_message_and_keeps_the_rest() -> None:
     compressor = Compressor(sparsity=0.99, expert={"threshold": "fixed"})
     for gradient in gradients(4, 100_000):
