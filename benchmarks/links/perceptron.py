@@ -24,6 +24,8 @@ def perceptron(width: int, count: int = LAYERS) -> nn.Sequential:
     """The same weights on every rank and in every call."""
     torch.manual_seed(0)
     layers = [layer for _ in range(count) for layer in (nn.Linear(width, width), nn.ReLU())]
+    for layer in layers[::2]:  # with torch's own weights the gradients of many layers vanish
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return nn.Sequential(*layers, nn.Linear(width, 1))
 
 
