@@ -29,7 +29,7 @@ from ..config import MetricsConfig
 from ..console import logger
 from .sinks import Event as Event
 from .sinks import ReportSinks, Sink
-from .summary import UNCOMPRESSED, ClassSummary, Summary, in_words, ratio_of, uncompressed
+from .summary import KINDS, UNCOMPRESSED, ClassSummary, Summary, in_words, ratio_of, uncompressed
 from .summary import format_bytes as format_bytes
 
 
@@ -219,7 +219,7 @@ class Metrics:
         self._medians: list[float] = []
         """Medians of the windows after the start."""
         self._dense_durations: list[float] = []
-        """Milliseconds of the first steps, until one has a thresholded message."""
+        """Milliseconds of the first steps, until one has a compressed message."""
         self._is_dense = True
         self.warns = rank == 0
         """True if this rank warns of tensors that cross uncompressed."""
@@ -266,7 +266,8 @@ class Metrics:
             self._steps += 1
             self._window_steps += 1
             self._last_step = n
-            self._is_dense = self._is_dense and not any(sums.sparse_numel for sums in opened.values())
+            compressed = (s.sparse_numel or (cls in KINDS and s.numel) for cls, s in opened.items())
+            self._is_dense = self._is_dense and not any(compressed)
             if ended is not None:  # the first step has no beginning
                 self._durations.append(1e3 * (now - ended))
                 if self._is_dense and len(self._dense_durations) < _DENSE_STEPS:

@@ -106,8 +106,8 @@ REASONS = {
     "small": "small tensors, integers and masks",
 }
 
-#: Kinds of tensors in words.
-_KINDS = {"gradient": "gradient", "tensor": "tensor-parallel", "pipeline": "pipeline"}
+#: Kinds of tensors in words, by the class of their compressed messages.
+KINDS = {"gradient": "gradient", "tensor": "tensor-parallel", "pipeline": "pipeline"}
 
 #: Tensor classes as the summary names them.
 _CLASS_NAMES = {
@@ -214,7 +214,7 @@ def uncompressed(
         least: Kinds with this share or a smaller one are left out.
         without: And so are these kinds.
     """
-    for kind in _KINDS:
+    for kind in KINDS:
         if kind in without:
             continue
         prefix = f"{UNCOMPRESSED}{kind}/"
@@ -227,7 +227,7 @@ def uncompressed(
         most = sorted(passed, key=passed.__getitem__, reverse=True)
         each = [f"{_percent(share * passed[key] / total)} {REASONS[key]}" for key in most]
         words = REASONS[most[0]] if len(most) == 1 else ", ".join(each)
-        yield kind, f"{_percent(share)} of {_KINDS[kind]} bytes went uncompressed: {words}"
+        yield kind, f"{_percent(share)} of {KINDS[kind]} bytes went uncompressed: {words}"
 
 
 def _percent(share: float) -> str:

@@ -83,7 +83,7 @@ def verdict(run: Run, dense_losses: _Losses = ()) -> list[str]:
         time = "How long steps took is not in these metrics: one step, or an older version."
     elif before is None:
         time = f"A step took {step:.1f} ms; there were no dense steps at the start to compare with."
-    elif not (run.thresholded or run.has_dense_run):
+    elif not (run.thresholded or run.has_dense_run) and (steady is None or 0.99 < steady < 1.01):
         time = f"A step took {step:.1f} ms; nothing was thresholded."
     else:
         what = "those of the dense run" if run.has_dense_run else "the dense steps at the start"

@@ -136,12 +136,16 @@ def test_events_stand_beside_the_reports(tmp_path: Path) -> None:
     assert (decision["reason"], decision["predicted_ms"], decision["rank"]) == ("why", 1.5, 0)
 
 
-def test_dense_steps_at_the_start_are_kept_to_compare_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [{}, {"target_density": 1.0, "sent_bytes": 1000}], ids=["sparse", "int8"])
+def test_dense_steps_at_the_start_are_kept_to_compare_with(tmp_path: Path, later: dict[str, Any]) -> None:
     path = tmp_path / "metrics.jsonl"
     recorder = make(path=str(path), every=1)
     for step in range(1, 9):
         time.sleep(0.02 if step <= 5 else 0.001)
-        gradient(recorder, **({"target_density": 1.0} if step <= 5 else {}))
+        if step <= 5:
+            recorder.record(Record("gradient_warmup", 4000, 4000, 1000))
+        else:
+            gradient(recorder, **later)
         recorder.step(step)
     written = lines(path)
     assert [line["dense_step_ms"] is None for line in written] == [True, True, True, *5 * [False]]

@@ -372,7 +372,8 @@ def test_a_good_run_gets_no_advice_and_a_slow_rank_is_named() -> None:
     assert "Look at rank 1" in advice(run)[0].try_this
     assert "2.00x faster than the dense steps" in verdict(run)[1]
     assert "1.50x slower" in verdict(run_of({"step_ms": 30}))[1]
-    assert "nothing was thresholded" in verdict(run_of({"density_target": 1}))[1]
+    assert "nothing was thresholded" in verdict(run_of({"density_target": 1, "sent_bytes": 1000}))[1]
+    assert "2.00x faster than the dense steps" in verdict(run_of({"density_target": 1}))[1]  # all in int8
     assert "no dense steps" in verdict(run_of({"dense_step_ms": None}))[1]
 
 
