@@ -200,6 +200,20 @@ def test_threshold_changes_between_steps_only() -> None:
     assert messages.encode(second, 3)[2].totals().tau > 2 * tau
 
 
+@pytest.mark.parametrize("evaluated_first", [True, False])
+def test_evaluations_leave_the_threshold_of_a_step_alone(evaluated_first: bool) -> None:
+    streams = [ActivationStream(lossless(TensorConfig, 0.9)) for _ in range(2)]
+    x, evaluated = activation(1, 4096), activation(2, 4096) * (100 if evaluated_first else torch.nan)
+    for stream, evaluates in zip(streams, (False, True), strict=True):
+        messages = FixedMessages(stream)
+        for tensor in (evaluated, x) if evaluated_first else (x, evaluated):
+            stream.training = tensor is x
+            if evaluates or tensor is x:
+                messages.encode(tensor, 0)
+        stream.end_step()
+    assert streams[0].state_dict() == streams[1].state_dict()
+
+
 @pytest.mark.parametrize("poisoned_part", [0, 1])
 @pytest.mark.parametrize("clean_steps", [0, 1, 3])
 def test_a_poisoned_tensor_leaves_the_threshold_bitwise(poisoned_part: int, clean_steps: int) -> None:

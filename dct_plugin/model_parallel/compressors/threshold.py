@@ -70,18 +70,21 @@ class Thresholded(Whole[ThresholdMethod]):
     def _tau(self, encoded: Encoded, flats: Sequence[Tensor]) -> Tau:
         if not encoded.numel:
             return SMALLEST_TAU
-        if self._measured is None and (self.site.training or self.threshold.tau <= 0.0):
-            self._measured = self._stream.propose(
-                encoded, flats[0] if len(flats) == 1 else torch.cat(list(flats))
-            )
-        return self.threshold.tau if self._measured is None else self._measured
+        if self._measured is not None:
+            return self._measured
+        if not self.site.training and self.threshold.tau > 0.0:
+            return self.threshold.tau
+        tau = self._stream.propose(encoded, flats[0] if len(flats) == 1 else torch.cat(list(flats)))
+        if self.site.training:
+            self._measured = tau
+        return tau
 
     def _observe(self, encoded: Encoded) -> None:
         totals = encoded.totals()
         if isinstance(self._measured, Tensor):
             self._measured = totals.tau
-        self._poisoned |= totals.nonfinite
         if self.site.training:
+            self._poisoned |= totals.nonfinite
             self._above += totals.above
             self._numel += encoded.numel
 
