@@ -317,6 +317,13 @@ def test_a_manager_of_another_group_is_refused() -> None:
         manager.shutdown(wait=False)
 
 
+def test_a_group_can_be_shut_down_again() -> None:
+    pg = group_of(SPARSE)
+    for _ in range(2):
+        pg.shutdown()
+        assert pg.errored() is None
+
+
 def test_a_group_without_a_manager_is_refused() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pg = group_of(SPARSE)

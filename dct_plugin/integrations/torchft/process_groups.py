@@ -180,12 +180,11 @@ class _ThresholdedGroup(ProcessGroupWrapper):
         return self._failure or super().errored()
 
     def shutdown(self) -> None:
-        """Close all connections, and the metrics, with the last step."""
+        """Close all connections, and the metrics, with the last step; may be called again."""
         self._leave_quorum()
         if self._manager is not None:
             self._settle()
         self._attachment.close()
-        self._worker.shutdown()
         super().shutdown()
 
     def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup | None:
