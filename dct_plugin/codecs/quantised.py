@@ -8,6 +8,7 @@ Plain torch, any device.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -138,29 +139,22 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
     n is a multiple of 8; of ``8 / bits`` where that is a whole number.
     """
-    if bits == 8:
-        return codes
-    if 8 % bits:
-        word = torch.zeros(codes.numel() // 8, dtype=torch.int64, device=codes.device)
-        for place, column in enumerate(codes.view(-1, 8).to(torch.int64).unbind(dim=1)):
-            word |= column << (bits * place)
-        return torch.stack([word >> (8 * byte) & 255 for byte in range(bits)], dim=1).to(torch.uint8).view(-1)
-    columns = codes.view(-1, 8 // bits).unbind(dim=1)
-    packed = columns[0].clone()
-    for place, column in enumerate(columns[1:], start=1):
-        packed |= column << (bits * place)
-    return packed
+    return _cut_anew(codes, bits, 8)
 
 
 def unpack(data: Tensor, bits: int) -> Tensor:
     """Do the inverse of :func:`pack`."""
-    if bits == 8:
-        return data
-    mask = 2**bits - 1
-    if 8 % bits:
-        word = torch.zeros(data.numel() // bits, dtype=torch.int64, device=data.device)
-        for byte, column in enumerate(data.view(-1, bits).to(torch.int64).unbind(dim=1)):
-            word |= column << (8 * byte)
-        places = [(word >> (bits * place)) & mask for place in range(8)]
-        return torch.stack(places, dim=1).to(torch.uint8).view(-1)
-    return torch.stack([(data >> (bits * place)) & mask for place in range(8 // bits)], dim=1).view(-1)
+    return _cut_anew(data, 8, bits)
+
+
+def _cut_anew(numbers: Tensor, bits: int, new_bits: int) -> Tensor:
+    """Join numbers of ``bits`` bits, lowest first, and cut them into numbers of ``new_bits``; uint8 both."""
+    if bits == new_bits:
+        return numbers
+    of_word = math.lcm(bits, new_bits)
+    columns = numbers.view(-1, of_word // bits).to(torch.uint8 if of_word == 8 else torch.int64).unbind(dim=1)
+    word = columns[0].clone()
+    for place, column in enumerate(columns[1:], start=1):
+        word |= column << (bits * place)
+    parts = [word >> shift & (2**new_bits - 1) for shift in range(0, of_word, new_bits)]
+    return torch.stack(parts, dim=1).to(torch.uint8).view(-1)
