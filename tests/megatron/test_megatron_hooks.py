@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -261,6 +262,16 @@ def test_a_batch_that_the_script_rejects_leaves_no_trace() -> None:
                 assert torch.equal(states[second][name]["residual"], part["residual"]), name
                 assert states[second][name]["threshold"] == part["threshold"], name
     assert told == [1, 0]  # said once
+
+
+def test_dense_steps_before_there_are_reducers_are_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    dct = section(data=0.9)
+    dct["data_parallel"] |= {"feedback": "local", "warmup_steps": 3, "sparsity_warmup_steps": 0}
+    run(2, Job(micro_batches=1, steps=5).with_dct({**dct, "metrics": {"path": str(path), "every": 2}}))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    starts = {(row["step"], row["is_start"]) for row in rows if "class" in row}
+    assert starts == {(2, True), (3, True), (5, False)}
 
 
 def _streams(state: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -148,6 +148,8 @@ class DataParallelHook(Hook):
                 each.ahead.displace()
 
     def end_step(self) -> None:
+        # There may be no reducers yet, which note this otherwise.
+        self.session.metrics.starting = self.config.schedule.starting(self.session.step - 1)
         if self._steps.is_rejected:
             self.reductions.reject()
         skipped = self._steps.overflow or self._steps.is_rejected
