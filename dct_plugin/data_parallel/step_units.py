@@ -105,9 +105,12 @@ _INNER = ("optimizer", "_optimizer")
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside wrappers such as Accelerate's, Lightning's, DeepSpeed's and apex's."""
+    """Return the optimizer inside wrappers such as Accelerate's, Lightning's, DeepSpeed's and apex's, and
+    inside torch's ``PostLocalSGDOptimizer``, which runs no hooks of its own.
+    """
     while True:
-        inner = next((getattr(optimizer, n, None) for n in _INNER if hasattr(optimizer, n)), None)
+        names = _INNER if hasattr(optimizer, "_optimizer_step_pre_hooks") else (*_INNER, "optim")
+        inner = next((getattr(optimizer, n, None) for n in names if hasattr(optimizer, n)), None)
         if not hasattr(inner, "param_groups"):
             return optimizer
         optimizer = inner

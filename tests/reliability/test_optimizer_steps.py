@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from support.processes import launch, logged, run
 from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import dct_plugin
@@ -277,19 +278,27 @@ def sharpness_aware(rank: int) -> None:
         torch.testing.assert_close(start - weights(model), 0.05 * mean, rtol=1e-3, atol=1e-5)
 
 
-def zero_redundancy(rank: int) -> None:
-    """Its inner optimizer has a share of the parameters; a broadcast ends the step."""
+def wrappers_of_torch(rank: int) -> None:
+    """An optimizer inside has a share of the parameters, and a broadcast ends the step; or all of them, and
+    an average of equal weights does.
+    """
     section, ends = {**KEYS, "verify": {**VERIFY, "every": 1}}, []
-    for view in (False, True):
+
+    def shared(model: nn.Module, **options: bool) -> Any:
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-3, **options)
+
+    def averaged(model: nn.Module) -> Any:
+        averager = PeriodicModelAverager(period=4, warmup_steps=2)
+        return PostLocalSGDOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), averager)
+
+    for make in (shared, functools.partial(shared, parameters_as_bucket_view=True), averaged):
         model = DistributedDataParallel(Halves())
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, lr=3e-3, parameters_as_bucket_view=view
-        )
+        optimizer = make(model)
         state = dct_plugin.attach(model, optimizer, {"data_parallel": section})
         descend(model, [optimizer], rank, range(12))
         assert (state.steps.step, state.config.data_parallel.feedback.label()) == (12, "step_ahead")
         ends.append(weights(model))
-    assert torch.equal(*ends)
+    assert all(torch.equal(end, ends[0]) for end in ends)
 
 
 def restored_weights(rank: int) -> None:
@@ -385,7 +394,7 @@ def steps_within_the_backward_pass(rank: int) -> None:
 
 LOOPS = [
     a_scaler_skips_one_of_two, a_scaler_that_is_not_passed, a_scale_that_the_script_lowers,
-    an_error_inside_a_step, optimizers_that_take_turns, a_rejected_batch, sharpness_aware, zero_redundancy,
+    an_error_inside_a_step, optimizers_that_take_turns, a_rejected_batch, sharpness_aware, wrappers_of_torch,
     restored_weights, a_script_that_averages_by_itself, states_that_torch_makes,
     the_other_part_is_unused, steps_within_the_backward_pass,
 ]  # fmt: skip
