@@ -224,13 +224,18 @@ def _steps(
             stepper.zero_grad()
             points, wanted = batch(manager.current_step(), ord(name))
             F.mse_loss(model(points), wanted).backward()
+            works = []
             for parameter in model.parameters():
-                manager.allreduce(parameter.grad).wait()
+                works.append(manager.allreduce(parameter.grad))
                 if attempt == 3 and wrap is not None:
+                    works[-1].wait()
                     pg._peers.close()  # as if the connection were lost in mid-step
-            if wrap is None:
+            if wrap is None:  # while gradients travel
                 counts = torch.ones(2500, dtype=torch.int64)
-                manager.allreduce(counts, reduce_op=dist.ReduceOp.SUM).wait()
+                works.append(manager.allreduce(counts, reduce_op=dist.ReduceOp.SUM))
+            for work in works:
+                work.wait()
+            assert wrap is not None or counts.unique().item() in (1, manager.num_participants())
             if attempt == 3 and "fails" in (section or {}).get("metrics", {}).get("path", ""):
                 manager.report_error(RuntimeError("a gradient was damaged"))
             stepper.step()
@@ -342,6 +347,12 @@ def test_spares_keep_their_residuals() -> None:
         found = in_threads(lambda name: _steps(name, address, SPARSE, 4, **options), [("a",), ("b",), ("c",)])
     check_same(found)
     assert found[0]["classes"]["gradient"].sent_bytes > 5 * found[2]["classes"]["gradient"].sent_bytes
+
+
+def test_integers_are_summed_while_dense_gradients_travel() -> None:
+    section = {"data_parallel": {**SPARSE["data_parallel"], "warmup_steps": 4}}
+    with lighthouse(2) as address:
+        check_same(in_threads(lambda name: _steps(name, address, section, 6), [("a",), ("b",)]))
 
 
 def test_order_of_all_reduces_is_checked() -> None:

@@ -137,29 +137,27 @@ class _ThresholdedGroup(ProcessGroupWrapper):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         """Replace floating-point tensors by their thresholded sum over the replicas of the quorum.
 
-        Everything else is torchft's own all-reduce.
+        Everything else is torchft's own all-reduce, on the worker thread as well: all replicas make their
+        all-reduces in one order.
         """
         operation = getattr(opts, "reduceOp", opts)
         averages = operation == dist.ReduceOp.AVG
         floating = all(each.is_floating_point() and each.layout is torch.strided for each in tensors)
-        if self._off:
-            return super().allreduce(tensors, opts)
-        if not ((averages or operation == dist.ReduceOp.SUM) and floating):
-            if self.metrics is None:
-                return super().allreduce(tensors, opts)
-            with counted_by(partial(self.metrics.uncompressed, "gradient", "other_types")):
-                return super().allreduce(tensors, opts)
-        if self._manager is None:
+        is_summed = (averages or operation == dist.ReduceOp.SUM) and floating
+        if self._manager is None and not self._off:
             raise self._no_manager()
         if self._peers is None and self._failure is None:
-            return super().allreduce(tensors, opts)  # raises: there was no quorum
+            return super().allreduce(tensors, opts)  # switched off; or it raises: there was no quorum
         device = tensors[0].device
         future: Any = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         if self._failure is not None:
             future.set_result(tensors)
             return _Pending(future)
         try:
-            calls = [self._call(tensor, averages=averages) for tensor in tensors]
+            if is_summed:
+                calls = [self._call(tensor, averages=averages) for tensor in tensors]
+            else:
+                calls = [partial(self._other, tensors, opts)]
         except ConfigError as error:
             self._fail(error)
             calls = []
@@ -255,6 +253,12 @@ class _ThresholdedGroup(ProcessGroupWrapper):
             count = 1 if averages else manager.num_participants()
             reduce = partial(self._weights.reduce, name, peers=self._peers, count=count, **common)
         return partial(_in_place, tensor, reduce)
+
+    def _other(self, tensors: Sequence[Tensor], opts: Any) -> None:
+        """Make an all-reduce of torchft's own."""
+        assert self.metrics is not None
+        with counted_by(partial(self.metrics.uncompressed, "gradient", "other_types")):
+            super().allreduce(tensors, opts).wait()
 
     def _run(self, calls: Sequence[partial[None]], ready: Any, done: partial[None]) -> None:
         """Make reductions on the worker thread."""
