@@ -198,10 +198,12 @@ class Payload:
     header: Header
 
     @classmethod
-    def from_tensor(cls, data: Tensor, *, verify: bool = True) -> Payload:
+    def from_tensor(cls, data: Tensor, *, verify: bool = True, head: bytes | None = None) -> Payload:
         """Wrap a received tensor, uint8 1-D contiguous, that is exactly one payload.
 
-        ``verify=False`` leaves the checksum to a later decode.
+        Args:
+            verify: False leaves the checksum to a later decode.
+            head: The first (at most) 24 bytes, where the caller has read them.
 
         Raises:
             PayloadError: the reason.
@@ -209,7 +211,7 @@ class Payload:
         if data.dtype is not torch.uint8 or data.dim() != 1 or not data.is_contiguous():
             found = f"{data.dtype} of shape {tuple(data.shape)}"
             raise PayloadError(f"a payload is a contiguous 1-D uint8 tensor, got {found}")
-        header = Header.parse(header_bytes(data), data.numel())
+        header = Header.parse(header_bytes(data) if head is None else head, data.numel())
         if header.nbytes != data.numel():
             raise PayloadError(f"payload announces {header.nbytes} bytes, the buffer has {data.numel()}")
         if verify:

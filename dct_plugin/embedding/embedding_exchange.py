@@ -33,7 +33,7 @@ from ..autograd import with_gradient
 from ..compression.stream import as_flat
 from ..config import EmbeddingChannelConfig, KernelConfig
 from ..host_traffic import own_traffic
-from ..kernels.reference import has_overflow
+from ..kernels.reference import overflow_flags
 from ..metrics import Metrics, Record
 from ..transport.exchange import Exchange
 from .bounds import Limits, TableLimits
@@ -189,9 +189,11 @@ class _RoundTrip:
         """Find masks and bounds. What is not finite crosses as it is, and reaches the loss."""
         limits, owner = self._limits, self._owner
         bounds = None if limits.bound is None else owner.bounds(limits)
-        found = []
-        for block, tables, rows in zip(blocks, self._route.sent_tables, self._route.sent_rows, strict=True):
-            overflows = limits.threshold and has_overflow(as_flat(block))
+        found, overflowed = [], [False] * len(blocks)
+        if limits.threshold:  # the device is read once for all
+            overflowed = overflow_flags([as_flat(block) for block in blocks]).tolist()
+        sent = zip(blocks, self._route.sent_tables, self._route.sent_rows, overflowed, strict=True)
+        for block, tables, rows, overflows in sent:
             mask = owner.mask(block, tables, rows) if limits.threshold and not overflows else None
             applied = None if overflows or bounds is None else bounds[tables]
             found.append(VectorBlock(block, rows, mask, applied))

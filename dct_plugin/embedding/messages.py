@@ -6,19 +6,22 @@ gradients come back at these entries only: as values without positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..codecs.copies import to_device
+from ..codecs.payload import HEADER_NBYTES, Payload
 from ..codecs.values import ValueDtype
 from ..compression.stream import as_flat, wire_dtype
 from ..errors import PayloadError
 from ..kernels.backend import mask_of
 from ..kernels.embedding import FloatArray, IntArray, Outgoing
-from .vector_codec import BOUNDED, PACKED, PLAIN_KINDS, VectorCodec, plain_kind
+from .vector_codec import BOUNDED, PACKED, PLAIN, PLAIN_KINDS, OutgoingValues, VectorCodec, WrittenValues
 
 # Bit of a message's last byte: gradients come back at the entries that crossed only.
 _MASKED = 2
@@ -76,17 +79,22 @@ class VectorMessages:
         layers.
         """
         flats = [_masked(block) for block in blocks]
-        outgoing = {}
+        outgoing, values = {}, {}
         for r, (block, flat) in enumerate(zip(blocks, flats, strict=True)):
-            if block.bounds is not None and block.x.numel():
+            if not block.x.numel():
+                continue
+            kind, code = self._masked_bit(block), self._code(block, flat)
+            if block.bounds is not None:
                 x, lengths = flat.to(torch.float32), self.lengths(block.rows)
-                kind = BOUNDED | self._masked_bit(block)
-                outgoing[r] = Outgoing(x, lengths, block.bounds, send=r != own, kind=kind)
+                outgoing[r] = Outgoing(x, lengths, block.bounds, send=r != own, kind=BOUNDED | kind)
+            elif r != own or code is not ValueDtype.lossless(flat.dtype):
+                values[r] = OutgoingValues(flat, code, kind, zeros=block.mask is None)
         decoded = any(blocks[r].mask is not None for r in outgoing)
         coded = self.codec.encode(outgoing, decoded=decoded)
         data = [block.x.new_empty(0, dtype=torch.uint8) for block in blocks]
         masks = [block.mask for block in blocks]
-        vectors, kept = blocks[own].x, 0
+        vectors, kept, counted = blocks[own].x, 0, []
+        written = self.codec.encode_values(values)
         for r, (block, flat) in enumerate(zip(blocks, flats, strict=True)):
             if not block.x.numel():
                 continue
@@ -97,15 +105,15 @@ class VectorMessages:
                     masks[r] = (flat != 0).view(block.x.shape)
                 if (message := coded[r].message) is not None:
                     data[r] = message
-                    kept += len(flat) if block.mask is None else int(flat.count_nonzero())
+                    kept += 0 if block.mask is not None else len(flat)
+                    counted += [] if block.mask is None else [flat.count_nonzero()]
             elif r == own:
-                flat = self._rounded(block, flat)
+                flat = self._rounded(flat, written.get(r))
             else:
-                code, kind = self._code(block, flat), self._masked_bit(block)
-                data[r], number = self.codec.encode_values(flat, code, kind, zeros=block.mask is None)
-                kept += number
+                data[r], kept = written[r].message, kept + written[r].number
             if r == own:
                 vectors = flat.view(block.x.shape).to(block.x.dtype)
+        kept += int(torch.stack(counted).sum()) if counted else 0
         return Messages(data, [None] * len(blocks) if self.config.dense_gradient else masks, vectors, kept)
 
     def encode_gradients(
@@ -124,27 +132,28 @@ class VectorMessages:
             quantised: ``gradient_bound`` applies, relative to the root mean square of each table's gradient.
         """
         data = [part.new_empty(0, dtype=torch.uint8) for part in parts]
-        outgoing: dict[int, Outgoing] = {}
-        gradient, kept = parts[own], 0
-        for r, (part, mask) in enumerate(zip(parts, masks, strict=True)):
-            if not part.numel():
-                continue
-            if r == own:
-                gradient = part if mask is None else part * mask
-                continue
-            flat = as_flat(part) if mask is None else as_flat(part)[mask.view(-1)]
+        peers = [r for r, part in enumerate(parts) if part.numel() and r != own]
+        masked = {r: mask for r in peers if (mask := masks[r]) is not None}
+        (counted,) = _read([self._counts(rows, masked)])
+        lengths = self._lengths(peers, rows, masked, counted)
+        flats = {r: as_flat(parts[r]) for r in peers}
+        flats |= _entries({r: flats[r] for r in masked}, masked, [int(lengths[r].sum()) for r in masked])
+        outgoing, values, kept = {}, {}, 0
+        for r, flat in flats.items():
             if quantised:
-                lengths = self.lengths(rows[r], mask)
-                bounds = np.zeros(len(lengths))
-                outgoing[r] = Outgoing(flat.to(torch.float32), lengths, bounds, kind=BOUNDED)
+                bounds = np.zeros(len(lengths[r]))
+                outgoing[r] = Outgoing(flat.to(torch.float32), lengths[r], bounds, kind=BOUNDED)
                 kept += flat.numel()
             else:
-                code = wire_dtype(flat.dtype, self.config.value_dtype, dense=mask is None)
-                data[r], number = self.codec.encode_values(flat, code, 0)
-                kept += number
+                code = wire_dtype(flat.dtype, self.config.value_dtype, dense=r not in masked)
+                values[r] = OutgoingValues(flat, code, 0)
+        for r, written in self.codec.encode_values(values).items():
+            data[r], kept = written.message, kept + written.number
         for r, encoded in self.codec.encode(outgoing, relative=self.config.gradient_bound or 0.0).items():
             assert encoded.message is not None
             data[r] = encoded.message
+        mask = masks[own]
+        gradient = parts[own] if mask is None else parts[own] * mask
         return Messages(data, [None] * len(parts), gradient, kept)
 
     def decode(
@@ -175,44 +184,70 @@ class VectorMessages:
         out = torch.empty(sum(counts), dtype=torch.float32, device=values.device)
         slices = list(out.split(counts))
         found: list[Tensor | None] = [None] * len(rows)
-        bounded: dict[int, Tensor | None] = {}
-        kinds = _kinds(messages)
-        for source, (message, part) in enumerate(zip(messages, slices, strict=True)):
-            mask = None if masks is None else masks[source]
-            if source == own:
-                part.copy_(values.reshape(-1))
-            elif part.numel():
-                self._check_kind(kinds[source], source)
-                if kinds[source] & BOUNDED:
-                    bounded[source] = mask
-                    continue
+        peers = [source for source, part in enumerate(slices) if part.numel() and source != own]
+        masked = {s: mask for s in peers if masks is not None and (mask := masks[s]) is not None}
+        # What tells how to read a message: the header of its payload, and its last byte.
+        heads = [message[: max(len(message) - 1, 0)][:HEADER_NBYTES] for message in messages]
+        last = [message[-1:] for message in messages]
+        *read, counted = _read([*heads, *last, self._counts(rows, masked)])
+        kinds = [each[0] if each else -1 for each in read[len(messages) :]]
+        lengths = self._lengths(peers, rows, masked, counted)
+        outs = {s: out.new_empty(lengths[s].sum()) if s in masked else slices[s] for s in peers}
+        slices[own].copy_(values.reshape(-1))
+        for source in peers:
+            self._check_kind(kinds[source], source)
+            if not kinds[source] & BOUNDED:
+                message, kept = messages[source], outs[source].zero_()
                 with self.codec.blame(what, source):
-                    self._read_values(message, kinds[source], part.zero_(), mask)
-                    if kinds[source] & _MASKED:
-                        kept = mask_of(self.codec.backend(out.device), message[:-1], part.numel())
-                        found[source] = kept.view(-1, self.dim)
-        lengths = {s: self.lengths(rows[s], mask) for s, mask in bounded.items()}
-        outs = {s: slices[s] if m is None else out.new_empty(lengths[s].sum()) for s, m in bounded.items()}
-        packed_ones = [s for s in bounded if kinds[s] & PACKED]
-        payloads = {s: messages[s][:-1] for s in bounded}
+                    payload = None
+                    if not kinds[source] & PLAIN:
+                        head = bytes(read[source])
+                        payload = Payload.from_tensor(message[:-1], verify=False, head=head)
+                    self.codec.add_values(message, kinds[source], kept, payload)
+                    if payload is not None and kinds[source] & _MASKED:
+                        backend, numel = self.codec.backend(out.device), slices[source].numel()
+                        found[source] = mask_of(backend, payload, numel).view(-1, self.dim)
+        bounded = [source for source in peers if kinds[source] & BOUNDED]
+        packed_ones = [source for source in bounded if kinds[source] & PACKED]
+        payloads = {source: messages[source][:-1] for source in bounded}
         self.codec.decode(payloads, lengths, outs, what, packed_ones=packed_ones)
-        for source, mask in bounded.items():
-            if mask is not None:
-                slices[source].zero_().masked_scatter_(mask.view(-1), outs[source])
+        for source, mask in masked.items():
+            slices[source].zero_().masked_scatter_(mask.view(-1), outs[source])
+        for source in bounded:
             if kinds[source] & _MASKED:
                 found[source] = (slices[source] != 0).view(-1, self.dim)
         return out.view(-1, self.dim).to(values.dtype), found
 
-    def lengths(self, rows: Sequence[int], entries: Tensor | None = None) -> IntArray:
-        """Count the entries of each segment: of those in ``entries``, bool [rows, dim], if given."""
-        counts = np.array(rows, dtype=np.int64)
-        if entries is None:
-            return counts * self.dim
-        ends = np.cumsum(counts)
-        kept = np.concatenate([[0], np.cumsum(entries.sum(dim=1).cpu().numpy())])
-        return np.asarray(kept[ends] - kept[ends - counts], dtype=np.int64)
+    def lengths(self, rows: Sequence[int]) -> IntArray:
+        """Return the entries of each segment of so many rows."""
+        return np.array(rows, dtype=np.int64) * self.dim
 
     # -- inside ---
+
+    def _counts(self, rows: Sequence[Sequence[int]], masked: Mapping[int, Tensor]) -> Tensor:
+        """Count the entries of masks, bool [rows, dim], in each segment of their ranks: int64 [segments]."""
+        if not masked:
+            return torch.empty(0, dtype=torch.int64)
+        joined = torch.cat([*masked.values()])
+        ends = np.cumsum([0, *itertools.chain.from_iterable(rows[r] for r in masked)])
+        until = torch.nn.functional.pad(joined.sum(dim=1).cumsum(0), (1, 0))
+        return until[to_device(torch.from_numpy(ends), joined.device)].diff()
+
+    def _lengths(
+        self,
+        ranks: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        masked: Collection[int],
+        counts: Sequence[int],
+    ) -> dict[int, IntArray]:
+        """Return the entries of each segment, by rank; ``counts``: those of :meth:`_counts`."""
+        counted = iter(counts)
+        return {
+            r: np.array([next(counted) for _ in rows[r]], dtype=np.int64)
+            if r in masked
+            else self.lengths(rows[r])
+            for r in ranks
+        }
 
     def _masked_bit(self, block: VectorBlock) -> int:
         """Return :data:`_MASKED` if gradients come back at the entries that crossed only, else 0."""
@@ -221,23 +256,13 @@ class VectorMessages:
     def _code(self, block: VectorBlock, flat: Tensor) -> ValueDtype:
         return wire_dtype(flat.dtype, self.config.value_dtype, dense=block.mask is None)
 
-    def _rounded(self, block: VectorBlock, flat: Tensor) -> Tensor:
-        """Return ``flat`` as a peer would decode it from values of one floating type."""
-        code = self._code(block, flat)
-        if code is ValueDtype.lossless(flat.dtype):
+    def _rounded(self, flat: Tensor, written: WrittenValues | None) -> Tensor:
+        """Return ``flat`` as a peer would decode it; ``written`` is None where values are exact."""
+        if written is None:
             return flat
-        message, _ = self.codec.encode_values(flat, code, 0, zeros=block.mask is None)
         decoded = torch.zeros(flat.numel(), dtype=torch.float32, device=flat.device)
-        kind = 0 if block.mask is not None else plain_kind(code, self.codec.backend(flat.device))
-        self.codec.add_values(message, kind, decoded)
+        self.codec.add_values(written.message, written.kind, decoded, written.payload)
         return decoded
-
-    def _read_values(self, message: Tensor, kind: int, out: Tensor, mask: Tensor | None) -> None:
-        """Add values of one floating type, which are at the entries of ``mask``, to ``out``, fp32 zeros."""
-        values = out if mask is None else out.new_zeros(int(mask.count_nonzero()))
-        self.codec.add_values(message, kind, values)
-        if mask is not None:
-            out.masked_scatter_(mask.view(-1), values)
 
     def _check_kind(self, kind: int, source: int) -> None:
         coded = 0 <= kind <= BOUNDED | _MASKED | PACKED and kind & (BOUNDED | PACKED) != PACKED
@@ -246,11 +271,26 @@ class VectorMessages:
             raise PayloadError(f"{self.codec.name}: {what} from rank {source} of the group")
 
 
-def _kinds(messages: Sequence[Tensor]) -> list[int]:
-    """Read the last bytes of all messages at once; -1 for an empty one."""
-    last = [message[-1:] for message in messages if message.numel()]
-    read = iter(torch.cat(last).tolist() if last else ())
-    return [next(read) if message.numel() else -1 for message in messages]
+def _read(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the numbers of tensors, [any] each, with one look at their device."""
+    filled = [each for each in tensors if each.numel()]
+    numbers = iter(torch.cat(filled).tolist() if filled else ())
+    return [[*itertools.islice(numbers, each.numel())] for each in tensors]
+
+
+def _entries(
+    flats: Mapping[int, Tensor], masks: Mapping[int, Tensor], counts: Sequence[int]
+) -> dict[int, Tensor]:
+    """Return the entries of 1-D tensors that masks name, by rank; ``counts``: their numbers. A mask as an
+    index would have the host wait for each number.
+    """
+    if not flats:
+        return {}
+    joined, entries = torch.cat([*flats.values()]), torch.cat([mask.view(-1) for mask in masks.values()])
+    total = sum(counts)
+    places = torch.where(entries, entries.cumsum(0) - 1, total)
+    found = joined.new_empty(total + 1).scatter_(0, places, joined)[:total]
+    return dict(zip(flats, found.split([*counts]), strict=True))
 
 
 def _masked(block: VectorBlock) -> Tensor:

@@ -8,16 +8,19 @@ have a fixed number of bits per table (:mod:`~dct_plugin.kernels.packed`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..codecs.message import MessageWriter
-from ..codecs.payload import OVERFLOW_MAGNITUDE
+from ..codecs.payload import OVERFLOW_MAGNITUDE, Header, Payload
+from ..codecs.stats import read_stats
 from ..codecs.values import ValueDtype
 from ..compression.stream import encode_all
 from ..config import EmbeddingChannelConfig
@@ -42,6 +45,29 @@ def plain_kind(code: ValueDtype, backend: Backend) -> int:
 
 #: The last bytes of messages of plain values.
 PLAIN_KINDS = frozenset(PLAIN | code << _TYPE_SHIFT for code in _TYPES)
+
+
+class OutgoingValues(NamedTuple):
+    """Values of one floating type for one rank."""
+
+    flat: Tensor
+    code: ValueDtype
+    kind: int
+    """The message's last byte, but for the type of plain values."""
+    zeros: bool = True
+    """Every entry crosses; else every one but zeros."""
+
+
+class WrittenValues(NamedTuple):
+    """The message of :class:`OutgoingValues`."""
+
+    message: Tensor
+    kind: int
+    """Its last byte."""
+    number: int
+    """The entries that cross."""
+    payload: Payload | None
+    """What it holds, unless it is plain values."""
 
 
 @dataclass
@@ -132,35 +158,51 @@ class VectorCodec:
 
     # -- values of one floating type ---
 
-    def encode_values(
-        self, flat: Tensor, code: ValueDtype, kind: int, *, zeros: bool = True
-    ) -> tuple[Tensor, int]:
-        """Return the message of every entry of ``flat`` (or of every one but zeros), and their number. Where
-        lengths stay on a device, every entry crosses without a header: the host knows their size.
+    def encode_values(self, parts: Mapping[int, OutgoingValues]) -> dict[int, WrittenValues]:
+        """Write values, by rank. Where every entry crosses and lengths stay on a device, there is no header:
+        the host knows the size. The sizes of all other messages are read at once.
         """
-        if zeros and (plain := plain_kind(code, self.backend(flat.device))):
-            values = flat.to(_TYPES[code]).view(torch.uint8)
-            message = values.new_empty(len(values) + 1)
-            message[:-1] = values
-            message[-1:].fill_(kind | plain)
-            return message, flat.numel()
-        writer = MessageWriter(flat.device)
-        encoded = encode_all(self.backend(flat.device), flat, writer, code, zeros=zeros)
-        writer.reserve(1).fill_(kind)
-        writer.advance(1)
-        return writer.message, encoded.totals().nnz
+        messages, written, encoded = {}, dict[int, WrittenValues](), {}
+        if not parts:
+            return written
+        backend = self.backend(next(iter(parts.values())).flat.device)
+        with backend.batched():
+            for rank, (flat, code, kind, zeros) in parts.items():
+                if zeros and (plain := plain_kind(code, backend)):
+                    values = flat.to(_TYPES[code]).view(torch.uint8)
+                    message = values.new_empty(len(values) + 1)
+                    message[:-1] = values
+                    message[-1:].fill_(kind | plain)
+                    written[rank] = WrittenValues(message, kind | plain, flat.numel(), None)
+                    continue
+                messages[rank] = writer = MessageWriter(flat.device)
+                encoded[rank] = encode_all(backend, flat, writer, code, zeros=zeros)
+                writer.reserve(1).fill_(kind)
+                writer.advance(1)
+        read_stats(itertools.chain.from_iterable(each.stats for each in encoded.values()))
+        for rank, each in encoded.items():
+            flat, code, kind, _ = parts[rank]
+            message, totals = messages[rank].message, each.totals()
+            if backend.lengths_on_host:
+                payload = Payload.from_tensor(message[:-1], verify=False)
+            else:  # kernels read the checksums themselves
+                header = Header(code, totals.nonfinite, flat.numel(), totals.nnz)
+                payload = Payload(message[:-1], header)
+            written[rank] = WrittenValues(message, kind, totals.nnz, payload)
+        return written
 
-    def add_values(self, message: Tensor, kind: int, out: Tensor) -> None:
+    def add_values(self, message: Tensor, kind: int, out: Tensor, payload: Payload | None) -> None:
         """Add the values of a message to ``out``, fp32 zeros; one that is not finite makes all of them NaN.
 
         Args:
             kind: The message's last byte.
+            payload: What it holds, unless it is plain values.
 
         Raises:
             PayloadError: The message is damaged, or not of as many entries.
         """
-        if not kind & PLAIN:
-            self.backend(out.device).decode_add(message[:-1], out)
+        if payload is not None:
+            self.backend(out.device).decode_add(payload, out)
             return
         dtype = _TYPES[ValueDtype(kind >> _TYPE_SHIFT)]
         if len(message) - 1 != out.numel() * dtype.itemsize:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.host_reads import HostReads
 from support.processes import run
 from torch import Tensor
 
@@ -65,6 +66,25 @@ def _train(rank: int, world_size: int) -> list[list[Tensor]]:
                 assert module.shard.weight.grad is not None
                 kept += [out.detach(), module.shard.weight.grad.clone()]
     return found
+
+
+def _places(rank: int, world_size: int) -> list[str]:
+    """Return where the library reads tensors in a step under a threshold, but for the exchange itself."""
+    kernels.register_backend("interpreted", TritonBackend)
+    config = EmbeddingChannelConfig.of({"sparsity": 0.5})
+    module = ShardedTables(CARDINALITIES, DIM, config=config, kernels=KernelConfig(backend="interpreted"))
+    ids = torch.arange(6 * len(CARDINALITIES)).view(6, -1) % 7
+    with HostReads() as reads:
+        out = module(ids)
+        out.backward(torch.ones_like(out))
+    inside = ("embedding/embedding_exchange", "embedding/messages", "embedding/vector", "kernels/reference")
+    return [place for place in reads.places if place.startswith((*inside, "codecs/copies.py:cpu"))]
+
+
+def test_ranks_under_a_threshold_cost_no_waits() -> None:
+    two, *_ = run(2, _places)
+    three, *_ = run(3, _places)
+    assert two == three
 
 
 def test_the_values_of_the_reference() -> None:
