@@ -30,8 +30,8 @@ EXPECTED = {
     "64 ranks, two_phase": (18, 5, 2),
     "2 ranks, direct, sampled thresholds": (11, 5, 1),
     "step-ahead with AdamW, 200 tensors": (15, 15, 3),
-    "2 ranks, exact updates": (25, 285, 2),
-    "8 ranks, exact updates": (25, 285, 2),
+    "2 ranks, exact updates": (25, 13, 2),
+    "8 ranks, exact updates": (25, 13, 2),
 }
 #: Calls of functions with 8 tensors in 64 parts each: fewer than ten for each part.
 MOST_CALLS = 10 * 8 * 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from dct_plugin.kernels.backend import Backend
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
 
-BACKENDS = [ReferenceBackend(), CpuBackend()]
+BACKENDS: list[Backend] = [ReferenceBackend(), CpuBackend()]
 NUMEL = 5000
 # First 16 hex digits of the message's SHA-256 and its bytes.
 GOLDEN = {
@@ -75,6 +76,20 @@ def test_weights_arrive_bitwise_and_backends_agree(case: str, dtype: torch.dtype
         assert first.numel() <= changes_bound(numel)
         for kernels in BACKENDS:
             assert torch.equal(moved(kernels, held, first), wanted.view(torch.int16))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+@pytest.mark.parametrize(
+    ("case", "numel", "first"), [("none", 64, 0), ("few", NUMEL, 0), ("far", 4100, 3), ("all", 65, 1)]
+)
+def test_a_device_writes_these_bytes(case: str, numel: int, first: int) -> None:
+    """Also where weights do not begin at a multiple of 16 bytes."""
+    triton = pytest.importorskip("dct_plugin.kernels.triton.backend")
+    held, wanted = (bits.view(torch.bfloat16)[first:] for bits in pair(case, numel))
+    expected, found = (message(kernels, held, wanted) for kernels in (BACKENDS[0], triton.TritonBackend()))
+    assert expected is not None
+    assert found is not None
+    assert torch.equal(expected, found)
 
 
 def test_changes_without_room_are_told() -> None:

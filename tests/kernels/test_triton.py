@@ -853,7 +853,7 @@ def test_kernels_compile_for_a_gpu() -> None:
         "add",
         "displace",
     ]
-    assert len(_without_interpreter("tests/support/triton_compile.py", *names)) == 29
+    assert len(_without_interpreter("tests/support/triton_compile.py", *names)) == 31
 
 
 def test_positions_far_apart_and_side_by_side() -> None:

@@ -31,7 +31,7 @@ _OTHERWISE = {
     "scan": {"checks": "i32"},
 }
 _FEEDBACK = {"GRAD": 0, "HAS_RESIDUAL": True}
-_BF16, _INT4 = 1, 4
+_BF16, _CHANGES, _INT4 = 1, 3, 4
 #: One form of each kernel; constants, and None for pointers that are not there.
 FORMS: dict[str, list[dict[str, Any]]] = {
     "overflow": [{"GRAD": _BF16, "ALIGNED": True}],
@@ -42,6 +42,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
             {**_FEEDBACK, "GRAD": grad, "HAS_LEFT": True, "IN_PLACE": False, "ALIGNED": True}
             for grad in range(3)
         ),
+        {"GRAD": _CHANGES, "HAS_RESIDUAL": False, "HAS_LEFT": False, "IN_PLACE": False, "ALIGNED": True},
     ],
     "settle": [
         {**_FEEDBACK, "SELECTED": True, "VALUE": _INT4, "PUT_BACK": put_back, "CLEAR": clear, "ALIGNED": True}
@@ -68,7 +69,15 @@ FORMS: dict[str, list[dict[str, Any]]] = {
             "ACCUMULATED": False,
             "VALUE": _BF16,
             "HAS_LEFT": True,
-        }
+        },
+        {
+            "GRAD": _CHANGES,
+            "HAS_RESIDUAL": False,
+            "SELECTED": True,
+            "ACCUMULATED": False,
+            "VALUE": _INT4,
+            "HAS_LEFT": False,
+        },
     ],
     "sample": [_FEEDBACK],
     "kth_largest": [{"LANES": 16_384}],

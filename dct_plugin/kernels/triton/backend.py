@@ -98,6 +98,9 @@ class TritonBackend(Backend):
             return super().compress_parts(job, writer, receivers)
         return self._batch(job.grad.device).compress_parts(job, writer, receivers)
 
+    def encode_changes(self, wanted: Tensor, held: Tensor, writer: MessageWriter) -> list[Stats]:
+        return self._batch(wanted.device).changes(wanted, held, writer)
+
     def batched(self) -> contextlib.AbstractContextManager[None]:
         """See ``batched`` of :class:`.backend.Backend`."""
         return _Batched(self)

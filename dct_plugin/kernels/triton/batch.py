@@ -18,17 +18,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...codecs.changes import BANDS
 from ...codecs.copies import to_device
 from ...codecs.message import ONE, Key, MessageWriter
 from ...codecs.splitmix import signed
 from ...codecs.stats import Figures, Stats
-from ..job import GRAD_CODES, GRAD_DTYPES, SMALLEST_TAU, Job, PartedJob, Parts, applied_tau, refuse_capture
+from ..job import GRAD_CODES, SMALLEST_TAU, Job, PartedJob, Parts, applied_tau, refuse_capture
 from . import selection_kernels as device
 from .launch import launch
 
 #: Tensors of a batch, and entries from which on it is launched: residuals lie beside what they become until
 #: then, and so many entries keep a device busy.
 ROOM, MOST_ENTRIES = 256, 1 << 26
+
+CHANGES = device.CHANGES.value
+#: Bytes of an entry by the type of a gradient; of weights that changed.
+_NBYTES = {**{code: dtype.itemsize for dtype, code in GRAD_CODES.items()}, CHANGES: 2}
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
 _LANES = 1 << 14  # samples that the search for a threshold looks at in one step, at most
@@ -91,8 +96,8 @@ class _Variant(NamedTuple):
 _Write: TypeAlias = tuple[Job | PartedJob, Parts, Sequence[int]]
 """A tensor, its parts, and what the rows of its payloads have in common, in the order of the places in ROW:
 addresses of the gradient, of both residuals, and of the first payload, behind whose bound the others follow;
-their turn; the row of the first figures; slot and bits of the threshold. :func:`_layout` has what is added
-for each payload.
+their turn; the row of the first figures; slot and bits of the threshold; distances of changes.
+:func:`_layout` has what is added for each payload.
 """
 
 
@@ -150,6 +155,27 @@ class Batch:
     def compress_parts(self, job: PartedJob, writer: MessageWriter, receivers: Key) -> list[Stats]:
         """See :meth:`.backend.Backend.compress_parts`."""
         return [self._add(job, job.parts, job.turn, writer, receivers)]
+
+    def changes(self, wanted: Tensor, held: Tensor, writer: MessageWriter) -> list[Stats]:
+        """See :meth:`.backend.Backend.encode_changes`."""
+        numel, at, old = wanted.numel(), wanted.data_ptr(), held.data_ptr()
+        aligned, bits, found, nearest = not (at | old) % _ALIGNMENT, _float_bits(SMALLEST_TAU), [], 1
+        for band in BANDS:
+            farthest, value = band
+            parts = Parts.whole(numel, band.capacity(numel), value)
+            stats = Stats.on_device(self._figures, self._payloads, tau=SMALLEST_TAU)
+            out = writer.place(ONE, parts.nbytes, parts.total, stats)
+            columns = [at, old, 0, out, 0, 0, 0, 0, 0, 0, 0, self._payloads, -1, bits, nearest, farthest]
+            variant = True, CHANGES, False, False, False, int(value), False, aligned
+            job = PartedJob(wanted, held, SMALLEST_TAU, None, parts)
+            self._noted.writes.setdefault(variant, []).append((job, parts, columns))
+            self._payloads += 1
+            found.append(stats)
+            nearest = farthest + 1
+        self._tensors += len(BANDS)
+        self._entries += len(BANDS) * numel
+        self._after_noting()
+        return found
 
     def _add(
         self,
@@ -373,7 +399,7 @@ def _rows(variant: _Variant, writes: Sequence[_Write]) -> tuple[np.ndarray, list
     """Return the rows of payloads of one variant, and the totals of their units of work: tiles, blocks,
     chunks of the body, positions.
     """
-    of, size = tuple([parts for _, parts, _ in writes]), GRAD_DTYPES[variant.grad].itemsize
+    of, size = tuple([parts for _, parts, _ in writes]), _NBYTES[variant.grad]
     layout, units, which = _layout(of, size, dense=not variant.selected)
     return layout + table_of([*(columns for *_, columns in writes), _NOTHING_ADDED], ROW)[which], units
 

@@ -50,6 +50,7 @@ from .selection_kernels import (
     _log_level,
     _log_scale,
     _lowest,
+    _place_of,
     _places,
     _pointer,
     _round,
@@ -367,13 +368,6 @@ def _values(body, values_at, rank, nnz, kept, VALUE: tl.constexpr):
             start, step = _levels_of(scales, VALUE)
             value = start + (code % HALF).to(tl.float32) * step
     return tl.where(code >= HALF, -value, value)
-
-
-@triton.jit
-def _place_of(bits):
-    """Return the place of a 16-bit float (int16) in the order of floats, int32; and the bits of a place."""
-    wide = bits.to(tl.int32)
-    return wide ^ ((wide >> 15) & 0x7FFF)
 
 
 @triton.jit(do_not_specialize=["first_error", "error_stride", "messages", "count", "stride", "room"])

@@ -43,6 +43,9 @@ ROW = tl.constexpr(16)
 #: place on the device, or -1, and its bits.
 GRAD_AT, RESIDUAL_AT, LEFT_AT, OUT_AT, NUMEL, CAPACITY, START = map(tl.constexpr, range(7))
 TILES, BLOCKS, CHUNKS, ROOM, SLOT, TAU_SLOT, TAU_BITS = map(tl.constexpr, range(7, 14))
+#: Of changes: the smallest and the largest distance that are sent; the address of the weights that are held
+#: is in the place of the residual's.
+NEAREST, FARTHEST = map(tl.constexpr, (14, 15))
 #: Places in a sample's row; GRAD_AT, RESIDUAL_AT, NUMEL and CHUNKS are the same.
 SAMPLES, SEED, ALL, SHARE, RANK = map(tl.constexpr, (2, 3, 5, 6, 7))
 #: Places in a row of what is done entry by entry: addresses, GRAD_AT first; NUMEL, CHUNKS and SEED are as in
@@ -53,6 +56,8 @@ SECOND_AT, THIRD_AT = map(tl.constexpr, (1, 2))
 _NAMES = ("FP32", "BF16", "FP16", "INT8", "INT4", "INT2", "LOG4", "SIGN")
 VALUE_DTYPES = tuple(ValueDtype[name] for name in _NAMES)
 FP32, BF16, FP16, INT8, INT4, INT2, LOG4, SIGN = map(tl.constexpr, map(int, VALUE_DTYPES))
+#: In place of a gradient's type: distances of 16-bit weights from those that are held (codecs/changes.py).
+CHANGES = tl.constexpr(3)
 #: The most lower bits of a position behind the bitmap (codecs/index.py).
 MOST_LOWER = tl.constexpr(index.MOST_LOWER)
 #: What is wrong with a payload, see :data:`~dct_plugin.codecs.stats.KERNEL_ERRORS`.
@@ -119,17 +124,17 @@ def _grad_of(job, GRAD: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _pointer(at, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the pointer of an address of fp32, fp16, or bf16: as int16, which every machine can load.
+    """Return the pointer of an address of fp32, fp16, or others: as int16, which every machine can load.
 
     ALIGNED: the compiler knows that it is to a multiple of 16 bytes, and lets so many be read at once. (It
     forgets that of what another function returns.)
     """
     if KIND == FP32:
         pointer = at.to(tl.pointer_type(tl.float32))
-    elif KIND == BF16:
-        pointer = at.to(tl.pointer_type(tl.int16))
-    else:
+    elif KIND == FP16:
         pointer = at.to(tl.pointer_type(tl.float16))
+    else:
+        pointer = at.to(tl.pointer_type(tl.int16))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, [16])
     return pointer
@@ -196,9 +201,11 @@ def _places(positions, rank, kept, ALL: tl.constexpr):
 
 @triton.jit
 def _load_grad(grad, at, mask, GRAD: tl.constexpr):
-    """Load fp32 entries of a gradient."""
+    """Load fp32 entries of a gradient; of weights, their places in the order of the floats."""
     if GRAD == BF16:
         return _from_bf16(tl.load(grad + at, mask=mask, other=0))
+    if GRAD == CHANGES:
+        return _place_of(tl.load(grad + at, mask=mask, other=0)).to(tl.float32)
     return tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -207,7 +214,26 @@ def _load_whole(grad, at, GRAD: tl.constexpr):
     """Do what :func:`_load_grad` does, without a mask: 16 bytes at once, whatever the number of entries."""
     if GRAD == BF16:
         return _from_bf16(tl.load(grad + at))
+    if GRAD == CHANGES:
+        return _place_of(tl.load(grad + at)).to(tl.float32)
     return tl.load(grad + at).to(tl.float32)
+
+
+@triton.jit
+def _place_of(bits):
+    """Return the place of a 16-bit float (int16) in the order of floats, int32; and the bits of a place."""
+    wide = bits.to(tl.int32)
+    return wide ^ ((wide >> 15) & 0x7FFF)
+
+
+@triton.jit
+def _distance(job, place, held):
+    """Return how far a float is from one that is held, both given as by :func:`_load_grad`, in the order of
+    the floats, modulo 2**16; 0 if it is another job that sends such a distance.
+    """
+    moved = (place - held).to(tl.int32).to(tl.int16).to(tl.float32)
+    sent = (tl.abs(moved) >= tl.load(job + NEAREST)) & (tl.abs(moved) <= tl.load(job + FARTHEST))
+    return tl.where(sent, moved, 0.0)
 
 
 @triton.jit
@@ -351,11 +377,17 @@ def select(
         ok = tl.abs(acc) < OVERFLOW
         if HAS_RESIDUAL:
             acc += tl.load(_floats_of(job, RESIDUAL_AT, ALIGNED) + at)
+        if GRAD == CHANGES:
+            held = _pointer(tl.load(job + RESIDUAL_AT), GRAD, ALIGNED)
+            acc = _distance(job, acc, _load_whole(held, at, GRAD))
     else:
         acc = _load_grad(grad, at, inside, GRAD)
         ok = tl.abs(acc) < OVERFLOW
         if HAS_RESIDUAL:
             acc += tl.load(_floats_of(job, RESIDUAL_AT, ALIGNED) + at, mask=inside, other=0.0)
+        if GRAD == CHANGES:
+            held = _pointer(tl.load(job + RESIDUAL_AT), GRAD, ALIGNED)
+            acc = _distance(job, acc, _load_grad(held, at, inside, GRAD))
     if HAS_LEFT:
         left = _floats_of(job, LEFT_AT, ALIGNED)
         live = tile >= 0
@@ -744,6 +776,9 @@ def write(
             acc = _load_grad(_grad_of(job, GRAD, False), at, kept, GRAD)
             if HAS_RESIDUAL:
                 acc += tl.load(_floats_of(job, RESIDUAL_AT, False) + at, mask=kept, other=0.0)
+            if GRAD == CHANGES:
+                held = _pointer(tl.load(job + RESIDUAL_AT), GRAD, False)
+                acc = _distance(job, acc, _load_grad(held, at, kept, GRAD))
         # Only the residual can have made this infinite; the largest number is sent then, the excess is lost.
         acc = _clamp(acc, FLOAT32_MAX)
         body = _bytes_of(job, OUT_AT) + HEADER
