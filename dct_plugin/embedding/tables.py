@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -46,6 +47,15 @@ class TableShard(nn.Module):
         self.rows = list(rows)
         self.weight = nn.Parameter(torch.zeros(max(sum(rows), 1), dim))
         self.embedding_exchange = exchange
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, DTensor):
+            raise DCTError(
+                f"{self.embedding_exchange.name}: rank {dist.get_rank()}: fully_shard (FSDP2) would mix the "
+                "tables of different ranks; shard the rest of the model alone, as docs/embeddings.md shows "
+                "for DistributedDataParallel"
+            )
+        super().__setattr__(name, value)
 
     def tables(self) -> list[Tensor]:
         """Views of the tables, [rows, dim] each."""

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from support import ROOT
 from support.processes import launch, logged, run
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -608,6 +609,16 @@ def test_tables_inside_distributed_data_parallel_are_refused() -> None:
     for rank, (kind, said) in enumerate(launch(2, _wrapped_whole)):
         assert kind == "error"
         assert f"tables: rank {rank}: DistributedDataParallel would average the tables" in said
+
+
+def _fully_sharded(rank: int, world_size: int) -> None:
+    fully_shard(nn.Sequential(ShardedTables((10, 10), DIM), nn.Linear(DIM, 1)))
+
+
+def test_tables_inside_fully_shard_are_refused() -> None:
+    for rank, (kind, said) in enumerate(launch(2, _fully_sharded)):
+        assert kind == "error"
+        assert f"tables: rank {rank}: fully_shard (FSDP2) would mix the tables" in said
 
 
 def _as_the_page_says(rank: int, world_size: int, folder: str, is_resumed: bool) -> list[Tensor]:
