@@ -251,7 +251,7 @@ class Compressor(Stream):
         encoded = Encoded(numel=numel, density=self.schedule.density(step) if density is None else density)
         if self._transactional and self._saved_threshold is None:
             self._saved_threshold = self.threshold.state_dict()
-        residual = self._prepared_residual(numel, grad.device)
+        residual = self.prepared_residual(numel, grad.device)
         before, after = (None, None) if residual is None else residual.begin()
         dense = encoded.density >= 1.0 or not numel
         tau = 0.0 if dense else self.propose(encoded, grad, before)
@@ -285,6 +285,20 @@ class Compressor(Stream):
         if self.residual is None or self.residual.current.data_ptr() != memory.data_ptr():
             self.residual = Residual(memory.numel(), memory.device, memory=memory)
             self._adopt_loaded()
+
+    def prepared_residual(self, numel: int, device: torch.device) -> Residual | PackedResidual | None:
+        """Return the residual, made if need be; None if the configuration keeps none."""
+        if not self.config.feedback.keeps_residual:
+            return None
+        if self.residual is None:
+            self.residual = self._new_residual(numel, device)
+            self._adopt_loaded()
+        if self.residual.numel != numel:
+            raise ValueError(
+                f"{self.name}: the stream has {self.residual.numel} entries, got a tensor of {numel}; one "
+                "compressor serves one tensor"
+            )
+        return self.residual
 
     # -- optimizer steps ---
 
@@ -335,20 +349,6 @@ class Compressor(Stream):
         self._adopt_loaded()
 
     # -- inside ---
-
-    def _prepared_residual(self, numel: int, device: torch.device) -> Residual | PackedResidual | None:
-        """Return the residual, made if need be; None if the configuration keeps none."""
-        if not self.config.feedback.keeps_residual:
-            return None
-        if self.residual is None:
-            self.residual = self._new_residual(numel, device)
-            self._adopt_loaded()
-        if self.residual.numel != numel:
-            raise ValueError(
-                f"{self.name}: the stream has {self.residual.numel} entries, got a tensor of {numel}; one "
-                "compressor serves one tensor"
-            )
-        return self.residual
 
     def _new_residual(self, numel: int, device: torch.device) -> Residual | PackedResidual:
         dtype = _PACKED.get(self.config.residual_dtype)

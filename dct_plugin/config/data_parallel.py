@@ -436,8 +436,6 @@ class DataParallelConfig(Section):
                 f"sparsity = {self.sparsity}": not updates
                 and "sparsity" in self.model_fields_set
                 and self.sparsity > 0,
-                f"residual_dtype = {self.residual_dtype}": updates
-                and self.residual_dtype in ("bf16", "int8"),
                 feedback: self.feedback.label() not in (("auto", "local") if updates else ("auto", "none")),
             }
             name = "exchange_of = 'updates'" if updates else "local_steps"

@@ -64,11 +64,13 @@ class Job(NamedTuple):
 
 _AHEAD: dict[str, Any] = {"feedback": "step_ahead"}
 _EXACT, _INT8 = _AHEAD | {"parameters": "exact"}, {"residual_dtype": "int8"}
+_UPDATES: dict[str, Any] = {"exchange_of": "updates"}
 #: The rows of the table.
 JOBS = (
     Job("DDP, fp32 weights", _AHEAD, weight_bytes=4.0),
     Job("the same, after a rejected batch", _AHEAD, weight_bytes=4.0, transactional=True),
-    Job("DDP, fp32 weights, exchange of updates", {"exchange_of": "updates"}, weight_bytes=4.0),
+    Job("DDP, fp32 weights, exchange of updates", _UPDATES, weight_bytes=4.0),
+    Job("the same, residual_dtype int8", _UPDATES | _INT8, weight_bytes=4.0),
     Job("DDP, two nodes of 8 ranks", _AHEAD, ranks=2, inside=8, weight_bytes=4.0),
     Job("ZeRO-1 and 2, Megatron, bf16 weights", _EXACT, shards=8),
     Job("the same, residual_dtype int8", _EXACT | _INT8, shards=8),
@@ -106,8 +108,8 @@ def kept_in_words(settings: DataParallelConfig, entries: float, weights: float, 
     if kept <= LARGE_SHARE * free:
         return ""
     words = " and ".join(f"{format_bytes(size)} of {name}" for name, size in parts.items() if size)
-    int8 = format_bytes(copies * _RESIDUAL["int8"] * entries + parts["displaced weights"])
-    can_pack = dtype != "int8" and not settings.trains_alone
+    int8 = format_bytes(kept - parts["residual"] + copies * _RESIDUAL["int8"] * entries)
+    can_pack = dtype != "int8" and feedback.keeps_residual
     smaller = [f'"residual_dtype": "int8" keeps {int8}'] if can_pack else []
     smaller.append('"sparsity": 0, "value_dtype": "int8", "feedback": "none" keeps nothing')
     share = f"{100 * kept / free:.0f} % of the free memory" if free else "no memory is free"

@@ -183,13 +183,44 @@ def _resumes(rank: int, world_size: int, section: dict[str, Any], folder: str) -
 
 #: The second of two parts of the progress is so small that it crosses dense.
 SMALL = {**SECTION, "min_numel": 500}
+PACKED = {"residual_dtype": "int8"}
 
 
 @pytest.mark.parametrize(
-    ("section", "ranks"), [(SECTION, 2), (SIGNS, 3), (SMALL, 2)], ids=["int4", "sign", "dense part"]
+    ("section", "ranks"),
+    [(SECTION, 2), (SIGNS, 3), (SMALL, 2), ({**SMALL, **PACKED}, 2), ({**SIGNS, **PACKED}, 3)],
+    ids=["int4", "sign", "dense part", "dense part, kept in int8", "sign, kept in int8"],
 )
 def test_resumes_bitwise_and_detaches(section: dict[str, Any], ranks: int, tmp_path: Path) -> None:
     run(ranks, _resumes, section, str(tmp_path))
+
+
+def _packed(rank: int, world_size: int, kept_in: str) -> None:
+    """Beside progress that is kept in fp32: the same weights but for rounding, and its own memory."""
+    model, optimizer, state = attached({**SECTION, "residual_dtype": kept_in})
+    beside, beside_optimizer, _ = attached(SECTION)
+    for step in range(6):
+        train(model, optimizer, rank, range(step, step + 1))
+        train(beside, beside_optimizer, rank, range(step, step + 1))
+        assert all(torch.equal(each, common(model)) for each in everyones(common(model)))
+        assert (own(model) - own(beside)).abs().mean() < LR / 20
+    assert not torch.equal(own(model), own(beside))
+    progress = add_on(state).progress
+    assert progress._flat.untyped_storage().nbytes() == 0
+    with torch.no_grad():  # what a script writes is kept, too
+        model.module[0].weight += 1
+    train(model, optimizer, rank, range(6, 6 + 2 * TURNS))
+    assert (common(model) - common(beside))[: 24 * 33].mean() > 0.9
+    # Other weights are the start of another run.
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, rank, range(1))
+    assert torch.equal(own(model), common(model))
+
+
+@pytest.mark.parametrize("kept_in", ["bf16", "int8"])
+def test_progress_that_is_kept_in_fewer_bytes(kept_in: str) -> None:
+    run(2, _packed, kept_in)
 
 
 LOCAL = {"local_steps": {"every": 3}, "warmup_steps": 2}
@@ -295,7 +326,6 @@ def test_what_does_not_go_with_updates_is_named() -> None:
         "adaptive": "accordion",
         "nodes": 2,
         "feedback": "step_ahead",
-        "residual_dtype": "int8",
     }.items():
         with pytest.raises(ConfigError, match=f"exchange_of = 'updates' does not go with {other}"):
             DataParallelConfig.of({"exchange_of": "updates", other: value})

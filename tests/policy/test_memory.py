@@ -78,13 +78,15 @@ def _measured(job: Job, parameters: int, backend: str) -> int:
 
 
 AHEAD = {"feedback": "step_ahead"}
+UPDATES = {"exchange_of": "updates"}
 JOBS = [
     (Job("", {"feedback": "local"}, 2, in_slots=False), "auto"),
     (Job("", AHEAD | {"sparsity": 0.99}, 2, weight_bytes=4.0, transactional=True, in_slots=False), "auto"),
     (Job("", AHEAD, 8, weight_bytes=4.0, in_slots=False), "auto"),
     (Job("", {"feedback": "local", "residual_dtype": "int8"}, 8, in_slots=False), "auto"),
-    (Job("", {"exchange_of": "updates"}, 2, weight_bytes=4.0, in_slots=False), "auto"),
-    (Job("", {"exchange_of": "updates"}, 8, weight_bytes=4.0, in_slots=False), "auto"),
+    (Job("", UPDATES, 2, weight_bytes=4.0, in_slots=False), "auto"),
+    (Job("", UPDATES, 8, weight_bytes=4.0, in_slots=False), "auto"),
+    (Job("", UPDATES | {"residual_dtype": "int8"}, 8, weight_bytes=4.0, in_slots=False), "auto"),
     (Job("", {"feedback": "local"}, 2), "deferred"),
     (Job("", AHEAD, 8, weight_bytes=4.0), "deferred"),
 ]
@@ -169,3 +171,6 @@ def test_memory_is_said_where_it_is_over_a_tenth_of_what_is_free() -> None:
     assert local.startswith("this rank keeps 1.0 MB of residual (13 % of the free memory); smaller: ")
     assert "residual_dtype" not in local
     assert said(0.0, feedback="none") == ""
+    updates = {"feedback": "local", "exchange_of": "updates"}
+    assert '; smaller: "residual_dtype": "int8" keeps 3.0 MB, or ' in said(59e6, **updates)
+    assert 'smaller: "sparsity"' in said(29e6, **updates, residual_dtype="int8")

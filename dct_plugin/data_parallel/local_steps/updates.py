@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compression.feedback import PackedResidual
 from ..add_on import ReducerContext
 from ..passes import remove
 from ..plan import Entries
@@ -171,14 +172,17 @@ class UnsentUpdates(OuterStep):
         a step has begun.
         """
         self._sent: list[tuple[int, int, Tensor]] = []
-        self.saved["unsent"] = {}
-        """Progress of the parts that cross dense, and that no stream saves."""
-        for start, stop in self._pieces(range(self._turns)):
-            name, part = _name(start, stop), self._flat[start:stop]
-            if self._group.is_small("", stop - start):
-                self.saved["unsent"][name] = part
+        self._packed: dict[int, PackedResidual] = {}
+        """Parts of the unsent progress by their first entry, between exchanges, if not kept in fp32."""
+        for start, stop in self._pieces(range(self._turns)):  # streams save it, also where it crosses dense
+            stream, part = self._group.streams.named(_name(start, stop)), self._flat[start:stop]
+            if context.config.residual_dtype in ("bf16", "int8"):
+                stream.residual = None  # of weights that other ones have replaced
+                kept = stream.prepared_residual(part.numel(), part.device)
+                assert isinstance(kept, PackedResidual)
+                self._packed[start] = kept
             else:
-                self._group.streams.named(name).use_residual_memory(part)
+                stream.use_residual_memory(part)
         torchs = [each for each in optimizers.all if isinstance(each, torch.optim.Optimizer)]
         hook = torch.compiler.disable(self._before_step)  # the optimizer's step may be compiled
         self._handles = [each.register_step_pre_hook(hook) for each in torchs]
@@ -224,10 +228,26 @@ class UnsentUpdates(OuterStep):
     def close(self) -> None:
         remove(self._handles)
 
+    def _unpack(self) -> None:
+        """Have the unsent progress in fp32, if it is kept in another type, until the weights are shown."""
+        if self._packed:
+            self._flat.untyped_storage().resize_(self._flat.nbytes)
+        for start, kept in self._packed.items():
+            part = self._flat[start : start + kept.numel]
+            part.copy_(kept.show(self._group.streams.scratch, "pass"))
+
+    def _pack(self) -> None:
+        """Keep the unsent progress that was changed in fp32."""
+        for start, kept in self._packed.items():
+            kept.end(self._flat[start : start + kept.numel], self.number)
+
     def _show(self) -> None:
         """Let the weights be the common ones plus the unsent progress."""
         common = list(self._weights.common.values())
+        self._unpack()
         torch._foreach_copy_(self._weights.own(), torch._foreach_add(common, self._unsent))
+        if self._packed:
+            self._flat.untyped_storage().resize_(0)
         self._shown = self._norms()
 
     def _norms(self) -> Tensor:
@@ -238,7 +258,9 @@ class UnsentUpdates(OuterStep):
         shown, self._shown = self._shown, None
         if shown is not None and not torch.equal(shown, self._norms()):
             written = torch._foreach_sub(self._weights.own(), list(self._weights.common.values()))
+            self._unpack()
             torch._foreach_copy_(self._unsent, written)
+            self._pack()
 
     def _take_step(self) -> None:
         """Add the optimizer's step to the unsent progress. Weight decay acts on the common weights."""
@@ -256,6 +278,7 @@ class UnsentUpdates(OuterStep):
         torch._foreach_add_(self._unsent, made)
 
     def entries(self, *, last: bool) -> Entries:
+        self._unpack()
         self._take_step()
         if last:
             self._take_back_answers()
@@ -263,6 +286,7 @@ class UnsentUpdates(OuterStep):
             part = self._flat[start:stop]
             self._sent.append((start, stop, part.clone()))
             part.zero_()  # what is not sent returns as the stream's residual
+        self._pack()
         return [(_name(start, stop), sent) for start, stop, sent in self._sent]
 
     def follow(self) -> None:
