@@ -15,7 +15,8 @@ end included: those of the loopback interface, so give the command a network of 
         --text tinyshakespeare.txt.gz --pretrained wikitext2_valid.txt.gz --lr 1e-5 --results FILE
 
 A setting is ``dense``, ``int8``, ``updates`` (the default for the optimizer), or ``updates`` with a share and
-a type, such as ``updates 1/4 int4`` and ``updates 1 sign``; ``local 30`` is local steps, ``local 30 3 3``
+a type, such as ``updates 1/4 int4`` and ``updates 1 sign``, or with a type of the unsent progress, too, such
+as ``updates 1/16 int4 int8``; ``local 30`` is local steps, ``local 30 3 3``
 with 3 fragments and a delay of 3. ``+ N`` behind it has N dense steps at the start. ``--results`` keeps every
 run: the command can be given again, with more.
 """
@@ -68,7 +69,8 @@ def section_of(setting: str) -> dict[str, Any] | None:
         return {**section, "local_steps": dict(zip(("every", "fragments", "delay"), numbers, strict=False))}
     section["exchange_of"] = "updates"
     if words:
-        section |= {"sparsity": float(1 - Fraction(words[0])), "value_dtype": words[1]}
+        values = float(1 - Fraction(words[0])), *words[1:]
+        section |= dict(zip(("sparsity", "value_dtype", "residual_dtype"), values, strict=False))
     return section
 
 
