@@ -105,6 +105,31 @@ def _local_sgd(
     return outcome(model, pg)
 
 
+def _averages_by_hand(name: str, address: str) -> list[float]:
+    """Average three vectors of weights in each step, and in every other step a loss before or behind them."""
+    section = {"data_parallel": {**EXACT["data_parallel"], "min_numel": 512}}
+    pg, losses = group_of(section, averages="weights"), []
+    manager = manager_of(pg, name, address, state={}, init_sync=False)
+    for step in range(8):
+        assert manager.current_step() == step
+        manager.start_quorum()
+        weights = [torch.full((size,), float(step)) for size in (600, 30, 40)]
+        loss = torch.tensor(float(ord(name)))
+        sent = [[*weights, loss], weights, [loss, *weights], weights][step % 4]
+        for pending in [manager.allreduce(tensor) for tensor in sent]:
+            pending.wait()
+        assert manager.should_commit()
+        assert all(torch.equal(each, torch.full_like(each, step)) for each in weights)
+        losses.append(float(loss))
+    manager.shutdown(wait=False)
+    return losses[::2]
+
+
+def test_other_averages_beside_those_of_local_sgd() -> None:
+    with lighthouse(2) as address:
+        assert in_threads(_averages_by_hand, [(name, address) for name in "ab"]) == [[97.5] * 4] * 2
+
+
 def _diloco(name: str, address: str, section: Any) -> dict[str, Any]:
     model, pg = model_of(), group_of(section)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

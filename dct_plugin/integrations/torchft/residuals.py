@@ -270,7 +270,8 @@ class AveragedWeights:
     """The last committed average of each tensor, the same on all replicas.
 
     A threshold cannot select weights: small weights matter, too. It selects entries of the difference from
-    the last average. If a replica lacks the last average of the others, all weights are summed densely once.
+    the last average. If a replica lacks the last average of the others, all weights are summed densely once;
+    so is a tensor at whose position in the order another one was averaged before, or none.
 
     Args:
         residuals: The streams of the differences.
@@ -294,6 +295,8 @@ class AveragedWeights:
     def settle(self, step: int, *, committed: bool) -> None:
         """Take over the averages of the last round if it was ``committed``; ``step``: committed steps."""
         if committed and self._pending:
+            if self._dense:  # all replicas have the same averages
+                self._averages = {}
             self._averages.update(self._pending)
             self.version, self._dense = step, False
         self._pending = {}
@@ -306,12 +309,12 @@ class AveragedWeights:
         Args:
             weights: Zeros on a replica that does not participate; changed in place.
         """
-        if self._dense:
+        last = self._averages.get(name)
+        if self._dense or last is None or last.shape != weights.shape:
             if len(peers.ranks) > 1:
                 peers.all_reduce(weights)
             self._pending[name] = weights / count
             return
-        last = self._averages[name]
         difference = weights.to(torch.float32) - last if participates else torch.zeros_like(last)
         self._residuals.reduce(name, difference, step=step, scale=1.0 / count, participates=participates)
         self._pending[name] = last + difference.to(last.dtype)
