@@ -31,6 +31,8 @@ pytest.importorskip("triton", reason="triton is for Linux only")
 import triton.language as tl
 from support.launches import counted_launches, warps_of_launches
 from support.triton_compile import WARPS
+from triton import jit
+from triton.runtime.interpreter import InterpreterBuilder
 
 from dct_plugin import Compressor, kernels
 from dct_plugin.codecs.index import index_form
@@ -854,6 +856,37 @@ def test_kernels_compile_for_a_gpu() -> None:
         "displace",
     ]
     assert len(_without_interpreter("tests/support/triton_compile.py", *names)) == 31
+
+
+@jit
+def _count_before(positions, counts, limit, found):
+    each = tl.arange(0, 4)
+    count = tl.load(counts + each)
+    tl.store(found + each, message_kernels._count_before(positions + 0 * each, count, limit))
+
+
+def test_a_program_finds_its_share_of_a_message_in_a_few_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each load waits for the one before; a bisection of 50,000 positions takes 16."""
+    loads: list[np.ndarray] = []
+    load = InterpreterBuilder.create_masked_load
+
+    def counted(builder: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        loads.append(pointers.data[mask.data])
+        return load(builder, pointers, mask, *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
+    positions = torch.randperm(1 << 20)[:50_000].sort().values.to(torch.int32)
+    first = positions.data_ptr()
+    for counts in ([0, 1, 7, 8], [9, 63, 64, 65], [513, 50_000, 49_999, 32_768]):
+        for limit in (0, 1, *(int(positions[count // 2]) + 1 for count in counts), 1 << 20):
+            found = torch.zeros(4, dtype=torch.int64)
+            loads.clear()
+            _count_before[(1,)](positions, torch.tensor(counts), limit, found)
+            expected = [int(torch.searchsorted(positions[:count], limit)) for count in counts]
+            assert found.tolist() == expected
+            assert len(loads) <= 7
+            places = (np.concatenate(loads[1:]).astype(np.int64) - first) // positions.itemsize
+            assert 0 <= places.min() <= places.max() < max(counts)
 
 
 def test_positions_far_apart_and_side_by_side() -> None:

@@ -555,17 +555,13 @@ def _index_form(nnz, numel):
 
 
 @triton.jit
-def _count_below(positions, count, limit, lower, BY_RANK: tl.constexpr):
-    """Return how many of the ascending positions ``p`` have ``p[j] >> lower`` below a limit, or (BY_RANK)
-    ``(p[j] >> lower) + j``.
-    """
+def _count_below(positions, count, limit, lower):
+    """Return how many of the ascending positions ``p`` have ``(p[j] >> lower) + j`` below a limit."""
     low = count * 0
     while tl.max(count - low, 0) > 0:
         middle = (low + count) // 2
         open_ = low < count
-        at = _as_position(tl.load(positions + middle, mask=open_, other=0)) >> lower
-        if BY_RANK:
-            at += middle
+        at = (_as_position(tl.load(positions + middle, mask=open_, other=0)) >> lower) + middle
         low = tl.where(open_ & (at < limit), middle + 1, low)
         count = tl.where(open_ & (at >= limit), middle, count)
     return low
@@ -588,7 +584,7 @@ def _write_index(job, words, positions, state, chunk, nnz, numel):
     if lower == 0:
         word = tl.load(words + tl.load(job + BLOCKS) * (BLOCK // 32) + unit, mask=inside, other=0)
     if lower > 0:
-        rank = _count_below(positions, tl.where(inside, nnz, 0), unit * 32, lower, True)
+        rank = _count_below(positions, tl.where(inside, nnz, 0), unit * 32, lower)
         more = chunk >= 0
         while more:
             kept = inside & (rank < nnz)
