@@ -108,10 +108,17 @@ class CompressedCollectives:
             output_splits: Rows from each rank; equal to the input's when None.
 
         Raises:
-            ValueError: The splits do not add up to the rows.
+            ValueError: The splits do not add up to the rows, or those of the output have no place for the
+                block that stays here.
         """
         leaving = _splits(tensor.shape[0], self.world_size, input_splits, stream)
         arriving = leaving if output_splits is None else list(output_splits)
+        own = leaving[self.rank]
+        if len(arriving) != self.world_size or min(arriving) < 0 or arriving[self.rank] != own:
+            raise ValueError(
+                f"{stream.name}: output splits {arriving} are not the rows from {self.world_size} ranks, "
+                f"with {own} from rank {self.rank} itself"
+            )
         return _BlockRoundTrip(self, stream, "all_to_all", leaving, arriving).apply(tensor)
 
     # -- messages of one direction ---

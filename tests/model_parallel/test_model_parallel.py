@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -325,6 +326,9 @@ def _uneven(rank: int, world_size: int) -> None:
     assert torch.equal(x.grad, ones)
     with pytest.raises(ValueError, match="do not add up"):
         comm.all_to_all(x, stream, [1, 1])
+    for arriving in ([rows[rank][rank]], [2, 2], [1, 0, 1], [-1, -1]):
+        with pytest.raises(ValueError, match=re.escape(f"output splits {arriving} are not the rows from 2")):
+            comm.all_to_all(x, stream, rows[rank], arriving)
 
 
 @pytest.mark.slow
