@@ -104,10 +104,6 @@ SETTINGS: dict[str, dict[str, Any] | None] = {
     "local 0.99 for Adam": _section(0.99, feedback="local"),
     "the default": {"min_numel": 1024},
     "the default at 0.9": {"min_numel": 1024, "sparsity": 0.9},
-    "dense, over 3 steps": {**DENSE, "over": 3},
-    "dense, over 3 steps, displaced": _section(0, value_dtype="fp32", over=3),
-    "0.96/0.934 int4, over 3 steps": _section(0.96, 0.934, value_dtype="int4", over=3),
-    "0.99 direct, over 3 steps": _section(0.99, exchange="direct", over=3),
     "0.99, updates 0.97": _section(0.99, parameters={"sparsity": 0.97}),
     "0.99, updates 0.97, not displaced by them": _section(
         0.99, parameters={"sparsity": 0.97}, displaced_by_updates=False
@@ -156,7 +152,6 @@ class Rank:
         self.model, self.named = model, dict(model.named_parameters())
         self.section, self._clip_to = dict(section), task.clip
         self._power, self._factors = self.section.pop("weighted", 0.0), dict[str, Tensor]()
-        self._over, self._waiting = self.section.pop("over", 1), dict[str, list[Tensor]]()
         displaced_by_updates = self.section.pop("displaced_by_updates", True)
         steps_of_own = self.section.pop("steps_of_own", False)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
@@ -185,8 +180,6 @@ class Rank:
             if steps_of_own:
                 self.reducer.add_ons.step_ahead._has_many_ranks = False
             self.ahead = self.reducer.add_ons.step_ahead.prepare(self.named.items(), units, **pending)
-            if self._over > 1:
-                self._displace_by_what_waits(self.ahead)
             self.ahead.attach(model)
 
     def _shards(self) -> Iterator[tuple[str, list[Shard]]]:
@@ -227,8 +220,6 @@ class Rank:
                 (master.grad,) = self._part(name, gradients[name], self.rank)
         for name in self._factors:
             self.named[name].grad.div_(self._factors[name])
-        if self._over > 1:
-            self._spread()
         if self._clip_to < math.inf:
             self._clip()
         self.optimizer.step()
@@ -239,37 +230,6 @@ class Rank:
             self.ahead.forget()
         self.reducer.end_step()
         self.metrics.step(self.reducer.group.step)
-
-    def _spread(self) -> None:
-        """Give the optimizer each reduced gradient in equal parts over some steps, this one and the next."""
-        for name, parameter in self.named.items():
-            waiting = self._waiting.setdefault(name, [])
-            waiting.append(parameter.grad.clone())
-            del waiting[: -self._over]
-            parameter.grad.copy_(sum(waiting) / self._over)
-
-    def _still_to_come(self, name: str, numel: int) -> Tensor:
-        """Return what the optimizer has not got yet of the reduced gradients, 1-D."""
-        parts = [
-            gradient.view(-1) * (1 - (age + 1) / self._over)
-            for age, gradient in enumerate(reversed(self._waiting.get(name, ())))
-        ]
-        return sum(parts, torch.zeros(numel))
-
-    def _displace_by_what_waits(self, ahead: StepAhead) -> None:
-        """Let step-ahead displace weights by the optimizer's steps with what it has not got yet, besides."""
-        unsent, numels = ahead._unsent, {name: p.numel() for name, p in self.named.items()}
-        factor = self.count / ahead._owner_factor
-
-        def residual(name: str) -> Tensor | None:
-            found = unsent.residual(name)
-            return torch.zeros(numels[name]) if found is None and name in self._waiting else found
-
-        def held_back(name: str, numel: int) -> Iterator[tuple[Shard, Tensor]]:
-            yield from unsent.owner_residuals(name, numel)
-            yield Shard(self.rank, 0, numel), self._still_to_come(name, numel) * factor
-
-        ahead._unsent = unsent._replace(residual=residual, owner_residuals=held_back, lasting=False)
 
     def _factor(self, parameter: torch.nn.Parameter) -> Tensor:
         """Return the factors by which the entries of a gradient are weighted against each other.
