@@ -31,7 +31,7 @@ import dct_plugin
 from dct_plugin.recommender.links.team import free_port
 
 WIDTH, STEPS = 128, 600
-RATES = {"adamw": (1e-3, 2e-3, 4e-3), "muon": (1e-3, 2e-3, 4e-3)}
+RATES = (2e-3, 4e-3, 8e-3)
 _START = {"warmup_steps": 40, "sparsity_warmup_steps": 180}
 POWERSGD = "PowerSGD, rank 4"
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True, help="JSON lines of every run")
     args = parser.parse_args()
     done = {(row["optimizer"], row["method"], row["rate"]) for row in rows_of(args.results)}
-    every = (run for kind, rates in RATES.items() for run in itertools.product([kind], METHODS[kind], rates))
+    every = (run for kind in METHODS for run in itertools.product([kind], METHODS[kind], RATES))
     if todo := [run for run in every if run not in done]:
         mp.spawn(rank_main, (free_port(), args, todo), nprocs=2)
     print("\n".join(table(rows_of(args.results))))
