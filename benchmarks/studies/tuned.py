@@ -31,7 +31,7 @@ import dct_plugin
 from dct_plugin.recommender.links.team import free_port
 
 WIDTH, STEPS = 128, 600
-RATES = (2e-3, 4e-3, 8e-3)
+RATES = (4e-3, 8e-3, 16e-3)
 _START = {"warmup_steps": 40, "sparsity_warmup_steps": 180}
 POWERSGD = "PowerSGD, rank 4"
 SECTIONS: dict[str, dict[str, Any]] = {
