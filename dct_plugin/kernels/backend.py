@@ -2,9 +2,9 @@
 
 The host never has to wait for a kernel between two tensors. Thresholds may stay on the device, from
 :meth:`Selection.sample_threshold` into :meth:`Selection.compress`. So may the
-:class:`~dct_plugin.codecs.Stats` that come back: :func:`~dct_plugin.codecs.read_stats` or
+:class:`~dct_plugin.codecs.stats.Stats` that come back: :func:`~dct_plugin.codecs.stats.read_stats` or
 :meth:`.MessageWriter.read` read those of all tensors of a collective at once. The size of the memory for a
-payload follows from ``numel`` and ``capacity`` alone (:func:`~dct_plugin.codecs.payload_bound`).
+payload follows from ``numel`` and ``capacity`` alone (:func:`~dct_plugin.codecs.payload.payload_bound`).
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class Backend(Selection, Sums, Residuals):
     """All kernels. Tensors are 1-D, contiguous and on one device; the residual is fp32.
 
     Every backend writes the same bytes, residuals and decoded values, bit for bit. A payload is given as a
-    uint8 tensor, or as a :class:`~dct_plugin.codecs.Payload`, whose header the host knows already.
+    uint8 tensor, or as a :class:`~dct_plugin.codecs.payload.Payload`, whose header the host knows already.
 
     Attributes:
         name: The name that :func:`~dct_plugin.kernels.register_backend` knows it by.

@@ -248,7 +248,7 @@ class Metrics:
 
         Args:
             kind: The tensor classes that are meant begin with it: ``gradient``, ``tensor``, ``pipeline``.
-            reason: A key of :data:`.metrics_summary.REASONS`.
+            reason: A key of :data:`.summary.REASONS`.
             nbytes: Bytes that this rank sends; the framework's own collectives have them already.
         """
         self.record(Record(f"{UNCOMPRESSED}{kind}/{reason}", nbytes, nbytes))

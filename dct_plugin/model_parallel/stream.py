@@ -48,7 +48,7 @@ class ActivationStream(Site):
             self._gradient_messages = GradientMessages(self._gradient)
 
     def fit_groups(self, width: int) -> None:
-        """Let groups of values that share a scale lie within rows of ``width`` values."""
+        """Let groups of values that share a scale lie within rows of ``width`` values, a multiple of 8."""
         self.group_size = max(8, min(GROUP_SIZE, width & -width))  # a power of two that divides the width
 
     @property

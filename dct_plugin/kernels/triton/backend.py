@@ -3,7 +3,7 @@
 Nothing here waits for the device. Thresholds and figures stay there; what is wrong with a payload that is
 decoded is found there before anything is written, leaves the output alone, and raises
 :class:`~dct_plugin.errors.PayloadError` where the figures of a later payload of the same stream are read
-(:func:`~dct_plugin.codecs.read_stats`).
+(:func:`~dct_plugin.codecs.stats.read_stats`).
 """
 
 from __future__ import annotations
