@@ -92,21 +92,22 @@ class _Timed:
 
 @dataclass(slots=True)
 class _Sums(Record):
-    """Sums over the records of one tensor class; ``tau`` is that of tau * numel, over ``tau_numel`` entries
-    that had a finite tau > 0. What begins with ``sparse`` is of thresholded messages only (target < 1), so
-    without warm-up and small tensors.
+    """Sums over the records of one tensor class.
+
+    ``tau`` is the sum of tau * numel over the ``tau_numel`` entries with a finite tau > 0. Fields that begin
+    with ``sparse`` count thresholded messages only (target < 1), not warm-up and small tensors.
     """
 
     cls: str = ""
-    target: float = 0.0  # of target density * numel
+    target: float = 0.0  # sum of target density * numel
     tau_numel: int = 0
     sparse_numel: int = 0
     sparse_nnz: int = 0
     sparse_target: float = 0.0
 
     def count(self, record: Record) -> None:
-        """Add a record of one step, which these are the sums of."""
-        # One by one: this is done for every tensor, and a loop over names takes four times as long.
+        """Add a record to the sums of one step."""
+        # Field by field: this is done for every tensor, and a loop over names takes four times as long.
         self.dense_bytes += record.dense_bytes
         self.sent_bytes += record.sent_bytes
         self.numel += record.numel
@@ -130,7 +131,7 @@ class _Sums(Record):
             self.tau_numel += record.numel
 
     def summary(self, steps: int) -> ClassSummary:
-        """Return the sums as totals and averages of a run with so many steps."""
+        """Return the totals and averages of a run with so many steps."""
         per_step = 1 / max(steps, 1)
         return ClassSummary(
             steps=steps,
@@ -160,9 +161,9 @@ HOST = "host_"
 #: Tensor class of collectives of the plugin that carry no messages.
 PLUGIN = "plugin"
 
-#: The share of a kind that may cross uncompressed without a warning.
+#: The share of a kind's bytes that may be sent uncompressed without a warning.
 _SHARE = 0.01
-#: Whether a class has what crossed uncompressed; most steps have none.
+#: Returns whether a class counts uncompressed bytes; most steps have no such class.
 _went_uncompressed = operator.methodcaller("startswith", UNCOMPRESSED)
 
 #: Between a class and the name of one of its tensors.
@@ -177,7 +178,7 @@ _files: dict[str | None, int] = {}
 #: Steps at the start whose duration is kept to compare later ones with.
 _DENSE_STEPS = 1000
 
-#: Milliseconds that sums and records have.
+#: Fields of sums and records that are milliseconds.
 _TIMES = ("select_ms", "encode_ms", "exchange_ms", "decode_ms", "waited_ms")
 
 

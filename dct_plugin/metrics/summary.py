@@ -81,11 +81,12 @@ class Summary(ClassSummary):
         }
 
 
-#: The class without bytes whose density is the share of tensors whose gradients were taken at displaced
-#: weights, among those for which step-ahead had some.
+#: A class without bytes. Its density is the share of step-ahead's tensors whose gradients were taken at
+#: displaced weights.
 DISPLACED = "gradient/displaced"
 
-#: Rows of what crosses dense though its kind is compressed begin with this; ``HOST`` has these bytes, too.
+#: Prefix of classes that count what is sent dense although its kind is compressed. The classes of ``HOST``
+#: count these bytes, too.
 UNCOMPRESSED = "uncompressed/"
 
 #: Reasons why tensors of a kind that is compressed cross dense.
@@ -205,14 +206,13 @@ def uncompressed(
     least: float = 0.0,
     without: Container[str] = (),
 ) -> Iterator[tuple[str, str]]:
-    """Yield each kind of tensors of which something crossed uncompressed, and its share of the bytes in
-    words.
+    """Yield each kind of tensors that was partly sent uncompressed, and the share of these bytes in words.
 
     Args:
-        found: By name, the classes in which it is looked for: summaries, or what else has their bytes.
-        totals: The same over so many ``steps``; the share is that of a mean step.
+        found: Summaries or sums by class, whose uncompressed bytes are counted.
+        totals: Summaries or sums of all ``steps`` by class; the share is that of a mean step.
         least: Kinds with this share or a smaller one are left out.
-        without: And so are these kinds.
+        without: Kinds that are left out, too.
     """
     for kind in KINDS:
         if kind in without:
