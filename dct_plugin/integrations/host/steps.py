@@ -240,7 +240,7 @@ class OptimizerSteps:
     Each optimizer has its own transaction, the gradients of its parameters (:mod:`.gradient_use`). A step is
     counted when the first optimizer that was waiting makes it. Gradients that are None or zero when the next
     backward pass begins are *rejected*: they are no step, and leave no trace in the residuals. The first
-    rejection finds no second residual (:class:`.transactions.Transactions`).
+    rejection finds no second residual (:class:`.gradient_use.Transactions`).
 
     Without optimizers the first step decides: an optimizer of torch that uses the gradients is followed from
     then on. If the gradients are cleared without one, every backward pass is a step.
