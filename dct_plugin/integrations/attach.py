@@ -108,6 +108,11 @@ def _what_instead(model: Any) -> str:
             "FullyShardedDataParallel (FSDP1) reduces gradients itself, and takes no hook that sees which "
             "parameter they belong to; use fully_shard (FSDP2) or DistributedDataParallel"
         )
+    if kinds.get("DDP", "").endswith("_composable.replicate"):
+        return (
+            "replicate() makes its DistributedDataParallel in the first forward pass, of parameters without "
+            "names; call this with DistributedDataParallel(model) instead"
+        )
     if "DeepSpeedEngine" in kinds:
         return 'a DeepSpeed engine needs no call: give its JSON a "dct" section'
     return (

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from support.groups_made import groups_made
 from support.processes import TIMEOUT, Lines, launch, run
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -528,6 +529,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
     plain = nn.Linear(60, 40)
     optimizer = torch.optim.Adam(plain.parameters())
     note(lambda: dct_plugin.attach(plain, optimizer, {}))
+    note(lambda: dct_plugin.attach(replicate(nn.Linear(60, 40)), optimizer, {}))
     note(lambda: DCTState().register(plain))  # type: ignore[arg-type]
     note(lambda: dct_plugin.attach(fully_shard(nn.Linear(60, 40)), optimizer, {}))
     note(
@@ -571,9 +573,10 @@ def _refused(rank: int, world_size: int) -> list[str]:
 @pytest.mark.slow
 def test_refusals_say_what_to_do_instead() -> None:
     for rank, said in enumerate(run(2, _refused)):
-        unwrapped, no_ddp, fsdp2, fsdp1, hook, local, ahead, delayed, stepping, *log = said
+        unwrapped, composed, no_ddp, fsdp2, fsdp1, hook, local, ahead, delayed, stepping, *log = said
         assert "Linear is not wrapped" in unwrapped
         assert "DistributedDataParallel(model)" in unwrapped
+        assert "replicate() makes its DistributedDataParallel in the first forward pass" in composed
         assert "Linear is no DistributedDataParallel" in no_ddp
         assert "make it after fully_shard, which replaces the parameters" in fsdp2
         assert "FullyShardedDataParallel (FSDP1)" in fsdp1
