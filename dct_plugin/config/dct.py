@@ -172,6 +172,8 @@ def read_hjson(path: str | os.PathLike[str]) -> tuple[dict[str, Any], bool]:
     """
     where = os.fspath(path)
     text = _beginning(where)
+    if where.endswith((".yaml", ".yml")) and not text.lstrip().startswith(b"{"):  # hjson reads it as texts
+        raise ConfigError(f"{where}: is YAML, which DeepSpeed does not read either; write JSON")
     try:
         content, strict = _parsed(text.decode("utf-8"))
     except ValueError as error:

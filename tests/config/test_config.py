@@ -397,6 +397,12 @@ def test_from_file_faults_name_the_file(tmp_path: Path, content: str, message: s
     assert str(path) in str(caught.value)
 
 
+def test_from_file_refuses_yaml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"section\.yaml: is YAML, .* write JSON"):
+        DCTConfig.from_file(write(tmp_path / "section.yaml", "dct:\n  data_parallel:\n    sparsity: 0.9\n"))
+    assert DCTConfig.from_file(write(tmp_path / "json.yaml", ' {"dct": {}}')) == DCTConfig()
+
+
 def test_from_file_reads_a_byte_order_mark(tmp_path: Path) -> None:
     assert DCTConfig.from_file(write(tmp_path / "mark.json", "\ufeff{}")) == DCTConfig()
 
