@@ -11,7 +11,6 @@ is dense for a tenth of the steps, as torch's page recommends. Muon is compared 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -129,7 +128,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True, help="JSON lines of every run")
     args = parser.parse_args()
     done = {(row["optimizer"], row["method"], row["rate"]) for row in rows_of(args.results)}
-    every = (run for kind in METHODS for run in itertools.product([kind], METHODS[kind], RATES))
+    every = [(kind, method, rate) for kind in METHODS for rate in RATES for method in METHODS[kind]]
     if todo := [run for run in every if run not in done]:
         mp.spawn(rank_main, (free_port(), args, todo), nprocs=2)
     print("\n".join(table(rows_of(args.results))))
