@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 benchmarks/studies/shards.py \\
         --text wikitext2_valid.txt.gz --results runs.jsonl
     torchrun --nproc-per-node 4 benchmarks/studies/shards.py --text tinyshakespeare.txt.gz \\
-        --pretrained wikitext2_valid.txt.gz --lr 1e-5 --steps 400 --results runs.jsonl
+        --pretrained wikitext2_valid.txt.gz --lr 1e-5 --steps 300 --results runs.jsonl
 
 Two nodes have half of the ranks each; ``--nodes 1`` makes every rank a node. ``--pretrained`` trains the GPT
 on a text before, and fine-tunes it at a constant rate. Bytes are those that the ranks of a node send to other
