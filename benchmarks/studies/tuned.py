@@ -11,8 +11,6 @@ is dense for a tenth of the steps, as torch's page recommends. Muon is compared 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from dct_plugin.recommender.links.team import free_port
 
 WIDTH, STEPS = 128, 600
 #: Highest learning rates, the best one in the middle where three suffice to see that.
-LOW, HIGH = (2e-3, 4e-3, 8e-3), (4e-3, 8e-3, 16e-3)
+MUON, LOW, HIGH = (1e-3, 2e-3, 4e-3), (2e-3, 4e-3, 8e-3), (4e-3, 8e-3, 16e-3)
 _START = {"warmup_steps": 40, "sparsity_warmup_steps": 180}
 POWERSGD = "PowerSGD, rank 4"
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -46,7 +44,7 @@ METHODS: dict[str, dict[str, tuple[float, ...]]] = {
         **dict.fromkeys(["dense", "0.99, step-ahead", "int8 of all", "4-bit levels of all"], HIGH),
         **dict.fromkeys(["0.9, local", "updates", POWERSGD], LOW),
     },
-    "muon": dict.fromkeys(["dense", "int8 of all", "updates"], LOW),
+    "muon": dict.fromkeys(["dense", "int8 of all", "updates"], MUON),
 }
 
 
@@ -92,16 +90,11 @@ def train(optimizer: str, method: str, rate: float, task: Gpt) -> dict[str, Any]
 
 def rank_main(rank: int, port: int, args: argparse.Namespace, runs: Sequence[Any]) -> None:
     """Make runs on one of two ranks."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    updates.join(rank, 2, port)
     for optimizer, method, rate in runs:
         row = train(optimizer, method, rate, Gpt([args.text], WIDTH, rate, None, None))
         if rank == 0:
-            print(json.dumps(row), flush=True)
-            with args.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            updates.keep(row, args.results)
     dist.destroy_process_group()
 
 

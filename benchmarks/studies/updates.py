@@ -148,13 +148,24 @@ def runs_of(args: argparse.Namespace) -> Iterator[Run]:
                 yield run
 
 
-def rank_main(rank: int, port: int, args: argparse.Namespace, runs: Sequence[Run]) -> None:
-    """Make runs between as many ranks on one of them."""
-    ranks = runs[0].ranks
+def join(rank: int, ranks: int, port: int) -> None:
+    """Be one of the ranks, which talk over the loopback interface."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
+
+
+def keep(row: dict[str, Any], results: Path) -> None:
+    """Print the figures of a run, and append them to the file of results."""
+    print(json.dumps(row), flush=True)
+    with results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def rank_main(rank: int, port: int, args: argparse.Namespace, runs: Sequence[Run]) -> None:
+    """Make runs between as many ranks on one of them."""
+    join(rank, runs[0].ranks, port)
 
     def pretrained(seed: int) -> dict[str, torch.Tensor]:
         path = args.results.with_name(f"{args.pretrained.name.split('.')[0]}-{args.width}-{seed}.pt")
@@ -168,9 +179,7 @@ def rank_main(rank: int, port: int, args: argparse.Namespace, runs: Sequence[Run
     for run in runs:
         row = train(args, run, task)
         if rank == 0:
-            print(json.dumps(row), flush=True)
-            with args.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            keep(row, args.results)
     dist.destroy_process_group()
 
 
