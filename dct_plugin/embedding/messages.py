@@ -197,16 +197,10 @@ class VectorMessages:
         for source in peers:
             self._check_kind(kinds[source], source)
             if not kinds[source] & BOUNDED:
-                message, kept = messages[source], outs[source].zero_()
+                message, head = messages[source], bytes(read[source])
                 with self.codec.blame(what, source):
-                    payload = None
-                    if not kinds[source] & PLAIN:
-                        head = bytes(read[source])
-                        payload = Payload.from_tensor(message[:-1], verify=False, head=head)
-                    self.codec.add_values(message, kinds[source], kept, payload)
-                    if payload is not None and kinds[source] & _MASKED:
-                        backend, numel = self.codec.backend(out.device), slices[source].numel()
-                        found[source] = mask_of(backend, payload, numel).view(-1, self.dim)
+                    mask = self._add_values(message, kinds[source], head, outs[source].zero_())
+                found[source] = None if mask is None else mask.view(-1, self.dim)
         bounded = [source for source in peers if kinds[source] & BOUNDED]
         packed_ones = [source for source in bounded if kinds[source] & PACKED]
         payloads = {source: messages[source][:-1] for source in bounded}
@@ -263,6 +257,22 @@ class VectorMessages:
         decoded = torch.zeros(flat.numel(), dtype=torch.float32, device=flat.device)
         self.codec.add_values(written.message, written.kind, decoded, written.payload)
         return decoded
+
+    def _add_values(self, message: Tensor, kind: int, head: bytes, out: Tensor) -> Tensor | None:
+        """Add values of one floating type to ``out``, fp32 zeros. Return the mask of vectors under a
+        threshold, bool [entries]; None for others.
+
+        Args:
+            kind: The message's last byte.
+            head: Its first bytes.
+        """
+        payload = None
+        if not kind & PLAIN:
+            payload = Payload.from_tensor(message[:-1], verify=False, head=head)
+        self.codec.add_values(message, kind, out, payload)
+        if payload is None or not kind & _MASKED:
+            return None
+        return mask_of(self.codec.backend(out.device), payload, out.numel())
 
     def _check_kind(self, kind: int, source: int) -> None:
         coded = 0 <= kind <= BOUNDED | _MASKED | PACKED and kind & (BOUNDED | PACKED) != PACKED

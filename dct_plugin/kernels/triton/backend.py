@@ -30,8 +30,6 @@ from ..job import GRAD_CODES, GRAD_DTYPES, OUT_CODES, SMALLEST_TAU, Job, PartedJ
 from ..reference import sample_positions
 
 try:
-    import triton
-
     from . import message_kernels as reading
     from . import planes, step_ahead
     from .batch import ROOM, Batch, launched_on, stream_number, table_of
@@ -78,9 +76,6 @@ class TritonBackend(Backend):
             raise OSError("torch is built for ROCm, for which the kernels were not made")
         self._errors: dict[tuple[torch.device, int], Tensor] = {}
         self._waiting = _Waiting()
-
-    def __repr__(self) -> str:
-        return f"TritonBackend(triton={triton.__version__!r})"
 
     # -- writing ---
 
