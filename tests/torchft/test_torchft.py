@@ -225,14 +225,27 @@ def test_hsdp() -> None:
         assert found[shard]["ratio"] > 4
 
 
-def _refused(name: str, address: str, section: Any) -> dict[str, Any]:
-    return _steps(name, address, section, 6)
+def _refused(
+    name: str, address: str, section: Any, together: threading.Barrier | None = None
+) -> dict[str, Any]:
+    return _steps(name, address, section, 6, together=together)
 
 
 def _steps(
-    name: str, address: str, section: Any, steps: int, wrap: Any = None, **options: Any
+    name: str,
+    address: str,
+    section: Any,
+    steps: int,
+    wrap: Any = None,
+    together: threading.Barrier | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Train without DDP: an all-reduce for each gradient; ``wrap`` makes the manager's group of ours."""
+    """Train without DDP: an all-reduce for each gradient.
+
+    Args:
+        wrap: Makes the manager's group of ours.
+        together: No replica trains before all of them have a manager.
+    """
     model, pg = model_of(), group_of(section)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}
@@ -243,6 +256,8 @@ def _steps(
         pg.follow(manager)
     stepper, residuals = torchft.Optimizer(manager, optimizer), []
     try:
+        if together is not None:
+            together.wait()
         for attempt in range(20):
             if manager.current_step() >= steps:
                 break
@@ -283,9 +298,10 @@ def residuals_of(pg: Any) -> torch.Tensor:
 
 def test_other_settings_are_refused() -> None:
     other = {"data_parallel": {**SPARSE["data_parallel"], "sparsity": 0.5}}
+    together = threading.Barrier(3, timeout=300)
     with lighthouse(2, join_ms=3000) as address:
         *others, refused = in_threads(
-            _refused, [("a", address, SPARSE), ("b", address, SPARSE), ("c", address, other)]
+            _refused, [(name, address, SPARSE if name < "c" else other, together) for name in "abc"]
         )
     check_same(others)
     assert isinstance(refused, ConfigError)

@@ -30,6 +30,8 @@ from ..job import GRAD_CODES, GRAD_DTYPES, OUT_CODES, SMALLEST_TAU, Job, PartedJ
 from ..reference import sample_positions
 
 try:
+    import triton  # noqa: F401  # the kernels may be in memory, where it was there before
+
     from . import message_kernels as reading
     from . import planes, step_ahead
     from .batch import ROOM, Batch, launched_on, stream_number, table_of
