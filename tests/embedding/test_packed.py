@@ -136,16 +136,22 @@ def test_plain_vectors_are_looked_at_once_per_direction(ranks: int, value_dtype:
         messages.decode(short, 0, sent.own, rows)
 
 
-@pytest.mark.parametrize("ranks", [2, 9])
-def test_vectors_under_a_threshold_are_looked_at_once_per_direction(ranks: int) -> None:
-    """At the sizes of all messages, or the entries of all masks; then at heads, with those entries."""
-    config = EmbeddingChannelConfig.of({"sparsity": 0.5})
+def _under_a_threshold(
+    ranks: int, section: dict[str, float]
+) -> tuple[VectorMessages, list[list[int]], list[Tensor], list[Tensor]]:
+    """Return the messages of a device's kernels, and rows, vectors and masks of each rank."""
     rows, x = [[3, 2]] * ranks, [torch.randn(5, 16) for _ in range(ranks)]
     backend = backends()[-1]
     if backend.lengths_on_host:
         pytest.skip("needs the kernels of a device")
-    messages = VectorMessages(VectorCodec(config, name="t", backend=lambda _: backend), 16)
-    masks = [each.abs() > 0.7 for each in x]
+    codec = VectorCodec(EmbeddingChannelConfig.of(section), name="t", backend=lambda _: backend)
+    return VectorMessages(codec, 16), rows, x, [each.abs() > 0.7 for each in x]
+
+
+@pytest.mark.parametrize("ranks", [2, 9])
+def test_vectors_under_a_threshold_are_looked_at_once_per_direction(ranks: int) -> None:
+    """At the sizes of all messages, or the entries of all masks; then at heads, with those entries."""
+    messages, rows, x, masks = _under_a_threshold(ranks, {"sparsity": 0.5})
     blocks = [VectorBlock(*each, None) for each in zip(x, rows, masks, strict=True)]
     counts = [0]
 
@@ -172,13 +178,8 @@ def test_vectors_under_a_threshold_are_looked_at_once_per_direction(ranks: int) 
 
 @pytest.mark.parametrize("ranks", [2, 9])
 def test_bounded_vectors_under_a_threshold_are_looked_at_as_often_for_all_ranks(ranks: int) -> None:
-    config = EmbeddingChannelConfig.of({"sparsity": 0.5, "error_bound": 0.1, "gradient_bound": 0.1})
-    rows, x = [[3, 2]] * ranks, [torch.randn(5, 16) for _ in range(ranks)]
-    backend = backends()[-1]
-    if backend.lengths_on_host:
-        pytest.skip("needs the kernels of a device")
-    messages = VectorMessages(VectorCodec(config, name="t", backend=lambda _: backend), 16)
-    masks = [each.abs() > 0.7 for each in x]
+    section = {"sparsity": 0.5, "error_bound": 0.1, "gradient_bound": 0.1}
+    messages, rows, x, masks = _under_a_threshold(ranks, section)
     blocks = [VectorBlock(*each, np.array([0.1, 0.2])) for each in zip(x, rows, masks, strict=True)]
     with HostReads() as reads:
         sent = messages.encode(blocks, 0)
