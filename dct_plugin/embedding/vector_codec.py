@@ -67,7 +67,7 @@ class WrittenValues(NamedTuple):
     number: int
     """The entries that cross."""
     payload: Payload | None
-    """What it holds, unless it is plain values."""
+    """The payload in the message; None if the message has plain values."""
 
 
 @dataclass
@@ -196,7 +196,7 @@ class VectorCodec:
 
         Args:
             kind: The message's last byte.
-            payload: What it holds, unless it is plain values.
+            payload: The payload in the message; None if the message has plain values.
 
         Raises:
             PayloadError: The message is damaged, or not of as many entries.

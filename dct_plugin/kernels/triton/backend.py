@@ -30,7 +30,7 @@ from ..job import GRAD_CODES, GRAD_DTYPES, OUT_CODES, SMALLEST_TAU, Job, PartedJ
 from ..reference import sample_positions
 
 try:
-    import triton  # noqa: F401  # the kernels may be in memory, where it was there before
+    import triton  # noqa: F401  # fails where it is missing, also if the modules below are loaded already
 
     from . import message_kernels as reading
     from . import planes, step_ahead
