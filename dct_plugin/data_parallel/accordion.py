@@ -65,7 +65,7 @@ class Accordion(AddOn):
         optimizer: Has the learning rates (``param_groups``); without it no drop of them is seen.
     """
 
-    key = "adaptive"
+    key = option = "adaptive"
 
     #: Relative change of the norm from which on a layer is critical.
     change = 0.5
@@ -77,9 +77,9 @@ class Accordion(AddOn):
         self._loaded: dict[str, Any] = {}
 
     @classmethod
-    def configured(cls, context: ReducerContext) -> Accordion | None:
-        adaptive = context.config.adaptive
-        return None if adaptive is None else cls(context.group, adaptive, context.optimizer)
+    def configured(cls, context: ReducerContext) -> Accordion:
+        assert context.config.adaptive is not None
+        return cls(context.group, context.config.adaptive, context.optimizer)
 
     def learning_rate(self) -> float:
         """Return the largest learning rate of all parameter groups; 0 without an optimizer."""

@@ -18,15 +18,17 @@ class AddOn:
 
     Attributes:
         key: Name of the state in what the reducer saves; "" saves nothing.
+        option: The option of ``dct.data_parallel`` that asks for the feature; null there: it is not wanted.
         looks: False: the plans of this step are not shown to it. :meth:`begin_step` may set it.
     """
 
     key: ClassVar[str] = ""
+    option: ClassVar[str]
     looks = True
 
     @classmethod
     def configured(cls, context: ReducerContext) -> AddOn | None:
-        """Return the add-on that a configuration asks for; None if it does not."""
+        """Return the add-on of a configuration in which :attr:`option` is set; None if it is not wanted."""
         raise NotImplementedError
 
     def begin_step(self) -> None:

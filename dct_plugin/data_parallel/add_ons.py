@@ -36,7 +36,8 @@ class AddOns:
 
     def __init__(self, context: ReducerContext) -> None:
         self._context = context
-        self._each = [add_on for kind in ADD_ONS if (add_on := kind.configured(context)) is not None]
+        asked = [kind for kind in ADD_ONS if getattr(context.config, kind.option) is not None]
+        self._each = [add_on for kind in asked if (add_on := kind.configured(context)) is not None]
         self._by_key: dict[str, Any] = {each.key: each for each in self._each}
         self.local_steps: LocalSteps | None = self._by_key.get("local")
         self.earlier: dict[str, Tensor] = {}

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.data_parallel import VerifyConfig
 from ..console import listed, logger
 from ..errors import DCTError
 from .add_on import AddOn, ReducerContext
@@ -67,15 +66,17 @@ class ResidualChecks(AddOn):
 
     Args:
         context: The reducer.
-        verify: The settings.
 
     Attributes:
         delay: The delay at the last check, in steps; the median of all tensors. None before the first one.
     """
 
-    def __init__(self, context: ReducerContext, verify: VerifyConfig) -> None:
+    option = "verify"
+
+    def __init__(self, context: ReducerContext) -> None:
         self._group, self._config, self._topologies = context.group, context.config, context.topologies
-        self._verify = verify
+        assert self._config.verify is not None
+        self._verify = self._config.verify
         self._samples: dict[str, _Sample] = {}
         self._warned = False
         self.delay: float | None = None
@@ -86,7 +87,7 @@ class ResidualChecks(AddOn):
         keeps = config.feedback.keeps_residual and not config.trains_alone
         # Where lengths stay on a device, sums are complete only at the end of the step.
         served = keeps and group.world_size > 1 and group.backend.lengths_on_host
-        return cls(context, config.verify) if served and config.verify is not None else None
+        return cls(context) if served else None
 
     def begin_step(self) -> None:
         step, start = self._group.step + 1, self._config.dense_steps

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 class Recorder(AddOn):
     """Notes every call, and sends a quarter of one tensor."""
 
-    key = "recorder"
+    key, option = "recorder", "sparsity"
 
     def __init__(self) -> None:
         self.calls: list[str] = []

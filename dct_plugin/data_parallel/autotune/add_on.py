@@ -60,7 +60,7 @@ class AutomaticSparsity(AddOn):
         topologies: The topologies of the reducer.
     """
 
-    key = "automatic"
+    key, option = "automatic", "quality"
     rules = DecisionRules()
     observer: ClassVar[Callable[[CostModel], None] | None] = None
     """Called with the first cost model on every rank, in place of a decision. All steps then stay dense."""
@@ -90,7 +90,7 @@ class AutomaticSparsity(AddOn):
     @classmethod
     def configured(cls, context: ReducerContext) -> AutomaticSparsity | None:
         config, group = context.config, context.group
-        if config.quality is None or group.world_size == 1:
+        if group.world_size == 1:
             return None
         if cls.observer is not None:
             return cls(group, every_default(), context.topologies)

@@ -150,10 +150,11 @@ class LocalSteps(AddOn):
         is_open: True from the sending of progress until this rank's weights have followed its mean.
     """
 
-    key = "local"
+    key, option = "local", "local_steps"
 
-    def __init__(self, context: ReducerContext, period: int) -> None:
-        self._context, self._group, self._period = context, context.group, period
+    def __init__(self, context: ReducerContext) -> None:
+        assert context.config.local_steps is not None
+        self._context, self._group, self._period = context, context.group, context.config.local_steps.period
         self._start, self.gradients = context.config.dense_steps, SharedNonfinite(context.group)
         self._kind = UnsentUpdates if context.config.exchange_of == "updates" else OuterStep
         self.weights = TrainedWeights({}, self._kind.option)
@@ -167,8 +168,7 @@ class LocalSteps(AddOn):
 
     @classmethod
     def configured(cls, context: ReducerContext) -> LocalSteps | None:
-        rule = context.config.local_steps
-        return None if rule is None or context.group.world_size == 1 else cls(context, rule.period)
+        return None if context.group.world_size == 1 else cls(context)
 
     # -- the model ---
 

@@ -428,7 +428,7 @@ class StepAhead:
 class StepAheadAddOn(AddOn):
     """Gives a reducer the :class:`StepAhead` of its model: gradients before and after they are reduced."""
 
-    key = "ahead"
+    key, option = "ahead", "feedback"
 
     def __init__(self, context: ReducerContext) -> None:
         self._group, self._config, self._topologies = context.group, context.config, context.topologies

@@ -189,7 +189,9 @@ class EngineAttachment(HostAttachment):
         with supported(engine):
             path = gradient_path_of(engine)
             self._decide(path)
-            crossing = [each for each in ACTIVATION_PATHS if each.applies(engine, self.config)]
+            sections = self.config.model_parallel
+            asked = [each for each in ACTIVATION_PATHS if getattr(sections, each.name).compresses]
+            crossing = [each for each in asked if each.applies(engine, self.config)]
             if path is None or not (self.config.data_parallel.enabled or crossing):
                 return False
             self.metrics = Metrics(

@@ -52,8 +52,7 @@ class ExpertPath(ActivationPath):
 
     @classmethod
     def applies(cls, engine: Any, config: DCTConfig) -> bool:
-        section = config.model_parallel.experts
-        return section.compresses and any(map(_is_distributed, engine.module.modules()))
+        return any(map(_is_distributed, engine.module.modules()))
 
     def describe(self) -> str:
         return self.config.summary

@@ -253,7 +253,7 @@ class ActivationPath(EnginePart, ABC):
     @classmethod
     @abstractmethod
     def applies(cls, engine: Any, config: DCTConfig) -> bool:
-        """Return whether activations of this engine are to be compressed here."""
+        """Return whether this engine has such layers that its section compresses; it compresses something."""
 
     @abstractmethod
     def describe(self) -> str:
