@@ -1,4 +1,4 @@
-"""Measure what the start costs a run whose length the plugin is not told: loss and bytes of the whole run.
+r"""Measure what the start costs a run whose length the plugin is not told: loss and bytes of the whole run.
 
 torch DDP, two ranks, ``adam.py``'s GPT and text, AdamW under ``OneCycleLR`` with its peak at 2e-3, batches of
 8 x 64 characters per rank, no clipping. Held-out loss in nats per character, paired with the dense run of the
@@ -7,10 +7,14 @@ seed; bytes are all messages of the run, against fp32 gradients.
     python benchmarks/studies/start.py --text wikitext2_valid.txt.gz --steps 300 600 1200 --seeds 0 1 2
     python benchmarks/studies/start.py --text wikitext2_valid.txt.gz --steps 4800 --settings dense default
     python benchmarks/studies/start.py --text wikitext2_valid.txt.gz --settings statistics "81, power 2"
+    unshare -rn sh -c 'ip link set lo up
+        tc qdisc add dev lo root tbf rate 100mbit burst 128k limit 1m; "$@"' - \
+        python benchmarks/studies/start.py --text wikitext2_valid.txt.gz --steps 1200 --seeds 0 1 2 \
+        --settings dense "nothing written"
 
 ``statistics`` trains dense and gives the steps at which statistics of the gradients have settled. A setting
-``N, power P`` has N dense steps, then the density falls with the power P of the step. ``--results`` keeps
-every run at once.
+``N, power P`` has N dense steps, then the density falls with the power P of the step. With "nothing written"
+the ranks compare times, so the link has to be a slow one. ``--results`` keeps every run at once.
 """
 
 from __future__ import annotations
@@ -36,9 +40,10 @@ from dct_plugin.recommender.links.team import free_port
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "statistics": None,
-    "default": {"quality": None},  # the settings, whatever the link
-    "60 + 180": {"warmup_steps": 60, "sparsity_warmup_steps": 180},
-    "60 + 400": {"warmup_steps": 60, "sparsity_warmup_steps": 400},
+    "default": {"sparsity": 0.99, "quality": None},  # the settings, whatever the link
+    "nothing written": {},  # those, int8 or dense, as the times of steps say
+    "60 + 180": {"sparsity": 0.99, "warmup_steps": 60, "sparsity_warmup_steps": 180},
+    "60 + 400": {"sparsity": 0.99, "warmup_steps": 60, "sparsity_warmup_steps": 400},
 }
 #: Settings of the table.
 ROWS = ["dense", "default", "60, power 2", "60, power 1.5", "60 + 180", "60 + 400"]
@@ -52,7 +57,12 @@ def section_of(setting: str) -> dict[str, Any] | None:
         return SETTINGS[setting]
     dense, power = setting.split(", power ")
     ramp = round(int(dense) * (100 ** (1 / float(power)) - 1))
-    return {"warmup_steps": int(dense), "sparsity_warmup_steps": ramp, "expert": {"ramp": "power"}}
+    return {
+        "sparsity": 0.99,
+        "warmup_steps": int(dense),
+        "sparsity_warmup_steps": ramp,
+        "expert": {"ramp": "power"},
+    }
 
 
 class Statistics:
@@ -109,7 +119,7 @@ def train(
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
     section, state = section_of(setting), None
     if section is not None:
-        state = dct_plugin.attach(ddp, optimizer, {"data_parallel": {"sparsity": 0.99, **section}})
+        state = dct_plugin.attach(ddp, optimizer, {"data_parallel": section})
     statistics = Statistics() if setting == "statistics" else None
     generator, offsets = torch.Generator().manual_seed(seed), torch.arange(adam.SEQUENCE)
     for _ in range(steps):
