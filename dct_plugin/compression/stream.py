@@ -272,7 +272,10 @@ class Compressor(Stream):
         totals = encoded.totals() if totals is None else totals
         if totals.nonfinite:
             self.threshold.reject()
-        elif encoded.density < 1.0 and encoded.numel:
+            return
+        if not (self._transactional or self.config.feedback.keeps_residual):
+            self.residual = None  # what a run with feedback had left is sent
+        if encoded.density < 1.0 and encoded.numel:
             self.threshold.accept(totals.tau)
             self.threshold.observe(totals.above, encoded.numel)
         else:
@@ -287,10 +290,12 @@ class Compressor(Stream):
             self._adopt_loaded()
 
     def prepared_residual(self, numel: int, device: torch.device) -> Residual | PackedResidual | None:
-        """Return the residual, made if need be; None if the configuration keeps none."""
-        if not self.config.feedback.keeps_residual:
-            return None
+        """Return the residual, made if need be; None if the configuration keeps none, and nothing is left of
+        a run that kept one.
+        """
         if self.residual is None:
+            if not self.config.feedback.keeps_residual and self._loaded is None:
+                return None
             self.residual = self._new_residual(numel, device)
             self._adopt_loaded()
         if self.residual.numel != numel:
@@ -319,6 +324,8 @@ class Compressor(Stream):
             self.residual.rollback()
         elif self.residual is not None:
             self.residual.commit()
+            if not self.config.feedback.keeps_residual:
+                self.residual = None
 
     def rescale(self, factor: float) -> None:
         """Rescale residual and threshold: the unit of the gradients (loss scale) changed by ``factor``."""

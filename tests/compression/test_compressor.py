@@ -240,6 +240,27 @@ def test_a_residual_in_cpu_memory() -> None:
     assert torch.equal(other, memory)
 
 
+@pytest.mark.parametrize("transactional", [False, True])
+def test_what_is_left_is_sent_once_where_a_resumed_run_keeps_nothing(transactional: bool) -> None:
+    first = Compressor(sparsity=0.9)
+    first.compress(torch.randn(1000))
+    state = first.state_dict()
+    left = state["residual"].clone()
+    resumed = Compressor(sparsity=0.0, value_dtype="fp32", feedback="none", transactional=transactional)
+    resumed.load_state_dict(state)
+    poisoned, gradient = torch.full((1000,), float("nan")), torch.randn(1000)
+    resumed.compress(poisoned)
+    if transactional:  # others lose what a skipped step had
+        resumed.end_step(skipped=True)
+    assert torch.equal(resumed.decompress(resumed.compress(gradient)), gradient + left)
+    if transactional:
+        resumed.end_step(skipped=True)
+        assert torch.equal(resumed.decompress(resumed.compress(gradient)), gradient + left)
+        resumed.end_step()
+    assert torch.equal(resumed.decompress(resumed.compress(gradient)), gradient)
+    assert resumed.residual is None
+
+
 def test_resume_with_another_size_is_refused() -> None:
     first, second = Compressor(), Compressor()
     first.compress(torch.randn(5000))
