@@ -299,7 +299,10 @@ _FASTEST = {
     "equal": {DENSE: 1.02, INT8: 1.01, STRONG: 1.0},
     "late": {DENSE: 1.4, INT8: 1.5, STRONG: 1.0},
     "predicted slower": {DENSE: 1.0, INT8: 1.1, STRONG: 0.5},
+    "less than predicted": {DENSE: 2.0, INT8: 1.0, STRONG: 0.6},
 }
+#: Of the seconds of a dense step, those in its reductions, where they are not half of them.
+_IN_REDUCTIONS = {"predicted slower": 0.0, "less than predicted": 0.2}
 
 
 def test_the_cost_of_a_tensor_and_of_an_entry_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,10 +337,11 @@ def _decided_once(rank: int, world_size: int, fastest: str) -> dict[str, Any]:
         ramp = 1.0 if fastest == "late" and self._has_decided and reducer.group.step < 35 else 0.0
         return largest(reducer.group, [(ramp + _FASTEST[fastest][self.current]) / (1 + rank)])[0]
 
-    share = 0.0 if fastest == "predicted slower" else 0.5  # of the seconds of a dense step, in its reductions
+    share = _IN_REDUCTIONS.get(fastest, 0.5)
+    link = Link(1e-4, 1e-4 if fastest == "less than predicted" else 1e-6)
     with (
         patch.multiple(AutomaticSparsity, rules=rules, _median=median),
-        patch(f"{add_on.__name__}.probe_link", lambda _: Link(1e-4, 1e-6)),
+        patch(f"{add_on.__name__}.probe_link", lambda _: link),
         patch(f"{add_on.__name__}.reduction_seconds", lambda group: share * group.step),
     ):
         metrics = Metrics(MetricsConfig(), rank=rank, world_size=world_size)
@@ -380,6 +384,7 @@ def _decided_once(rank: int, world_size: int, fastest: str) -> dict[str, Any]:
         ("late", STRONG),
         ("equal", DENSE),
         ("predicted slower", DENSE),
+        ("less than predicted", STRONG),
     ],
 )
 def test_a_job_that_writes_no_density_takes_once_what_is_not_slower_than_dense(

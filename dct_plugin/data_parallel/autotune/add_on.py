@@ -199,6 +199,11 @@ class AutomaticSparsity(AddOn):
         untried = {each.setting: each.total for each in predictions if self._once and each.setting.sparsity}
         predictions = [each for each in predictions if each.setting not in untried]
         seconds |= yield from self._time_in_turns(settings_to_try(predictions, rules))
+        # A compressed step that takes less time than predicted says the same of the others. Of one that takes
+        # more that is not taken over: steps of thresholds are compared with dense ones later, dense ones not.
+        compressed = [each for each in predictions if not each.setting.is_dense and each.setting in seconds]
+        less = max((each.total - seconds[each.setting] for each in compressed), default=0.0)
+        untried = {setting: total - max(less, 0.0) for setting, total in untried.items()}
         chosen = gentlest_of_fastest(seconds | untried, rules)
         if self._once or chosen.is_dense:
             return chosen
