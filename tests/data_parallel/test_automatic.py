@@ -337,7 +337,7 @@ def _decided_once(rank: int, world_size: int, fastest: str) -> dict[str, Any]:
         ramp = 1.0 if fastest == "late" and self._has_decided and reducer.group.step < 35 else 0.0
         return largest(reducer.group, [(ramp + _FASTEST[fastest][self.current]) / (1 + rank)])[0]
 
-    share = _IN_REDUCTIONS.get(fastest, 0.5)
+    share, random = _IN_REDUCTIONS.get(fastest, 0.5), torch.get_rng_state()
     link = Link(1e-4, 1e-4 if fastest == "less than predicted" else 1e-6)
     with (
         patch.multiple(AutomaticSparsity, rules=rules, _median=median),
@@ -371,6 +371,7 @@ def _decided_once(rank: int, world_size: int, fastest: str) -> dict[str, Any]:
             "given": given,
             "got": got,
             "most": most,
+            "random": torch.equal(random, torch.get_rng_state()),
         }
 
 
@@ -393,6 +394,7 @@ def test_a_job_that_writes_no_density_takes_once_what_is_not_slower_than_dense(
     ranks = run(2, _decided_once, fastest)
     for rank in ranks:
         assert rank["setting"] == setting
+        assert rank["random"]  # ranks may rely on drawing the same numbers
         # Thresholds that are predicted to be faster, and are not, end with the ramp.
         is_taken_back = fastest in ("dense", "equal")
         assert rank["decisions"] == [*[str(STRONG)] * is_taken_back, str(setting)]

@@ -178,7 +178,9 @@ class _Bucket:
 
 
 def _random(group: StreamGroup, entries: int) -> Tensor:
-    return torch.randn(entries, device=group.device)
+    """Return random entries, without the random numbers of the script: ranks may draw other numbers here."""
+    generator = torch.Generator(group.device).manual_seed(0)
+    return torch.randn(entries, device=group.device, generator=generator)
 
 
 def _cost(group: StreamGroup, work: Callable[[int], Callable[[], object]]) -> Cost:
