@@ -29,7 +29,7 @@ from ..config import MetricsConfig
 from ..console import logger
 from .sinks import Event as Event
 from .sinks import ReportSinks, Sink
-from .summary import KINDS, UNCOMPRESSED, ClassSummary, Summary, in_words, ratio_of, uncompressed
+from .summary import FASTER, KINDS, UNCOMPRESSED, ClassSummary, Summary, in_words, ratio_of, uncompressed
 from .summary import format_bytes as format_bytes
 
 
@@ -165,6 +165,7 @@ PLUGIN = "plugin"
 _SHARE = 0.01
 #: Returns whether a class counts uncompressed bytes; most steps have no such class.
 _went_uncompressed = operator.methodcaller("startswith", UNCOMPRESSED)
+_is_decided = operator.methodcaller("endswith", f"/{FASTER}")
 
 #: Between a class and the name of one of its tensors.
 TENSOR = "/tensor/"
@@ -336,6 +337,7 @@ class Metrics:
         """Warn, once for a kind, of a step in which too much of it crossed uncompressed."""
         if not any(map(_went_uncompressed, opened)):
             return
+        opened = {cls: sums for cls, sums in opened.items() if not _is_decided(cls)}
         found = uncompressed(opened, self._totals, self._steps, least=_SHARE, without=self._warned)
         for kind, words in found:
             self._warned.add(kind)

@@ -89,6 +89,8 @@ DISPLACED = "gradient/displaced"
 #: count these bytes, too.
 UNCOMPRESSED = "uncompressed/"
 
+#: The reason of steps that the ranks decided to make dense; the decision has a line of its own.
+FASTER = "faster"
 #: Reasons why tensors of a kind that is compressed cross dense.
 REASONS = {
     "experts": "experts (dct.model_parallel.expert_gradients is off)",
@@ -96,7 +98,7 @@ REASONS = {
     "unknown_bucket": "bucket not known",
     "unknown_tensors": "gradients of no parameter of the model",
     "sparse": "sparse gradients",
-    "faster": "this link needs no compression",
+    FASTER: "dense steps, timed for the decision or faster",
     "other_types": "integers, sparse tensors and other results than sums",
     "shared_weights": "weights that pipeline stages share",
     "skipped_layers": "layers that the configuration skips",

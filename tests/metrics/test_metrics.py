@@ -68,6 +68,8 @@ def test_what_crosses_uncompressed_is_told_once(tmp_path: Path, caplog: pytest.L
             each.record(Record("host_all_reduce", experts + sparse, experts + sparse))
             if sparse:
                 each.uncompressed("gradient", "sparse", sparse)
+            if number == 0:  # which a decision has told, in a line of its own
+                each.uncompressed("gradient", "faster", 1000.0)
             each.step(number)
 
     step(0, 30.0)  # of 4030 bytes
@@ -82,7 +84,8 @@ def test_what_crosses_uncompressed_is_told_once(tmp_path: Path, caplog: pytest.L
     total = recorder.summary()
     assert total.dense_bytes == 3 * 4000 + 5030  # once
     assert total.classes["uncompressed/gradient/experts"].sent_bytes == 4930
-    assert "; 30 % of gradient bytes went uncompressed: 29 % experts" in recorder.summary_line()
+    assert "; 33 % of gradient bytes went uncompressed: 27 % experts" in (line := recorder.summary_line())
+    assert ", 6 % dense steps, timed for the decision or faster, " in line
     (row,) = (each for each in lines(path) if each["class"] == "uncompressed/gradient/sparse")
     assert (row["step"], row["dense_bytes"], row["ratio"]) == (1, 100, 1)
 
