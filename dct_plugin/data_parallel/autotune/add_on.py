@@ -258,17 +258,20 @@ class AutomaticSparsity(AddOn):
                 return
             if slow < 2:
                 continue
+            # The other one is timed anew: since its trial the machine or the link may have become slower.
             yield from self._change_to(otherwise)
-            if is_over:
-                self._chosen = otherwise
-                self._report(otherwise, seconds, model, "after the ramp")
-                return
             step, slow = self._group.step, 0
             target = max(schedule.density(step) / 2, 1.0 - chosen.sparsity)
             end = next(later for later in itertools.count(step) if schedule.density(later) <= target)
             yield max(rules.settling_steps + rules.trial_steps, end - step)
-            seconds[otherwise] = min(seconds[otherwise], self._median())
+            seconds[otherwise] = self._median()
+            if is_over and seconds[chosen] > allowed * seconds[otherwise]:
+                self._chosen = otherwise
+                self._report(otherwise, seconds, model, "after the ramp")
+                return
             yield from self._change_to(chosen)
+            if is_over:
+                return
 
     def _wait_for_change(self, reference: float, link: Link) -> Generator[int, None, tuple[float, Link, str]]:
         """Wait until the time of a step differs from ``reference``, or the speed of the link from ``link``;
