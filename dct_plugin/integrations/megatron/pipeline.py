@@ -1,11 +1,12 @@
-"""Pipeline parallelism: activations forward and gradients backward at ``P2PCommunicator._communicate``.
+"""Pipeline parallelism: activations forward and gradients backward inside ``P2PCommunicator._communicate``.
 
 All of Megatron's schedules (1F1B, interleaved, overlapped, batched or not) send and receive through this
-one method. Forward a boundary's activation goes as a message of fixed size
-(:class:`~dct_plugin.model_parallel.FixedMessages`); both ends keep what the gradient's message refers to,
-which comes without padding where the order of messages is known. Which micro-batch and model chunk a
-gradient belongs to is in the number of the message: the receiver of an activation keeps it together with the
-tensor, and recognises the gradient to send as that tensor's ``.grad``.
+one method. It makes the tensors that it receives into, starts transfers by one of two functions, and waits
+for what these return. Here they transfer messages in place of tensors. Forward a boundary's activation goes
+as a message of fixed size (:class:`~dct_plugin.model_parallel.FixedMessages`); both ends keep what the
+gradient's message refers to, which comes without padding where the order of messages is known. Which
+micro-batch and model chunk a gradient belongs to is in the number of the message: the receiver of an
+activation keeps it together with the tensor, and recognises the gradient to send as that tensor's ``.grad``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _CHUNK_FACTOR = 1 << 40
 
 
 class PipelineHook(Hook):
-    """Replaces ``P2PCommunicator._communicate`` and notes which model chunk a tensor comes from."""
+    """Replaces tensors that Megatron transfers, and notes which model chunk a tensor comes from."""
 
     def __init__(self, session: Session) -> None:
         from megatron.core.pipeline_parallel import p2p_communication, schedules
@@ -46,12 +47,14 @@ class PipelineHook(Hook):
         # they send): it must stay the same behind the boundary.
         self.streams = session.streams_of(_PREFIX, lambda: RankCoordinates.of_this_rank().data)
         self.pipeline_metrics = PipelineMetrics(lambda: session.metrics, self.streams)
-        self._p2p = p2p_communication
         self._count = 0
         self._sent: dict[int, Kept] = {}
         self._received: list[tuple[Tensor, Kept, FixedMessages]] = []
         self._checked: Any = None
+        """Megatron's configuration of the transfers that are made."""
         session.patches.intercept(p2p_communication.P2PCommunicator, "_communicate", self._communicate)
+        for transfer in ("_batched_p2p_ops", "_p2p_ops"):
+            session.patches.intercept(p2p_communication, transfer, self._transfer)
         session.patches.intercept(schedules, "forward_step", self._forward_step)
 
     # -- iterations -----------------------------------------------------------------------------------------
@@ -72,73 +75,48 @@ class PipelineHook(Hook):
                     setattr(output, _CHUNK, chunk)
         return result
 
-    def _communicate(
-        self, original: Function, communicator: Any, *, wait_on_reqs: bool = True, **keywords: Any
-    ) -> Any:
-        config, rank = communicator.config, communicator.pp_group.rank()
-        moved = {name: keywords[f"tensor_{name}"] for name in ("send_next", "send_prev")}
-        moved |= {name: keywords[name] or None for name in ("recv_prev", "recv_next")}
+    def _communicate(self, original: Function, communicator: Any, **keywords: Any) -> Any:
+        if communicator.config is not self._checked:
+            _check(communicator.config)
+            self._checked = communicator.config
+        return original(communicator, **keywords)
+
+    def _transfer(self, original: Function, *, group: dist.ProcessGroup, **keywords: Any) -> Any:
+        """Start Megatron's transfers, with messages in place of compressed tensors; return its requests."""
         # The boundary to the next stage has the number of this stage.
-        ends = {"next": rank, "prev": (rank - 1) % communicator.pp_group.size()}
-        boundaries = {name: ends[name[5:]] for name, each in moved.items() if each is not None}
-        sparse = [name for name, boundary in boundaries.items() if self._is_sparse(boundary)]
-        if not sparse:
-            return original(communicator, wait_on_reqs=wait_on_reqs, **keywords)
-        if config is not self._checked:
-            _check(config)
-            self._checked = config
-        if config.batch_p2p_comm and not wait_on_reqs:
-            raise DCTError("Megatron asked for batched communication that it does not wait for")
-        for name in boundaries.keys() & {"recv_prev", "recv_next"}:
-            moved[name] = _empty(keywords["tensor_shape"], config)
+        ends = {"next": group.rank(), "prev": (group.rank() - 1) % group.size()}
+        tensors = {name: each for name, each in keywords.items() if isinstance(each, Tensor)}
+        boundaries = {name: ends[name[-4:]] for name in tensors}
+        if not any(map(self._is_sparse, boundaries.values())):
+            return original(group=group, **keywords)
         messages: dict[str, Tensor] = {}
         finish: dict[str, Callable[[], None]] = {}
         # Without interleaving gradients come back in the order of the activations: both ends know what is
         # answered, and the message needs no room to spare.
-        is_ordered = not config.virtual_pipeline_model_parallel_size
-        for name in sparse:
-            tensor, boundary = moved[name], boundaries[name]
-            if name == "send_next":
+        is_ordered = not self._checked.virtual_pipeline_model_parallel_size
+        for name, tensor in tensors.items():
+            boundary = boundaries[name]
+            if not self._is_sparse(boundary):
+                if "send" in name:
+                    self.pipeline_metrics.sent_whole(tensor)
+            elif name == "tensor_send_next":
                 messages[name] = self._encode(tensor, boundary)
-            elif name == "send_prev":
+            elif name == "tensor_send_prev":
                 messages[name] = self._encode_gradient(tensor, exact=is_ordered)
             else:
-                messages[name], finish[name] = self._prepare_to_receive(
-                    tensor, boundary, gradient=name == "recv_next", is_ordered=is_ordered
+                messages[name], finish[name.removeprefix("tensor_")] = self._prepare_to_receive(
+                    tensor, boundary, gradient=name == "tensor_recv_next", is_ordered=is_ordered
                 )
-        requests = self._start(communicator, moved, messages)
-        received = moved["recv_prev"], moved["recv_next"]
-        if not wait_on_reqs:
-            handles = {
-                key: _Handle(self.pipeline_metrics, request, finish.get(key), messages)
-                for key, request in requests.items()
-            }
-            return *received, handles
-        with self.pipeline_metrics.timed("exchange"):
-            for request in requests if isinstance(requests, list) else requests.values():
-                request.wait()
-            if config.batch_p2p_comm and config.batch_p2p_sync and torch.cuda.is_available():
-                torch.cuda.synchronize()
-        for action in finish.values():
-            action()
-        return *received, None
-
-    def _start(self, communicator: Any, moved: dict[str, Tensor | None], messages: dict[str, Tensor]) -> Any:
-        """Start the transfers by Megatron's functions; return its requests."""
-        batched = communicator.config.batch_p2p_comm
-        transfer = self._p2p._batched_p2p_ops if batched else self._p2p._p2p_ops
         with own_traffic():
-            requests = transfer(
-                **{f"tensor_{name}": messages.get(name, tensor) for name, tensor in moved.items()},
-                group=communicator.pp_group,
-                prev_pipeline_rank=communicator.prev_rank,
-                next_pipeline_rank=communicator.next_rank,
+            requests = original(group=group, **{**keywords, **messages})
+        if isinstance(requests, list):  # batched: they are waited for together
+            return [_Handle(self.pipeline_metrics, requests, list(finish.values()), messages)]
+        return {
+            name: _Handle(
+                self.pipeline_metrics, [request], [finish[name]] if name in finish else [], messages
             )
-        for name in ("send_next", "send_prev"):
-            tensor = moved[name]
-            if tensor is not None and name not in messages:
-                self.pipeline_metrics.sent_whole(tensor)
-        return requests
+            for name, request in requests.items()
+        }
 
     def _prepare_to_receive(
         self, into: Tensor, boundary: int, *, gradient: bool, is_ordered: bool
@@ -202,34 +180,29 @@ class PipelineHook(Hook):
 
 @dataclass
 class _Handle:
-    """The handle that Megatron waits for with ``overlap_p2p_comm``: the transfer, then decoding.
+    """The handle that Megatron waits for: the transfers, then decoding.
 
     ``messages`` must live until they are sent, so the handle holds them.
     """
 
     metrics: PipelineMetrics
-    request: Any
-    finish: Callable[[], None] | None
+    requests: list[Any]
+    finish: list[Callable[[], None]]
     messages: dict[str, Tensor]
 
     def wait(self, *arguments: Any) -> None:
-        """Wait for the transfer and fill the tensor; further calls do nothing."""
-        request, self.request = self.request, None
-        if request is not None:
-            with self.metrics.timed("exchange"):
+        """Wait for the transfers and fill the tensors; further calls do nothing."""
+        requests, self.requests = self.requests, []
+        if not requests:
+            return
+        with self.metrics.timed("exchange"):
+            for request in requests:
                 request.wait()
-            if self.finish is not None:
-                self.finish()
-            self.messages = {}
-
-
-def _empty(shape: Any, config: Any) -> Tensor:
-    """Return a tensor to receive into, as Megatron makes it."""
-    if config.pipeline_dtype is None or shape is None:
-        raise RuntimeError("pipeline_dtype and tensor_shape must be given to receive")
-    return torch.empty(
-        tuple(shape), requires_grad=True, device=torch.cuda.current_device(), dtype=config.pipeline_dtype
-    )
+            if self.finish and torch.cuda.is_available():  # decoding begins with a number on the CPU
+                torch.cuda.current_stream().synchronize()
+        for decode in self.finish:
+            decode()
+        self.messages = {}
 
 
 def _check(config: Any) -> None:
