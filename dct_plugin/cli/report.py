@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..errors import DCTError
 from ..output import check_target
 from ..report.metrics_part import metrics_part
 from ..report.page import WIDTH, show, write_page
-from ..report.reading import losses_of, read
+from ..report.reading import read
 from ..report.run import Run
 
 
@@ -28,10 +29,16 @@ def report(
     """Show what a run saved, its settings, times and losses, and what to try next; also as an HTML page."""
     check_target(out, "--out")
     ranks, notes = read(paths)
-    losses, dense_step_ms = [], None
+    dense_run = None
     if dense is not None:
-        losses, dense_step_ms = losses_of(dense), Run(read([dense])[0]).step_ms
-    part = metrics_part(ranks, losses, dense_step_ms)
+        dense_ranks, said = read([dense])
+        dense_run = Run(dense_ranks)
+        if not dense_run.losses:
+            raise DCTError(
+                f"{dense}: holds no loss: the callbacks for Trainer and Lightning write it, or "
+                f'metrics.event("loss", step=n, loss=x). {" ".join(said)}'
+            )
+    part = metrics_part(ranks, dense_run)
     part.notes += notes
     console = Console()
     show([part], console if console.is_terminal else Console(width=WIDTH))

@@ -33,23 +33,22 @@ _ROWS = 40
 _Losses = Sequence[tuple[int, float]]
 
 
-def metrics_part(ranks: Sequence[RankRun], dense: _Losses = (), dense_step_ms: float | None = None) -> Part:
+def metrics_part(ranks: Sequence[RankRun], dense: Run | None = None) -> Part:
     """Return verdict, advice, tables and picture of a run.
 
     Args:
         ranks: The lines of each of its ranks; see :func:`.reading.read`.
-        dense: Steps and losses of a dense run to compare with.
-        dense_step_ms: Milliseconds of a step of the dense run; None: the dense steps at the start count.
+        dense: A dense run to compare with.
     """
-    run = Run(ranks, dense_step_ms)
-    tables = [_steps(run, dense), _classes(run), _times(run)]
+    run = Run(ranks, dense)
+    tables = [_steps(run), _classes(run), _times(run)]
     if run.tensors:
         tables.append(_tensors(run))
     if run.decisions:
         tables.append(_decisions(run))
     sources = ", ".join(dict.fromkeys(Path(part.source).name for part in run.ranks))
     title = f"Metrics: {sources}"
-    said = [*_settings(run), *verdict(run, dense)]
+    said = [*_settings(run), *verdict(run)]
     return Part(title, said, tables, advice(run), picture=_picture(run, title))
 
 
@@ -62,7 +61,7 @@ def _settings(run: Run) -> list[str]:
         return ["Settings: of another version of dct-plugin."]
 
 
-def verdict(run: Run, dense_losses: _Losses = ()) -> list[str]:
+def verdict(run: Run) -> list[str]:
     """Say in a sentence each: bytes saved, time saved beside the dense steps at the start, the loss beside
     that of a dense run.
     """
@@ -82,14 +81,14 @@ def verdict(run: Run, dense_losses: _Losses = ()) -> list[str]:
     if step is None:
         time = "How long steps took is not in these metrics: one step, or an older version."
     elif before is None:
-        time = f"A step took {step:.1f} ms; there were no dense steps at the start to compare with."
-    elif not (run.thresholded or run.has_dense_run) and (steady is None or 0.99 < steady < 1.01):
+        time = f"A step took {step:.1f} ms; there were no dense steps to compare with."
+    elif not (run.thresholded or run.dense) and (steady is None or 0.99 < steady < 1.01):
         time = f"A step took {step:.1f} ms; nothing was thresholded."
     else:
-        what = "those of the dense run" if run.has_dense_run else "the dense steps at the start"
+        what = "those of the dense run" if run.dense else "the dense steps at the start"
         than = f"{faster(before / step)} than {what} ({before:.1f} ms)"
         time = f"A step took {step:.1f} ms, {than}."
-    return [f"{saved}.", time, *([_quality(run.losses, dict(dense_losses))] if dense_losses else [])]
+    return [f"{saved}.", time, *([_quality(run.losses, dict(run.dense.losses))] if run.dense else [])]
 
 
 def _quality(losses: _Losses, dense: Mapping[int, float]) -> str:
@@ -109,9 +108,10 @@ def _quality(losses: _Losses, dense: Mapping[int, float]) -> str:
 # -- tables ---
 
 
-def _steps(run: Run, dense: _Losses) -> Table:
+def _steps(run: Run) -> Table:
     """Return a row for each window, or each group of them where there are many."""
-    losses = {"loss": run.losses, "dense run": dense}
+    found = {"loss": run.losses, "dense run": run.dense.losses if run.dense else []}
+    losses = {name: series for name, series in found.items() if series}
     rows, before = [], -1
     for group in grouped(run.windows, _ROWS):
         step = group[-1].step
@@ -122,8 +122,7 @@ def _steps(run: Run, dense: _Losses) -> Table:
         rows.append([str(step), format_bytes(sent), format_bytes(whole), *shown])
         before = step
     header = ["to step", "sent", "without the plugin", "step, ms", "plugin, ms", *losses]
-    kept = len(header) - (not dense) - (not (dense or run.losses))
-    return Table("Per step and rank", header[:kept], [row[:kept] for row in rows])
+    return Table("Per step and rank", header, rows)
 
 
 _FIGURES = (

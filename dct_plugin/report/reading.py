@@ -193,19 +193,3 @@ def _is_document(path: Path) -> bool:
         return isinstance(json.loads(path.read_bytes()), (dict, list)) and path.read_bytes().count(b"\n") > 1
     except (ValueError, RecursionError):
         return False
-
-
-def losses_of(path: Path) -> list[tuple[int, float]]:
-    """Return the step and the loss of every ``loss`` line of the last run in a file; of one rank.
-
-    Raises:
-        DCTError: The file cannot be read, or has no loss.
-    """
-    runs, notes = _read(path)
-    losses = [found for run in runs if (found := run.losses)]
-    if not losses:
-        raise DCTError(
-            f"{path}: holds no loss: the callbacks for Trainer and Lightning write it, or "
-            f'metrics.event("loss", step=n, loss=x). {" ".join(notes)}'
-        )
-    return losses[-1]

@@ -62,11 +62,11 @@ class Run:
 
     Args:
         ranks: The lines of each rank.
-        dense_step_ms: Milliseconds of a step of a dense run; None: the dense steps at the start count.
+        dense: A dense run to compare with; None: the dense steps at the start count.
     """
 
-    def __init__(self, ranks: Sequence[RankRun], dense_step_ms: float | None = None) -> None:
-        self.has_dense_run, self._dense_step_ms = dense_step_ms is not None, dense_step_ms
+    def __init__(self, ranks: Sequence[RankRun], dense: Run | None = None) -> None:
+        self.dense = dense
         self.ranks = sorted(ranks, key=lambda each: each.rank)
         self.world_size = ranks[0].world_size
         found: dict[int, dict[str, list[Row]]] = {}
@@ -135,8 +135,8 @@ class Run:
 
     @functools.cached_property
     def dense_step_ms(self) -> float | None:
-        """Median duration of a dense step: of the dense run, else of the dense steps at the start."""
-        return self._dense_step_ms or self.windows[-1].of_step("dense_step_ms")
+        """Median duration of a dense step: of the dense run, or else of the dense steps at the start."""
+        return self.dense.step_ms if self.dense else self.windows[-1].of_step("dense_step_ms")
 
     @functools.cached_property
     def thresholded(self) -> list[str]:
