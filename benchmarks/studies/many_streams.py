@@ -309,12 +309,11 @@ def train(rank: int, run: Run, model: torch.nn.Module, task: Task) -> dict[str, 
 
 def steady_bytes(summary: Summary) -> dict[str, float]:
     """Return the bytes that a rank sent after the start, and those of a dense ring."""
-    found = {"sent": 0.0, "dense": 0.0}
-    for cls, part in summary.classes.items():
-        dense, sent = summary.start_bytes.get(cls, (0.0, 0.0))
-        found["sent"] += part.sent_bytes - sent
-        found["dense"] += part.dense_bytes - dense
-    return found
+    parts = summary.steady_classes.values()
+    return {
+        "sent": float(sum(part.sent_bytes for part in parts)),
+        "dense": float(sum(part.dense_bytes for part in parts)),
+    }
 
 
 def missing(runs: Iterable[Run], results: Path) -> Iterator[Run]:

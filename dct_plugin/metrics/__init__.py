@@ -147,9 +147,9 @@ class _Sums(Record):
             **{name: getattr(self, name) * per_step for name in _TIMES},
         )
 
-    def add(self, other: _Sums) -> None:
+    def add(self, other: _Sums, sign: int = 1) -> None:
         for name in _SUMMED:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            setattr(self, name, getattr(self, name) + sign * getattr(other, name))
 
 
 _SUMMED = tuple(each.name for each in fields(_Sums))
@@ -307,24 +307,17 @@ class Metrics:
             per_class = _add(_add({}, self._totals), self._open)
             steps = self._steps
             medians = [*self._medians, *([statistics.median(self._durations)] if self._durations else [])]
-        all_classes = _Sums()
-        for cls, sums in per_class.items():
-            if "/" not in cls:  # a layer's share of its class has been counted there
-                all_classes.add(sums)
-        classes = {cls: sums.summary(steps) for cls, sums in per_class.items()}
-        ended = self._start_steps < steps
-        start = [sums for cls, sums in self._start.items() if ended and "/" not in cls]
-        later = max(steps - ended * self._start_steps, 1)
+        steady, steady_steps = _add({}, per_class), steps
+        if self._start_steps < steps:
+            _add(steady, self._start, sign=-1)
+            steady_steps -= self._start_steps
         return Summary(
-            **vars(all_classes.summary(steps)),
-            classes=classes,
-            steady_ms={
-                name: (getattr(all_classes, name) - sum(getattr(sums, name) for sums in start)) / later
-                for name in _TIMES
-            },
+            **vars(_total(per_class).summary(steps)),
+            classes={cls: sums.summary(steps) for cls, sums in per_class.items()},
+            steady=_total(steady).summary(steady_steps),
+            steady_classes={cls: sums.summary(steady_steps) for cls, sums in steady.items()},
             step_ms=statistics.median(medians) if medians else None,
             start_steps=self._start_steps,
-            start_bytes={cls: (sums.dense_bytes, sums.sent_bytes) for cls, sums in self._start.items()},
         )
 
     def summary_line(self) -> str:
@@ -381,11 +374,20 @@ class Metrics:
         self._sinks.write([{**line, **tail} for line in lines])
 
 
-def _add(totals: dict[str, _Sums], found: Mapping[str, _Sums]) -> dict[str, _Sums]:
-    """Add sums to the ``totals`` of the same classes, and return these."""
+def _add(totals: dict[str, _Sums], found: Mapping[str, _Sums], sign: int = 1) -> dict[str, _Sums]:
+    """Add sums to the ``totals`` of the same classes, or take them away, and return these."""
     for cls, sums in found.items():
-        totals.setdefault(cls, _Sums()).add(sums)
+        totals.setdefault(cls, _Sums()).add(sums, sign)
     return totals
+
+
+def _total(classes: Mapping[str, _Sums]) -> _Sums:
+    """Return the sums over all classes. A layer's share of its class has been counted there."""
+    total = _Sums()
+    for cls, sums in classes.items():
+        if "/" not in cls:
+            total.add(sums)
+    return total
 
 
 def _row(sums: _Sums, steps: int) -> dict[str, float | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich.filesize import decimal
@@ -45,40 +45,24 @@ class ClassSummary:
 class Summary(ClassSummary):
     """Totals over all tensor classes, and each class by itself in ``classes``.
 
-    ``start_steps`` is the number of first steps that were dense or had a rising sparsity, and ``start_bytes``
-    what had been sent when the last of them ended: by class, dense and sent bytes.  ``step_ms`` is the median
-    duration of a step after the start, all of it; ``None`` for a run of one step.  ``steady_ms`` are the
-    milliseconds per step after the start, by part.
+    ``start_steps`` is the number of first steps that were dense or had a rising sparsity.  ``steady`` and
+    ``steady_classes`` are the same totals and classes after these steps, or of the whole run if they did not
+    end.  ``step_ms`` is the median duration of a step after the start, all of it; ``None`` for a run of one
+    step.
     """
 
-    classes: dict[str, ClassSummary] = field(default_factory=dict)
-    step_ms: float | None = None
-    steady_ms: Mapping[str, float] = field(default_factory=dict)
-    start_steps: int = 0
-    start_bytes: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def steady_ratio(self) -> float | None:
-        """Dense over sent bytes after the start, ``None`` when nothing was sent then."""
-        dense, sent = zip(*self._steady_bytes().values(), (0.0, 0.0), strict=True)
-        return ratio_of(sum(dense), sum(sent))
+    classes: dict[str, ClassSummary]
+    steady: ClassSummary
+    steady_classes: dict[str, ClassSummary]
+    step_ms: float | None
+    start_steps: int
 
     @property
     def largest(self) -> tuple[str, float] | None:
         """The class that sends most after the start, and its share of what is sent."""
-        sent = {cls: sent for cls, (_, sent) in self._steady_bytes().items()}
+        sent = {cls: part.sent_bytes for cls, part in self.steady_classes.items() if "/" not in cls}
         most = max(sent, key=sent.__getitem__, default=None)
         return (most, sent[most] / sum(sent.values())) if most is not None and sent[most] > 0 else None
-
-    def _steady_bytes(self) -> dict[str, tuple[float, float]]:
-        """Return dense and sent bytes after the start; of the whole run, if it ended before."""
-        start = self.start_bytes if self.start_steps < self.steps else {}
-        none = (0.0, 0.0)
-        return {
-            cls: (part.dense_bytes - start.get(cls, none)[0], part.sent_bytes - start.get(cls, none)[1])
-            for cls, part in self.classes.items()
-            if "/" not in cls
-        }
 
 
 #: A class without bytes. Its density is the share of step-ahead's tensors whose gradients were taken at
@@ -172,7 +156,7 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
     ]
     if 0 < total.start_steps < total.steps:
         first = _counted(total.start_steps, "step")
-        parts.append(f"{fewer(total.steady_ratio)} after the first {first}")
+        parts.append(f"{fewer(total.steady.ratio)} after the first {first}")
     elif total.start_steps:
         parts.append("all steps are the start, dense or with rising sparsity")
     parts += [words for _, words in uncompressed(total.classes, total.classes)]
@@ -184,17 +168,16 @@ def in_words(total: Summary, *, rank: int, world_size: int, counts_host: bool) -
     parts += _shares(total)
     if total.intra_node:
         parts.append(f"{format_bytes(total.intra_node)} inside its node")
-    select, encode, exchange, decode, waited = (
-        total.steady_ms[f"{part}_ms"] for part in ("select", "encode", "exchange", "decode", "waited")
-    )
-    times = f"exchange {exchange:.1f}"
-    if waited >= 0.05:
-        times += f" ({waited:.1f} waiting for other ranks)"
-    plugin, step = select + encode + exchange + decode, total.step_ms
+    steady, step = total.steady, total.step_ms
+    times = f"exchange {steady.exchange_ms:.1f}"
+    if steady.waited_ms >= 0.05:
+        times += f" ({steady.waited_ms:.1f} waiting for other ranks)"
+    plugin = steady.select_ms + steady.encode_ms + steady.exchange_ms + steady.decode_ms
     took = f"{plugin:.1f} ms per step" if step is None else f"{plugin:.1f} of {step:.1f} ms per step"
     if step is not None and plugin > step:  # the plugin works in few of the steps
         took = f"{plugin:.1f} ms per step on average (the median step takes {step:.1f} ms)"
-    parts.append(f"plugin {took}: select {select:.1f}, encode {encode:.1f}, {times}, decode {decode:.1f}")
+    coding = f"select {steady.select_ms:.1f}, encode {steady.encode_ms:.1f}"
+    parts.append(f"plugin {took}: {coding}, {times}, decode {steady.decode_ms:.1f}")
     if not counts_host:
         parts.append("not counted: what the framework sends by itself")
     return "; ".join(parts)

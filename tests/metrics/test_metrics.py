@@ -327,7 +327,7 @@ def test_the_start_counts_apart() -> None:
         recorder.record(Record("host_all_gather", 40, 40, 10))
         recorder.step(step)
     summary = recorder.summary()
-    assert (summary.start_steps, summary.steady_ratio) == (3, pytest.approx(4040 / 80))
+    assert (summary.start_steps, summary.steady.ratio) == (3, pytest.approx(4040 / 80))
     assert summary.largest == ("gradient", 0.5)
     assert "fewer); 50.5x fewer after the first 3 steps; 50 % of it thresholded gradients" in (
         recorder.summary_line()

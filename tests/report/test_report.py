@@ -212,8 +212,8 @@ def test_report_and_summary_have_the_same_start(tmp_path: Path) -> None:
     run = Run([rank])
     assert [window.step for window in run.windows] == [5, 7, 12, 13, 18, 23, 28, 30]
     assert [window.step for window in run.steady] == [18, 23, 28, 30]
-    assert run.ratio(run.steady) == pytest.approx(summary.steady_ratio, rel=1e-3)
-    assert run.part("select_ms") == pytest.approx(summary.steady_ms["select_ms"]) == pytest.approx(22)
+    assert run.ratio(run.steady) == pytest.approx(summary.steady.ratio, rel=1e-3)
+    assert run.part("select_ms") == pytest.approx(summary.steady.select_ms) == pytest.approx(22)
     assert run.step_ms == pytest.approx(summary.step_ms)
     assert (summary.start_steps, summary.dense_bytes) == (13, 120_000)
 
