@@ -45,7 +45,7 @@ class ExpertPath(ActivationPath):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         self.config = context.config.model_parallel.experts
-        self.streams = ActivationStreams(_PREFIX, context.config.kernels, dist.get_rank)
+        self.streams = ActivationStreams(context.config.kernels)
         modules = self.engine.module.named_modules()
         self._layers = {name: each for name, each in modules if _is_distributed(each)}
         self._collectives: dict[tuple[int, str], CompressedCollectives] = {}
@@ -109,7 +109,7 @@ class _SlotExchange:
         self, comm: CompressedCollectives, tensor: Tensor, direction: str, sent: Tensor, received: Tensor
     ) -> Tensor:
         name, width = f"{_PREFIX}{self._name} {direction}", tensor.shape[-1]
-        stream = self._path.streams.stream(name, self._path.config)
+        stream = self._path.streams.stream(name, self._path.config, dist.get_rank)
         stream.fit_groups(width)
         rows = tensor.reshape(-1, width)
         sent_counts, received_counts = (

@@ -66,9 +66,7 @@ class PipelinePath(ActivationPath):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         self.config = context.config.model_parallel.pipeline
-        # Both ends of a boundary belong to the same replica.
-        replica = self.engine.grid.get_data_parallel_id
-        self.streams = ActivationStreams(_PREFIX, context.config.kernels, replica)
+        self.streams = ActivationStreams(context.config.kernels)
         self._pass_metrics = PipelineMetrics(lambda: context.metrics, self.streams)
         self._number = 0
         # By pipeline buffer, one for each floating-point tensor.
@@ -186,7 +184,9 @@ class PipelinePath(ActivationPath):
         if tensor.dtype not in GRAD_DTYPES:
             return None
         name = f"{_PREFIX}{boundary}" + (f" tensor {position}" if position else "")
-        messages = FixedMessages(self.streams.stream(name, self.config.at(boundary)))
+        # Both ends of a boundary belong to the same replica.
+        replica = self.engine.grid.get_data_parallel_id
+        messages = FixedMessages(self.streams.stream(name, self.config.at(boundary), replica))
         size = messages.nbytes(tensor.shape, tensor.dtype)
         return messages if size < tensor.numel() * tensor.element_size() else None
 

@@ -18,27 +18,27 @@ class ActivationStreams:
     """Streams by name; each is made at its first use, with the state that was loaded for it.
 
     Args:
-        prefix: Prefix of the names: the states of several objects may lie in one dictionary.
         kernels: The ``kernels`` settings.
-        rank: Returns the rank whose streams these are: what seeds them beside their names.
 
     Attributes:
         step: Optimizer steps so far.
         training: Whether the current pass has a backward pass.
     """
 
-    def __init__(self, prefix: str, kernels: KernelConfig, rank: Callable[[], int]) -> None:
+    def __init__(self, kernels: KernelConfig) -> None:
         self.step = 0
         self.training = True
-        self._prefix, self._kernels, self._rank = prefix, kernels, rank
+        self._kernels = kernels
         self._streams: dict[str, ActivationStream] = {}
         self._loaded: dict[str, Any] = {}
 
-    def stream(self, name: str, config: ActivationConfig) -> ActivationStream:
-        """Return the stream of a name (with the prefix); ``config`` is for its first use."""
+    def stream(self, name: str, config: ActivationConfig, rank: Callable[[], int]) -> ActivationStream:
+        """Return the stream of a name. At its first use ``config`` has its settings, and ``rank`` returns the
+        rank whose stream it is: what seeds it beside the name.
+        """
         stream = self._streams.get(name)
         if stream is None:
-            stream = ActivationStream(config, name=name, rank=self._rank(), kernels=self._kernels)
+            stream = ActivationStream(config, name=name, rank=rank(), kernels=self._kernels)
             self._streams[name] = stream
             if (state := self._loaded.pop(name, None)) is not None:
                 stream.load_state_dict(state)
@@ -62,7 +62,7 @@ class ActivationStreams:
         return {**self._loaded, **{name: stream.state_dict() for name, stream in self._streams.items()}}
 
     def load_state_dict(self, streams: dict[str, Any], *, step: int) -> None:
-        """Restore :meth:`state_dict`; names with other prefixes are ignored, other streams start afresh.
+        """Restore :meth:`state_dict`; other streams start afresh.
 
         Args:
             streams: States by name.
@@ -70,7 +70,7 @@ class ActivationStreams:
         """
         self.step = step
         self._streams.clear()
-        self._loaded = {name: state for name, state in streams.items() if name.startswith(self._prefix)}
+        self._loaded = dict(streams)
 
 
 class PipelineMetrics(NamedTuple):

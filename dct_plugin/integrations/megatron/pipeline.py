@@ -43,10 +43,7 @@ class PipelineHook(Hook):
         from megatron.core.pipeline_parallel import p2p_communication, schedules
 
         self.session, self.config = session, session.config.model_parallel.pipeline
-        # Tensor-parallel ranks send the same activation (unless their sequences differ, and with them what
-        # they send): it must stay the same behind the boundary.
-        self.streams = session.streams_of(_PREFIX, lambda: RankCoordinates.of_this_rank().data)
-        self.pipeline_metrics = PipelineMetrics(lambda: session.metrics, self.streams)
+        self.pipeline_metrics = PipelineMetrics(lambda: session.metrics, session.streams)
         self._count = 0
         self._sent: dict[int, Kept] = {}
         self._received: list[tuple[Tensor, Kept, FixedMessages]] = []
@@ -139,7 +136,7 @@ class PipelineHook(Hook):
         """Return the messages of a boundary and, if interleaved, of the model chunk in a message's number."""
         chunk = number // _CHUNK_FACTOR
         name = f"{_PREFIX}{boundary}" + (f" chunk {chunk}" if chunk else "")
-        return FixedMessages(self.streams.stream(name, self.config.at(boundary)))
+        return FixedMessages(self.session.streams.stream(name, self.config.at(boundary), _replica))
 
     def _encode(self, tensor: Tensor, boundary: int) -> Tensor:
         number = getattr(tensor, _CHUNK, 0) * _CHUNK_FACTOR + self._count
@@ -203,6 +200,15 @@ class _Handle:
         for decode in self.finish:
             decode()
         self.messages = {}
+
+
+def _replica() -> int:
+    """Return the number of this rank's replica of the model, which seeds its streams.
+
+    Tensor-parallel ranks send the same activation (unless their sequences differ, and with them what they
+    send): it must stay the same behind the boundary.
+    """
+    return RankCoordinates.of_this_rank().data
 
 
 def _check(config: Any) -> None:

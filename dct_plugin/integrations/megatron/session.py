@@ -113,7 +113,7 @@ class Session(HostAttachment):
         self.ends.callback(self.patches.undo)
         self.hooks: list[Hook] = []
         self.active: dict[str, str] = {}
-        self.streams: list[ActivationStreams] = []
+        self.streams = ActivationStreams(self.config.kernels)
         self.reductions: Any = ()
         self.pending_of: Callable[[str], tuple[Shard, Tensor] | None] = lambda name: None
         self.is_open = self._sites_told = False
@@ -151,8 +151,7 @@ class Session(HostAttachment):
             self.is_open = True
         self.training = training
         self._find_monitor()
-        for streams in self.streams:
-            streams.begin(training)
+        self.streams.begin(training)
         for hook in self.hooks:
             hook.begin(training)
 
@@ -177,8 +176,7 @@ class Session(HostAttachment):
             return
         self.is_open = False
         self.step += 1
-        for streams in self.streams:
-            streams.end_step()
+        self.streams.end_step()
         for hook in self.hooks:
             hook.end_step()
         if not self._sites_told:
@@ -198,9 +196,8 @@ class Session(HostAttachment):
         ``parameters`` (thresholds of updated weights by optimizer).
         """
         self.end_step()
-        state: dict[str, Any] = {"step": self.step, "streams": {}, "reducers": {}, "parameters": {}}
-        for streams in self.streams:
-            state["streams"].update(streams.state_dict())
+        state: dict[str, Any] = {"step": self.step, "streams": self.streams.state_dict()}
+        state |= {"reducers": {}, "parameters": {}}
         for hook in self.hooks:
             for key, part in hook.state_dict().items():
                 state[key].update(part)
@@ -210,15 +207,9 @@ class Session(HostAttachment):
         """Restore :meth:`state_dict` of the same rank; None forgets everything, as at the start."""
         self.is_open = False
         self.step = 0 if state is None else int(state["step"])
-        for streams in self.streams:
-            streams.load_state_dict({} if state is None else state["streams"], step=self.step)
+        self.streams.load_state_dict({} if state is None else state["streams"], step=self.step)
         for hook in self.hooks:
             hook.load_state_dict(state)
-
-    def streams_of(self, prefix: str, seed: Callable[[], int] = dist.get_rank) -> ActivationStreams:
-        """Return new streams of activations, whose names have a prefix; ``seed`` seeds them beside these."""
-        self.streams.append(ActivationStreams(prefix, self.config.kernels, seed))
-        return self.streams[-1]
 
     @property
     def megatron_args(self) -> Any:

@@ -54,7 +54,6 @@ class TensorHook(Hook):
         from megatron.core.transformer import transformer_layer
 
         self.session, self.config = session, session.config.model_parallel.tensor
-        self.streams = session.streams_of(_PREFIX)
         self._sites: list[_Site] = []
         self._linears = (layers.RowParallelLinear, layers.ColumnParallelLinear)
         self._engine: EngineLinears | None = None
@@ -166,7 +165,7 @@ class TensorHook(Hook):
         if ranks not in self._collectives:
             made = CompressedCollectives(ranks, device=device, metrics=self.session.metrics, cls="tensor")
             self._collectives[ranks] = made
-        return self._collectives[ranks], self.streams.stream(site.name, self.config)
+        return self._collectives[ranks], self.session.streams.stream(site.name, self.config, dist.get_rank)
 
     def _subclass(self, original: Any, kind: str) -> Any:
         hook = self
