@@ -31,6 +31,7 @@ from ..host.startup import nodes_of
 from .buckets import NAME, groups_of, is_expert, start_in
 from .session import Hook, Session
 
+#: Attribute of a bucket: the :class:`_Owner` of its weights.
 _OWNER = "_dct_owner"
 
 
@@ -38,7 +39,6 @@ _OWNER = "_dct_owner"
 class _Owner:
     """A distributed optimizer whose updates are thresholded."""
 
-    optimizer: weakref.ref[Any]
     updates: ParameterUpdates
     masters: dict[torch.nn.Parameter, Tensor]
     """This rank's shards."""
@@ -76,7 +76,8 @@ class ParameterHook(Hook):
 
         self.session, self._resolve = session, resolve
         session.pending_of = self._pending_of
-        self._owners: list[_Owner] = []
+        self._owners = weakref.WeakKeyDictionary[Any, _Owner]()
+        """By optimizer, in the order in which they were made."""
         self._loaded: dict[str, Any] = {}
         patches = session.patches
         self._copy = DistributedOptimizer._copy_main_params_to_model_params
@@ -90,9 +91,7 @@ class ParameterHook(Hook):
     @torch.no_grad()
     def before_save(self) -> None:
         """Bring all weights to the masters, in full; a collective, between two iterations."""
-        for owner in self._alive():
-            optimizer = owner.optimizer()
-            assert optimizer is not None
+        for optimizer, owner in self._owners.items():
             self._copy_in_full(owner, optimizer)
             for model in optimizer.model_chunks:
                 for group in groups_of(model):
@@ -100,17 +99,17 @@ class ParameterHook(Hook):
                         self._gather(group, force_sync=True)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {str(i): owner.updates.state_dict() for i, owner in enumerate(self._alive())}
+        own = {str(i): owner.updates.state_dict() for i, owner in enumerate(self._owners.values())}
         return {"parameters": {**self._loaded, **own}}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         saved = (state or {}).get("parameters", {})
-        for i, owner in enumerate(self._alive()):
+        for i, owner in enumerate(self._owners.values()):
             owner.updates.load_state_dict(saved.get(str(i)), step=self.session.step)
         self._loaded = dict(saved)
 
     def _pending_of(self, name: str) -> tuple[Shard, Tensor] | None:
-        found = (owner.updates.pending_of(name) for owner in self._alive())
+        found = (owner.updates.pending_of(name) for owner in self._owners.values())
         return next((pending for pending in found if pending is not None), None)
 
     # -- wrappers ---
@@ -134,7 +133,7 @@ class ParameterHook(Hook):
             self._adopt(optimizer, buckets)
 
     def _copy_masters(self, original: Function, optimizer: Any) -> None:
-        owner: _Owner | None = getattr(optimizer, _OWNER, None)
+        owner = self._owners.get(optimizer)
         if owner is None:
             original(optimizer)
             return
@@ -187,7 +186,6 @@ class ParameterHook(Hook):
         if updates.group.nodes is not None:
             self.session.make_process_groups(lambda: updates.group, topic="megatron nodes", group=ranks)
         owner = _Owner(
-            weakref.ref(optimizer),
             updates,
             masters=dict(pairs),
             starts={p: start_in(bucket.param_data, p) for bucket in buckets for p in bucket.params_list},
@@ -200,9 +198,8 @@ class ParameterHook(Hook):
         )
         for _, shard, _ in owner.fp32:
             shard.data = shard.data.clone()
-        updates.load_state_dict(self._loaded.get(str(len(self._alive()))), step=self.session.step)
-        self._owners.append(owner)
-        setattr(optimizer, _OWNER, owner)
+        updates.load_state_dict(self._loaded.get(str(len(self._owners))), step=self.session.step)
+        self._owners[optimizer] = owner
         parameters = [parameter for bucket in buckets for parameter in bucket.params_list]
         for i, parameter in enumerate(parameters):
             if not hasattr(parameter, NAME):  # wrapped before the hooks were installed
@@ -217,10 +214,6 @@ class ParameterHook(Hook):
 
     def _owner_of(self, group: Any) -> _Owner | None:
         return getattr(group.buckets[0], _OWNER, None) if group.buckets else None
-
-    def _alive(self) -> list[_Owner]:
-        self._owners = [owner for owner in self._owners if owner.optimizer() is not None]
-        return self._owners
 
     @torch.no_grad()
     def _copy_exactly(self, owner: _Owner, optimizer: Any, buckets: list[Any]) -> None:
