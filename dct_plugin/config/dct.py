@@ -138,11 +138,8 @@ class DCTConfig(Section):
 
     def updated(self, changes: Mapping[str, Any]) -> DCTConfig:
         """Return a validated copy with nested ``changes``, e.g. ``{"data_parallel": {"sparsity": 0}}``."""
-        base = self.model_dump()
-        # What is not written there depends on the number of ranks, or on the framework.
-        for name, written in ("data_parallel", self.data_parallel), ("metrics", self.metrics):
-            base[name] = {key: base[name][key] for key in written.model_fields_set}
-        return validated(type(self), _merged(base, changes), SECTION)
+        # What is not written may depend on the number of ranks, or on the framework.
+        return validated(type(self), _merged(self.model_dump(exclude_unset=True), changes), SECTION)
 
     def fingerprint(self) -> str:
         """Return a short hash of the section with all defaults (12 hexadecimal digits)."""

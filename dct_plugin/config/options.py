@@ -18,8 +18,6 @@ class OptionDoc(NamedTuple):
     """The place of the option, such as ``dct.data_parallel.sparsity``."""
     value: Any
     """The value of the option, as JSON."""
-    model: type[BaseModel]
-    """The section that has it."""
     default: Any
     """The default, as JSON."""
     allowed: str
@@ -28,22 +26,21 @@ class OptionDoc(NamedTuple):
     """The text that says what the option does."""
 
 
-def options(section: BaseModel, prefix: str = "dct") -> Iterator[OptionDoc]:
-    """Yield every option of a section in order; ``prefix`` is the path of the section.
+def options(section: BaseModel) -> Iterator[OptionDoc]:
+    """Yield every option of a ``dct`` section in order.
 
     An object that a key such as ``"kind"`` selects, and a section that is absent, are one option.
     """
-    for path, part, name in _places(section, prefix):
-        model = type(part)
-        field = model.model_fields[name]
+    for path, part, name in _places(section, "dct"):
+        field = type(part).model_fields[name]
         default = as_json(field.get_default(call_default_factory=True))
-        description, _ = documentation(model, name)
-        yield OptionDoc(path, as_json(getattr(part, name)), model, default, allowed(field), description)
+        description, _ = documentation(type(part), name)
+        yield OptionDoc(path, as_json(getattr(part, name)), default, allowed(field), description)
 
 
-def option_values(section: BaseModel, prefix: str = "dct") -> dict[str, Any]:
-    """Return the value of every option of a section, as JSON, by its path."""
-    return {path: as_json(getattr(part, name)) for path, part, name in _places(section, prefix)}
+def option_values(section: BaseModel) -> dict[str, Any]:
+    """Return the value of every option of a ``dct`` section, as JSON, by its path."""
+    return {path: as_json(getattr(part, name)) for path, part, name in _places(section, "dct")}
 
 
 def _places(section: BaseModel, prefix: str) -> Iterator[tuple[str, BaseModel, str]]:
