@@ -163,7 +163,7 @@ class DataParallelHook(Hook):
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         self.reductions.load_state_dict({} if state is None else state["reducers"])
-        self._steps.reset()
+        self._steps.end_step()
 
     def before_save(self) -> None:
         self._verify(saves=True)
@@ -298,7 +298,8 @@ class _OptimizerSteps:
     """The answers of Megatron's optimizers about the step of an iteration.
 
     Attributes:
-        scales: The loss scale of this iteration's gradients, and of the next iteration's.
+        scales: The loss scale of this iteration's gradients, and of the next iteration's; None until an
+            optimizer says them.
         overflow: Whether the step is skipped.
     """
 
@@ -308,15 +309,11 @@ class _OptimizerSteps:
         self._mirror = Mirror()
         self.skips = self._poisoned.skips
         self._knows_optimizers = False
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the loss scale and the step."""
-        self.scales: tuple[float, float] | None = None
         self.end_step()
 
     def end_step(self) -> None:
         """Forget the step."""
+        self.scales: tuple[float, float] | None = None
         self.overflow = self._is_asked = False
         self._is_poisoned: bool | None = None  # until an optimizer asks
 

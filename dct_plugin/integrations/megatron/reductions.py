@@ -108,14 +108,12 @@ class Reduction:
     Attributes:
         name: ``dense`` or ``expert``; a second group of one kind is ``dense 1`` and so on.
         unit: Factor on the gradients that reach the reducer.
-        scale_known: Whether the reducer has been given the loss scale of its gradients.
     """
 
     name: str
     unit: float
     reducer: GradientReducer
     overlap: Overlap
-    scale_known: bool
     ahead: StepAhead | None = None
 
 
@@ -180,12 +178,12 @@ class Reductions:
                 )
 
     def end_step(self, *, skipped: bool, scales: tuple[float, float] | None) -> None:
-        """Close an iteration; ``scales`` are the loss scales of this iteration and of the next one."""
+        """Close an iteration; ``scales`` are the loss scales of this iteration and of the next one, None if
+        no optimizer said them.
+        """
         used, coming = scales or (None, None)
         for each in self:
-            reduced_at = None if each.scale_known else used
-            each.reducer.end_step(skipped=skipped, loss_scale=coming, reduced_at=reduced_at)
-            each.scale_known |= used is not None
+            each.reducer.end_step(skipped=skipped, loss_scale=coming, reduced_at=used)
 
     def reject(self) -> None:
         """Prepare to close an iteration whose gradients no optimizer used: :meth:`end_step` takes it back
@@ -246,7 +244,7 @@ class Reductions:
         if saved is not None:
             state = checkpoint.in_unit(saved["state"], unit / saved["unit"])
             reducer.load_state_dict(state, loss_scale=None if self.models.any_fp16 else 1.0)
-        made = Reduction(name, unit, reducer, overlap, scale_known=saved is not None)
+        made = Reduction(name, unit, reducer, overlap)
         if self.session.config.data_parallel.feedback.looks_ahead:
             made.ahead = self._step_ahead(reducer, group)
         return made
