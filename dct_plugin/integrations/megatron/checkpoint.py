@@ -91,9 +91,10 @@ class CheckpointHook(Hook):
     def __init__(self, session: Session) -> None:
         self.session = session
         self._saving: int | None = None
-        """The thread that is inside save_checkpoint: another one deletes old checkpoints meanwhile."""
+        """The thread that is inside save_checkpoint, until the state is written: another thread deletes old
+        checkpoints meanwhile.
+        """
         self._folder: str | None = None
-        self._written = False
         self._loaded: tuple[str | None, bool] | None = None
         session.ends.callback(when_imported(_MODULE, self._patch))
 
@@ -125,7 +126,7 @@ class CheckpointHook(Hook):
         args = self.session.megatron_args
         local = given.get("non_persistent_ckpt") and args.non_persistent_ckpt_type == "local"
         self.session.before_save()
-        self._saving, self._folder, self._written = threading.get_ident(), None, bool(local)
+        self._saving, self._folder = None if local else threading.get_ident(), None
         try:
             result = original(*arguments, **keywords)
             self._write()
@@ -145,13 +146,12 @@ class CheckpointHook(Hook):
 
     def _save_distributed(self, original: Function, *arguments: Any, **keywords: Any) -> Any:
         result = original(*arguments, **keywords)  # complains about folders that are not empty
-        if self._saving == threading.get_ident():
-            self._write()
+        self._write()
         return result
 
     def _write(self) -> None:
-        if self._folder is not None and not self._written:
-            self._written = True
+        if self._saving == threading.get_ident() and self._folder is not None:
+            self._saving = None
             save(self.session, self._folder)
 
     def _load_base_checkpoint(self, original: Function, *arguments: Any, **keywords: Any) -> Any:
