@@ -18,7 +18,7 @@ from ..output import Table, faster, formatted
 from .advice import advice
 from .page import Part
 from .reading import RankRun
-from .run import Run, grouped, weighted
+from .run import Run, grouped, mean_step
 
 PART_NAMES = {
     "select_ms": "select",
@@ -65,8 +65,8 @@ def verdict(run: Run) -> list[str]:
     """Say in a sentence each: bytes saved, time saved beside the dense steps at the start, the loss beside
     that of a dense run.
     """
-    sent = run.per_step("sent_bytes", run.windows, *run.classes) * run.steps
-    dense = run.per_step("dense_bytes", run.windows, *run.classes) * run.steps
+    sent = run.per_step("sent_bytes", run.windows) * run.steps
+    dense = run.per_step("dense_bytes", run.windows) * run.steps
     whole, steady = run.ratio(run.windows), run.ratio(run.steady)
     saved = f"In {run.steps} steps {run.who} sent {format_bytes(sent)} in place of {format_bytes(dense)}" + (
         "" if whole is None else f": {fewer(whole)} bytes"
@@ -116,20 +116,14 @@ def _steps(run: Run) -> Table:
     for group in grouped(run.windows, _ROWS):
         step = group[-1].step
         means = [_mean(series, before, step) for series in losses.values()]
-        sent, whole, plugin = (weighted(group, figure) or 0.0 for figure in _FIGURES)
-        ms = weighted(group, lambda window: window.of_step())
+        sent, whole = (run.per_step(key, group) for key in ("sent_bytes", "dense_bytes"))
+        plugin = sum(run.part(key, group) for key in PART_NAMES)
+        ms = mean_step(group)
         shown = [formatted(ms, ".1f"), f"{plugin:.1f}", *(formatted(mean, ".6g") for mean in means)]
         rows.append([str(step), format_bytes(sent), format_bytes(whole), *shown])
         before = step
     header = ["to step", "sent", "without the plugin", "step, ms", "plugin, ms", *losses]
     return Table("Per step and rank", header, rows)
-
-
-_FIGURES = (
-    lambda window: window.total("sent_bytes"),
-    lambda window: window.total("dense_bytes"),
-    lambda window: sum(window.part(key) for key in PART_NAMES),
-)
 
 
 def _mean(losses: _Losses, after: int, to: int) -> float | None:
@@ -141,7 +135,7 @@ def _mean(losses: _Losses, after: int, to: int) -> float | None:
 def _classes(run: Run) -> Table:
     rows = []
     for cls in run.classes[:_ROWS]:
-        sent, dense = (run.per_step(key, run.steady, cls) for key in ("sent_bytes", "dense_bytes"))
+        sent, dense = (run.per_step(key, run.steady, [cls]) for key in ("sent_bytes", "dense_bytes"))
         ratio = fewer(dense / sent) if sent and dense else ""
         pair = run.density(cls) if cls in run.thresholded else None
         taus = [tau for window in run.steady if (tau := window.mean("tau", cls)) is not None] if pair else []
@@ -188,7 +182,7 @@ def _picture(run: Run, label: str) -> str:
     axes = figure.subplots(1, 2 if run.losses else 1, squeeze=False)[0]
     steps = [window.step for window in run.windows]
     for key, name in (("dense_bytes", "without the plugin"), ("sent_bytes", "sent")):
-        axes[0].plot(steps, [window.total(key) for window in run.windows], ".-", label=name)
+        axes[0].plot(steps, [run.per_step(key, [window]) for window in run.windows], ".-", label=name)
     scale = "log" if run.ratio(run.windows) else "linear"  # one rank sends nothing
     axes[0].set(xlabel="step", ylabel="bytes per step and rank", yscale=scale)
     axes[0].legend()

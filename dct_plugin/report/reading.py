@@ -82,11 +82,6 @@ class RankRun:
     rows: list[Row] = field(default_factory=list)
     events: list[EventLine] = field(default_factory=list)
 
-    @property
-    def losses(self) -> list[tuple[int, float]]:
-        """Step and loss of every ``loss`` line."""
-        return [(e.step, e.loss) for e in self.events if e.event == "loss" and e.loss is not None]
-
 
 def _read(path: Path) -> tuple[list[RankRun], list[str]]:
     """Return the runs in a file, and sentences on what could not be read.

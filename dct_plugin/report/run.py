@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..metrics import TENSOR
@@ -23,14 +23,6 @@ class Window:
         """Return the mean over the ranks of one figure of a class; None where no rank has it."""
         found = [value for row in self.rows.get(cls, ()) if (value := getattr(row, key)) is not None]
         return statistics.fmean(found) if found else None
-
-    def total(self, key: str) -> float:
-        """Sum a figure over the classes; shares of classes do not count again."""
-        return sum(self.mean(key, cls) or 0.0 for cls in self.rows if "/" not in cls)
-
-    def part(self, key: str) -> float:
-        """Return the milliseconds per step of a part such as ``select_ms``; exchange without the wait."""
-        return self.total(key) - (self.total("waited_ms") if key == "exchange_ms" else 0.0)
 
     def of_step(self, key: str = "step_ms") -> float | None:
         """Return ``step_ms`` or ``dense_step_ms``, which every line has."""
@@ -78,7 +70,8 @@ class Run:
             for step, classes in sorted(found.items())
         ]
         first = self.ranks[0]
-        self.losses = first.losses
+        self.losses = [(e.step, e.loss) for e in first.events if e.event == "loss" and e.loss is not None]
+        """Step and loss of every ``loss`` line."""
         self.decisions: list[EventLine] = [e for e in first.events if e.event == "decision"]
         self.settings = next((e.data_parallel for e in reversed(first.events) if e.event == "settings"), {})
         """The applied ``dct.data_parallel``, as the file has it."""
@@ -105,27 +98,32 @@ class Run:
     def classes(self) -> list[str]:
         """Tensor classes without shares of classes, the one that sends most first."""
         names = dict.fromkeys(cls for window in self.windows for cls in window.rows if "/" not in cls)
-        return sorted(names, key=lambda cls: -self.per_step("sent_bytes", self.windows, cls))
+        return sorted(names, key=lambda cls: -self.per_step("sent_bytes", self.windows, [cls]))
 
-    def per_step(self, key: str, windows: Sequence[Window], *classes: str) -> float:
-        """Return the mean per step of a figure of some classes."""
+    def per_step(self, key: str, windows: Sequence[Window], classes: Sequence[str] | None = None) -> float:
+        """Return the mean per step of a figure of some classes; None: of all."""
+        classes = self.classes if classes is None else classes
         amount = sum(w.steps * sum(w.mean(key, cls) or 0.0 for cls in classes) for w in windows)
         return amount / sum(w.steps for w in windows)
 
     def share(self, *prefixes: str) -> float:
         """Return the share of classes whose names begin so in the bytes sent after the start."""
         chosen = [cls for cls in self.classes if prefixes and cls.startswith(prefixes)]
-        whole = self.per_step("sent_bytes", self.steady, *self.classes)
-        return self.per_step("sent_bytes", self.steady, *chosen) / whole if whole else 0.0
+        whole = self.per_step("sent_bytes", self.steady)
+        return self.per_step("sent_bytes", self.steady, chosen) / whole if whole else 0.0
 
     def ratio(self, windows: Sequence[Window]) -> float | None:
         """Return dense over sent bytes."""
-        sent = self.per_step("sent_bytes", windows, *self.classes)
-        return self.per_step("dense_bytes", windows, *self.classes) / sent if sent else None
+        sent = self.per_step("sent_bytes", windows)
+        return self.per_step("dense_bytes", windows) / sent if sent else None
 
-    def part(self, key: str) -> float:
-        """Return the milliseconds per step of a part such as ``select_ms`` after the start."""
-        return sum(w.steps * w.part(key) for w in self.steady) / sum(w.steps for w in self.steady)
+    def part(self, key: str, windows: Sequence[Window] | None = None) -> float:
+        """Return the milliseconds per step of a part such as ``select_ms``, by default after the start.
+        Exchange is without the wait.
+        """
+        windows = self.steady if windows is None else windows
+        waited = self.per_step("waited_ms", windows) if key == "exchange_ms" else 0.0
+        return self.per_step(key, windows) - waited
 
     @functools.cached_property
     def step_ms(self) -> float | None:
@@ -185,7 +183,7 @@ def grouped(windows: Sequence[Window], most: int) -> list[list[Window]]:
     return [list(windows[at : at + size]) for at in range(0, len(windows), size)]
 
 
-def weighted(windows: Sequence[Window], figure: Callable[[Window], float | None]) -> float | None:
-    """Return the mean of a figure over the steps of the windows that have it."""
-    pairs = [(window.steps, value) for window in windows if (value := figure(window)) is not None]
+def mean_step(windows: Sequence[Window]) -> float | None:
+    """Return the mean ``step_ms`` over the steps of the windows that have it."""
+    pairs = [(window.steps, value) for window in windows if (value := window.of_step()) is not None]
     return sum(n * value for n, value in pairs) / sum(n for n, _ in pairs) if pairs else None
