@@ -18,12 +18,7 @@ from ..host import lost_peers
 from ..host.patching import Function
 from .options import hook_states
 from .session import Session
-
-_SCHEDULES = (
-    "forward_backward_no_pipelining",
-    "forward_backward_pipelining_without_interleaving",
-    "forward_backward_pipelining_with_interleaving",
-)
+from .versions import TARGETS
 
 _session: Session | None = None
 
@@ -186,5 +181,6 @@ def _watch_iterations(session: Session) -> None:
         finally:
             session.end_iteration()
 
-    for name in _SCHEDULES:
-        session.patches.intercept(schedules, name, iteration)
+    for target in TARGETS:
+        if target.name.startswith("forward_backward_"):
+            session.patches.intercept(schedules, target.name, iteration)
