@@ -85,17 +85,14 @@ def _doctor() -> Any:
     return doctor
 
 
-@_command(
-    "Add the residuals of a DeepSpeed checkpoint to the universal checkpoint made from it.",
-    ("torch",),
-)
+@_command("Add the residuals of a DeepSpeed checkpoint to the universal checkpoint made from it.")
 def _universal() -> Any:
     from .universal import universal
 
     return universal
 
 
-@_command("Measure some dense steps of a job, and predict its step time with every setting.", ("torch",))
+@_command("Measure some dense steps of a job, and predict its step time with every setting.")
 def _advise() -> Any:
     from .advise import advise
 
