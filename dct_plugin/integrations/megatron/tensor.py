@@ -17,7 +17,6 @@ shrink for any ``t``.
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from torch import Tensor
 from dct_plugin.host_traffic import count_group
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 
-from ..host.patching import Function
+from ..host.patching import Function, Patches
 from ..host.refusals import refuse_features
 from .engine import EngineLinears, is_engine_linear
 from .session import Hook, Session
@@ -47,7 +46,11 @@ class _Site(NamedTuple):
 
 
 class TensorHook(Hook):
-    """Reroutes the collectives that :class:`RowParallelLinear` and :class:`ColumnParallelLinear` use."""
+    """Reroutes the collectives that :class:`RowParallelLinear` and :class:`ColumnParallelLinear` use.
+
+    With compressed inputs a column-parallel linear runs as one of an expert, whose tokens are exchanged
+    outside.
+    """
 
     def __init__(self, session: Session) -> None:
         from megatron.core.tensor_parallel import layers, mappings
@@ -75,10 +78,6 @@ class TensorHook(Hook):
         ):
             # The functions of mappings look the class up when they are called, so all importers are reached.
             patches.replace(mappings, name, self._subclass(getattr(mappings, name), kind))
-        if self.config.gather:
-            for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
-                signature = inspect.signature(getattr(layers, name))
-                patches.intercept(layers, name, functools.partial(self._linear, signature))
 
     # -- layers --------------------------------------------------------------------------------------------
 
@@ -115,7 +114,9 @@ class TensorHook(Hook):
             self._engine = EngineLinears(self.session.patches, enter, route, gather=self.config.gather)
         return self._engine.mode(module, where)
 
-    def _linear_forward(self, original: Function, linear: Any, *arguments: Any, **keywords: Any) -> Any:
+    def _linear_forward(
+        self, original: Function, linear: Any, input_: Tensor, *arguments: Any, **keywords: Any
+    ) -> Any:
         group = getattr(linear, "tp_group", None)
         if isinstance(group, dist.ProcessGroup) and group not in self._counted:
             self._counted.add(group)
@@ -125,9 +126,17 @@ class TensorHook(Hook):
         if self._current is None:
             self._others.add(linear)
         try:
-            return original(linear, *arguments, **keywords)
+            with Patches() as patches:
+                if self._gathers_input(linear) and (route := self._route(linear.tp_group, input_.device)):
+                    input_ = route[0].all_gather(input_, route[1])
+                    patches.replace(linear, "explicit_expert_comm", True)  # Megatron gathers nothing then
+                return original(linear, input_, *arguments, **keywords)
         finally:
             self._current, self._in_linear = previous
+
+    def _gathers_input(self, linear: Any) -> bool:
+        """Return whether inputs of a linear are gathered by Megatron, and are to be compressed."""
+        return self.config.gather and isinstance(linear, self._linears[1]) and linear.sequence_parallel
 
     def sites(self) -> str:
         active = [s for s in self._sites if not s.dense and (self.config.gather or s.sums)]
@@ -181,15 +190,3 @@ class TensorHook(Hook):
                 return getattr(route[0], kind)(input_, route[1])
 
         return Compressed
-
-    def _linear(
-        self, signature: inspect.Signature, original: Function, *arguments: Any, **keywords: Any
-    ) -> Any:
-        given = signature.bind(*arguments, **keywords)
-        ranks = given.arguments.get("tp_group")
-        if given.arguments.get("sequence_parallel") and ranks is not None:
-            input_ = given.arguments["input"]
-            if route := self._route(ranks, input_.device):
-                given.arguments["input"] = route[0].all_gather(input_, route[1])
-                given.arguments["sequence_parallel"] = False
-        return original(*given.args, **given.kwargs)

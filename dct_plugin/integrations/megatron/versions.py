@@ -13,7 +13,6 @@ SUPPORTED = VersionRange("0.16.0", "0.20.0")
 
 _TENSORS = "tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape"
 _OPS = "tensor_send_prev tensor_recv_prev tensor_send_next tensor_recv_next group"
-_LINEAR = "input weight bias gradient_accumulation_fusion allreduce_dgrad sequence_parallel"
 
 _PIPELINE, _TENSOR, _DATA = "hook pipeline", "hook tensor", "hook data_parallel"
 _SCHEDULES = "pipeline_parallel.schedules"
@@ -39,7 +38,6 @@ TARGETS = tuple(
         (_TENSOR, _MAPPINGS, "_ReduceScatterToSequenceParallelRegion.forward", "ctx input_ group"),
         (_TENSOR, _LAYERS, "RowParallelLinear.forward", "self input_"),
         (_TENSOR, _LAYERS, "ColumnParallelLinear.forward", "self input_"),
-        (_TENSOR, _LAYERS, "linear_with_grad_accumulation_and_async_allreduce", _LINEAR),
         (_TENSOR, "transformer.transformer_layer", "TransformerLayer.forward", "self"),
         (_DATA, _BUCKETS, "_ParamAndGradBucket.__init__", "self"),
         (_DATA, _BUCKETS, "_ParamAndGradBucketGroup.start_grad_sync", "self force_all_reduce"),
