@@ -1,5 +1,5 @@
-"""Backward passes under DDP: the names of the parameters, the buckets that passes fill, and the moment before
-passes add to gradients.
+"""Backward passes under DDP: the parameters, the buckets that passes fill, and the moment before a pass adds
+to gradients.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def entries_of(parameter: Tensor) -> int:
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
-class ParameterNames:
-    """Names of a model's parameters, and the parameters that were reduced so far.
+class ModelParameters:
+    """The parameters of a model: their names, and those that were reduced so far.
 
     Args:
         named: ``model.named_parameters()``; parameters without a name are numbered when they are first
@@ -56,6 +56,7 @@ class ParameterNames:
         self._names: dict[int, str] = {}
         self._reduced: dict[str, Tensor] = {}
         self.sizes: dict[str, int] | None = None
+        self._model: weakref.ref[DistributedDataParallel] | None = None
         self.add(named)
 
     def add(self, named: Iterable[tuple[str, AnyTensor]]) -> dict[str, AnyTensor]:
@@ -64,6 +65,15 @@ class ParameterNames:
         if found:
             self.sizes = {**(self.sizes or {}), **{name: entries_of(p) for name, p in found.items()}}
         return found
+
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Know the model; it is not kept alive."""
+        self._model = weakref.ref(model)
+
+    @property
+    def attached(self) -> DistributedDataParallel | None:
+        """The model; None before :meth:`attach`, and when the script has let it go."""
+        return None if self._model is None else self._model()
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the name of a parameter that is reduced."""
@@ -75,38 +85,11 @@ class ParameterNames:
         """Return whether a parameter was reduced so far."""
         return self._names.get(id(parameter)) in self._reduced
 
-    def reduced(self) -> list[tuple[str, Tensor]]:
-        """Return the parameters that were reduced so far, in the order of their names: the same on all
-        ranks.
-        """
-        return sorted(self._reduced.items(), key=lambda item: item[0])
-
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients of the parameters that were reduced so far, in the order of their reduction."""
         for name, parameter in self._reduced.items():
             if parameter.grad is not None:
                 yield name, as_real(parameter.grad)
-
-
-class AttachedModel:
-    """The model whose gradients are reduced, once it is attached; it is not kept alive.
-
-    Args:
-        names: The names of its parameters.
-    """
-
-    def __init__(self, names: ParameterNames) -> None:
-        self._names = names
-        self._model: weakref.ref[DistributedDataParallel] | None = None
-
-    def attach(self, model: DistributedDataParallel) -> None:
-        """Follow a model."""
-        self._model = weakref.ref(model)
-
-    @property
-    def attached(self) -> DistributedDataParallel | None:
-        """The model; None before :meth:`attach`, and when the script has let it go."""
-        return None if self._model is None else self._model()
 
     def trainable(self) -> dict[str, Tensor]:
         """Return the parameters with gradients that DDP reduces, by name."""
@@ -114,13 +97,13 @@ class AttachedModel:
         if model is None:
             return {}
         named, ignored = model.module.named_parameters(), model.parameters_to_ignore
-        return self._names.add((name, p) for name, p in named if p.requires_grad and name not in ignored)
+        return self.add((name, p) for name, p in named if p.requires_grad and name not in ignored)
 
     def named(self) -> list[tuple[str, Tensor]]:
         """Return the trainable parameters, and those that were reduced so far, in the order of their names:
         the same on all ranks.
         """
-        named = {**dict(self._names.reduced()), **self.trainable()}
+        named = {**self._reduced, **self.trainable()}
         return sorted(named.items(), key=lambda pair: pair[0])
 
     def common_weights(
@@ -173,19 +156,20 @@ class Bucket:
 
 
 class BucketReductions:
-    """Reduces the buckets of backward passes, and tells the steps when a pass ends.
+    """Reduces the buckets of backward passes, and tells the steps when a pass begins and ends.
 
     Args:
-        names: The names of the parameters.
+        parameters: The parameters of the model.
         steps: The optimizer steps.
         agree: Called at the first bucket, with its device; returns what runs the reductions.
     """
 
     def __init__(
-        self, names: ParameterNames, steps: OptimizerSteps, agree: Callable[[torch.device], Overlap]
+        self, parameters: ModelParameters, steps: OptimizerSteps, agree: Callable[[torch.device], Overlap]
     ) -> None:
-        self._names, self._steps, self._agree = names, steps, agree
-        self.next_pass = NextPass(steps, self._note_earlier)
+        self._parameters, self._steps, self._agree = parameters, steps, agree
+        self._handles: list[Any] = [around_backward_passes(self._before_backward)]
+        self._forward: list[Any] = []
         self._overlap: Overlap | None = None
         self._adds = False
         """True if gradients were reduced since :meth:`_note_earlier`."""
@@ -193,6 +177,16 @@ class BucketReductions:
         """Buckets of this backward pass."""
         self._sparse: set[str] = set()
         """Names of parameters with sparse gradients."""
+
+    def watch(self, model: nn.Module) -> None:
+        """End the step that a gradient scaler has made before the forward passes of ``model``."""
+        remove(self._forward)
+        self._forward.append(calls_of(model).follow(lambda _: self._steps.end_due()))
+
+    def unwatch(self) -> None:
+        """Follow no passes any more."""
+        remove(self._forward)
+        remove(self._handles)
 
     def reduce(self, bucket: dist.GradBucket, done: Callable[[], None]) -> None:
         """Reduce a full bucket during the backward pass, then call ``done()``.
@@ -204,7 +198,7 @@ class BucketReductions:
         """
         overlap = self._begin(bucket.buffer().device)
         reducer, found = overlap.reducer, Bucket(bucket)
-        names = [self._names.name_of(parameter) for parameter in found.parameters]
+        names = [self._parameters.name_of(parameter) for parameter in found.parameters]
         self._steps.begin(zip(names, found.parameters, strict=True))
         self._reduced.append(found)
         entries = list(zip(names, found.views, strict=True))
@@ -223,7 +217,7 @@ class BucketReductions:
     def leave(self, bucket: dist.GradBucket, *, is_sparse: bool) -> None:
         """Note a bucket that DDP all-reduces by itself; rank 0 warns once if it ``is_sparse``."""
         overlap = self._begin(bucket.buffer().device)
-        named = [(self._names.name_of(parameter), parameter) for parameter in bucket.parameters()]
+        named = [(self._parameters.name_of(parameter), parameter) for parameter in bucket.parameters()]
         self._steps.begin(named)
         names = {name for name, _ in named} if is_sparse else set()
         if names - self._sparse and overlap.reducer.group.group_rank == 0:
@@ -263,12 +257,25 @@ class BucketReductions:
 
     def _take_back_unused(self, buckets: Sequence[Bucket]) -> None:
         """Add the gradients that no rank used back to the residuals."""
-        unused = [(self._names.name_of(p), view) for bucket in buckets for p, view in bucket.unused()]
+        unused = [(self._parameters.name_of(p), view) for bucket in buckets for p, view in bucket.unused()]
         if unused and self._overlap is not None:
             self._overlap.reducer.return_to_residual(unused)
             names = {name for name, _ in unused}
             for each in self._steps.gradients:
                 each.leave(names)
+
+    @contextlib.contextmanager
+    def _before_backward(self, _: bool) -> Iterator[None]:
+        """Have a step end or be rejected before the next backward pass adds to its gradients.
+
+        Scripts clear gradients before the forward pass or after it, so the beginning of a backward pass
+        decides.
+        """
+        if self._steps.awaits_optimizer and torch._C._current_graph_task_id() < 0:
+            self._steps.end_or_reject()
+            if self._steps.awaits_optimizer:
+                self._note_earlier()
+        yield
 
     def _note_earlier(self) -> None:
         """Keep the gradients that DDP reduced in earlier passes of this step, and reduces again with this
@@ -278,44 +285,10 @@ class BucketReductions:
             each.accumulate()
         if self._adds and self._overlap is not None and self._overlap.reducer.config.feedback.looks_ahead:
             self._overlap.reducer.add_ons.earlier = {
-                name: each.detach().reshape(-1).clone() for name, each in self._names.gradients()
+                name: each.detach().reshape(-1).clone() for name, each in self._parameters.gradients()
             }
         self._adds = False
 
 
 def _after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-class NextPass:
-    """Has a step end or be rejected before the next backward pass adds to its gradients.
-
-    Scripts clear gradients before the forward pass or after it, so the beginning of a backward pass decides.
-
-    Args:
-        steps: The steps.
-        accumulates: Called if neither is so: the pass may add to gradients that were reduced.
-    """
-
-    def __init__(self, steps: OptimizerSteps, accumulates: Callable[[], None]) -> None:
-        self._steps, self._accumulates = steps, accumulates
-        self._handles: list[Any] = [around_backward_passes(self._begin)]
-        self._forward: list[Any] = []
-
-    def watch(self, model: nn.Module) -> None:
-        """End the step that a gradient scaler has made before the forward passes of ``model``."""
-        remove(self._forward)
-        self._forward.append(calls_of(model).follow(lambda _: self._steps.end_due()))
-
-    def unwatch(self) -> None:
-        """Follow no passes any more."""
-        remove(self._forward)
-        remove(self._handles)
-
-    @contextlib.contextmanager
-    def _begin(self, _: bool) -> Iterator[None]:
-        if self._steps.awaits_optimizer and torch._C._current_graph_task_id() < 0:
-            self._steps.end_or_reject()
-            if self._steps.awaits_optimizer:
-                self._accumulates()
-        yield

@@ -30,7 +30,7 @@ from ..host.optimizer_attachment import OptimizerAttachment
 from ..host.settings import optimizers_of
 from ..host.startup import nodes_of
 from ..host.steps import FrozenParameters
-from .backward import AttachedModel, BucketReductions, ParameterNames
+from .backward import BucketReductions, ModelParameters
 
 if TYPE_CHECKING:
     from dct_plugin.data_parallel.step_ahead.add_on import StepAhead
@@ -105,7 +105,7 @@ class DCTState(OptimizerAttachment):
     ) -> None:
         if isinstance(config, DataParallelConfig):
             config = DCTConfig(data_parallel=config)
-        self.parameters = ParameterNames(named_parameters)
+        self.parameters = ModelParameters(named_parameters)
         gradients = self.parameters.gradients
         super().__init__(config, optimizer, scaler, gradients, call="DCTState", sharded=False)
         self.process_group, self.time_limit = process_group, time_limit
@@ -115,12 +115,11 @@ class DCTState(OptimizerAttachment):
         self._total_steps, self._resolved = total_steps, False
         self._optimizer_steps.follow(self._optimizers)
         self._buckets = BucketReductions(self.parameters, self._optimizer_steps, self._agree)
-        self.ends.callback(self._buckets.next_pass.unwatch)
+        self.ends.callback(self._buckets.unwatch)
         self._loaded = FRESH
         self._topic, self._coverage = "ddp", ""
         self._reducer: GradientReducer | None = None
         self._ahead: StepAhead | None = None
-        self._model = AttachedModel(self.parameters)
         if reason := switched_off(self.written):
             PlainTraining(self.written, reason)
             self.close()
@@ -144,7 +143,7 @@ class DCTState(OptimizerAttachment):
             self.process_group = model.process_group
         try:
             self._check(model)
-            self._model.attach(model)
+            self.parameters.attach(model)
             reduce_through_hook(model, self)
             finalizer = weakref.finalize(model, self.close)
             finalizer.atexit = False
@@ -192,17 +191,17 @@ class DCTState(OptimizerAttachment):
 
     def _change_passes(self, model: DistributedDataParallel, reducer: GradientReducer) -> None:
         """Displace the weights of a model in its passes, or train its own ones."""
-        self._buckets.next_pass.watch(model.module)
+        self._buckets.watch(model.module)
         settings = self.config.data_parallel
         if self._optimizers and settings.feedback.looks_ahead and self._ahead is None:
             self._displace(model.module, reducer)
         if settings.local_steps is None:
-            self._watch_loading(model.module, lambda: self._model.common_weights(reducer, self._ahead))
+            self._watch_loading(model.module, lambda: self.parameters.common_weights(reducer, self._ahead))
         else:
-            named = self._model.trainable()
+            named = self.parameters.trainable()
             if (local := reducer.add_ons.local_steps) is not None:
                 local.attach(model.module, named, self._optimizers)
-                self._buckets.next_pass.watch(model.module)  # before an evaluation shows the common weights
+                self._buckets.watch(model.module)  # before an evaluation shows the common weights
                 self.ends.callback(local.detach)
                 # DDP would send the first rank's buffers in every forward pass.
                 self.ends.callback(setattr, model, "broadcast_buffers", model.broadcast_buffers)
@@ -238,34 +237,34 @@ class DCTState(OptimizerAttachment):
         self._ahead = reducer.add_ons.step_ahead.prepare(displaced, units, in_memory_order=is_late)
         self._ahead.attach(model, *self._optimizers)
         self.ends.callback(self._ahead.detach)
-        self._buckets.next_pass.watch(model)  # before weights are displaced
+        self._buckets.watch(model)  # before weights are displaced
 
     def reducer(self, device: torch.device) -> GradientReducer:
         """Return the reducer for gradients on ``device``. The first call makes it, and changes the passes of
         the registered model: the first bucket makes that call, or a state that is loaded before.
         """
         if self._reducer is None:
-            model = self._model
+            parameters = self.parameters
             self._reducer = self._make_reducer(
                 self.process_group,
                 self._nodes(),
                 device,
-                lambda: model.common_weights(self._reducer, self._ahead),
-                model.not_trained,
+                lambda: parameters.common_weights(self._reducer, self._ahead),
+                parameters.not_trained,
             )
             self.load_state_dict({"reducer": self._loaded})
-            if (attached := model.attached) is not None:
+            if (attached := parameters.attached) is not None:
                 self._change_passes(attached, self._reducer)
         return self._reducer
 
     @property
     def reducers(self) -> Iterable[GradientReducer]:
-        if (model := self._model.attached) is not None:
+        if (model := self.parameters.attached) is not None:
             self.reducer(model.device)
         return super().reducers
 
     def weights(self) -> Iterable[Tensor]:
-        return self._model.trainable().values()
+        return self.parameters.trainable().values()
 
     # -- the start ---
 
@@ -340,7 +339,7 @@ class DCTState(OptimizerAttachment):
         self._buckets.wait()
         self._loaded = state["reducer"] or FRESH
         self._optimizer_steps.forget()
-        model = self._model.attached
+        model = self.parameters.attached
         if self._reducer is None and self._loaded is not FRESH and model is not None:
             self.reducer(model.device)  # the next pass is displaced by what was not sent
         elif self._reducer is not None:
