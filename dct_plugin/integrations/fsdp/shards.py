@@ -48,7 +48,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class ShardGroup:
-    """The collectives of one of FSDP's parameter groups.
+    """One of FSDP's parameter groups; FSDP calls it in place of its reduce-scatter.
 
     Args:
         group: FSDP's parameter group.
@@ -75,11 +75,23 @@ class ShardGroup:
         self._together: dict[tuple[str, ...], dict[str, list[int]]] = {}
         """What crosses together, by the names of the trained parameters."""
 
-    def reduce_scatter(self, output: Tensor, table: Tensor, operation: Any) -> None:
-        """Fill ``output`` [n] with the sum, or what ``operation`` says, of row ``rank`` of ``table``
-        [ranks, n] over the ranks; a collective of all ranks.
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for the result of a collective, or its input, as torch's own does."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Fill ``output_tensor`` [n] with the sum, or what ``op`` says, of row ``rank`` of ``input_tensor``
+        [ranks * n] over the ranks; a collective of all ranks.
         """
-        scale = _factor(operation, self.reducer.group.group_size)
+        output, table = output_tensor, input_tensor.view(group.size(), -1)
+        scale = _factor(op, group.size())
         named = [each for each in self.parameters if each.sharded.requires_grad]
         numels = [each.padded_numel for each in named]
         if sum(numels) == output.numel():
@@ -152,36 +164,11 @@ def _factor(operation: Any, ranks: int) -> float:
     return float(state[1])
 
 
-class _Collective:
-    """A collective that FSDP calls in place of its own; it returns memory as torch's own does.
+class _AllGather:
+    """The gather that FSDP calls in place of its own, from copies of the weights."""
 
-    Args:
-        group: The parameter group.
-    """
-
-    def __init__(self, group: ShardGroup) -> None:
-        self._group = group
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for the result of the collective, or its input."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _ReduceScatter(_Collective):
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        self._group.reduce_scatter(output_tensor, input_tensor.view(group.size(), -1), op)
-
-
-class _AllGather(_Collective):
     def __init__(self, group: ShardGroup, copies: NodeCopies) -> None:
-        super().__init__(group)
+        self._group, self.allocate = group, group.allocate
         self._copies, self._native = copies, group.fsdp._all_gather_comm
         self._parameters = copies.add(group.parameters)
 
@@ -267,7 +254,7 @@ class ShardCompression(FSDPAttachment):
         for each in self.groups:
             module: Any = next(m for m in each.fsdp.modules if hasattr(m, "set_custom_all_gather"))
             self.ends.callback(module.set_custom_reduce_scatter, each.fsdp._reduce_scatter_comm)
-            module.set_custom_reduce_scatter(_ReduceScatter(each))
+            module.set_custom_reduce_scatter(each)
             is_copied = isinstance(self.copies, Int8Copies) or _gathered_type(each.fsdp) is self._dtype
             if self.copies is not None and is_copied:
                 self.ends.callback(module.set_custom_all_gather, each.fsdp._all_gather_comm)
