@@ -153,9 +153,8 @@ class DCTState(OptimizerAttachment):
             elif self.config.data_parallel.local_steps is not None:  # from the first pass on
                 self.reducer(model.device)
             if self.applied.inside > 1:
-                group, limit = self.process_group, self.time_limit
                 self.make_process_groups(
-                    lambda: self.reducer(model.device).group, topic="ddp", group=group, limit=limit
+                    lambda: self.reducer(model.device).group, topic="ddp", group=self.process_group
                 )
         except BaseException:
             self.close()
@@ -295,12 +294,7 @@ class DCTState(OptimizerAttachment):
                 )
             return f"{self.framework}, {self._coverage}{reducer.group.group_size} ranks"
 
-        def facts() -> dict[str, Any]:
-            step = self.reducer(device).group.step
-            return {"optimizer steps so far": step, "optimizer given": bool(self._optimizers)}
-
-        group, limit = self.process_group, self.time_limit
-        self._topic = self.agree(prepare, topic="ddp", group=group, limit=limit, facts=facts)
+        self._topic = self.agree(prepare, topic="ddp", group=self.process_group, facts=self._facts)
         return Overlap(self.reducer(device))
 
     def _decide(self, step_ahead_unavailable: str = "") -> None:

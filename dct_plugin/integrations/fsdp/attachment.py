@@ -81,7 +81,7 @@ class FSDPAttachment(OptimizerAttachment):
     ) -> None:
         check_torch()
         super().__init__(config, optimizer, scaler, self._gradients, call=self.call, sharded=True)
-        self._model, self._time_limit = model, time_limit
+        self._model, self.time_limit = model, time_limit
         self._agreed: set[GradientReducer] = set()
         self._reduced: set[Any] = set()
         """Reducers, and groups, that have reduced gradients of this step."""
@@ -189,13 +189,7 @@ class FSDPAttachment(OptimizerAttachment):
             active = self._active(group)
             return "" if dist.get_rank() or self._agreed else active
 
-        def facts() -> dict[str, Any]:
-            return {
-                "optimizer steps so far": group.reducer.group.step,
-                "optimizer given": bool(self._optimizers),
-            }
-
-        self.agree(prepare, topic="fsdp", group=group.replicas, limit=self._time_limit, facts=facts)
+        self.agree(prepare, topic="fsdp", group=group.replicas, facts=self._facts)
 
     @abstractmethod
     def _active(self, group: Any) -> str:

@@ -233,7 +233,7 @@ class ShardCompression(FSDPAttachment):
 
     def _machines(self) -> Any:
         return ranks_of_machines(
-            dist.get_process_group_ranks(self._mesh), limit=self._time_limit or time_limit(self._mesh)
+            dist.get_process_group_ranks(self._mesh), limit=self.time_limit or time_limit(self._mesh)
         )
 
     def _connect_all(self, groups: Groups) -> None:
@@ -247,8 +247,7 @@ class ShardCompression(FSDPAttachment):
             lambda: not_trained(self._model, {*names, *known}),
         )
         if self._nodes is not None:
-            mesh, limit = self._mesh, self._time_limit
-            self.make_process_groups(lambda: reducer.group, topic="fsdp", group=mesh, limit=limit)
+            self.make_process_groups(lambda: reducer.group, topic="fsdp", group=self._mesh)
         self.copies = None if self.config.data_parallel.parameters is None else self._make_copies(reducer)
         self.groups = [ShardGroup(group, parameters, self, reducer) for group, parameters in groups]
         for each in self.groups:

@@ -103,6 +103,8 @@ class HostAttachment:
     hint: ClassVar[str] = HINT
     process_group: dist.ProcessGroup | None = None
     """The group whose ranks exchange gradients; None: all ranks."""
+    time_limit: float | None = None
+    """Seconds to wait for the other ranks at the start; None: as long as the group waits."""
 
     def __init__(self, section: DCTConfig | Mapping[str, Any] | None) -> None:
         if VARIABLE in os.environ:  # the job is measured by `dct advise`
@@ -186,7 +188,6 @@ class HostAttachment:
         *,
         topic: str,
         group: dist.ProcessGroup | None = None,
-        limit: float | None = None,
         facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> str:
         """Let all ranks of a group start together, or stop with the ranks named; a collective.
@@ -195,7 +196,6 @@ class HostAttachment:
             prepare: Prepares this rank, and returns what is active, in words. Its errors stop all ranks.
             topic: Of the agreement, the same on all ranks.
             group: The group that exchanges gradients; None for all ranks.
-            limit: Seconds to wait for the others; None: as long as the group waits.
             facts: Returns what all ranks must share, beside configuration, versions and kernels.
 
         Returns:
@@ -204,7 +204,7 @@ class HostAttachment:
         Raises:
             DesyncError: Ranks failed, did not come, or differ.
         """
-        agreement = startup.join(topic, group=group, limit=limit, hint=self.hint)
+        agreement = startup.join(topic, group=group, limit=self.time_limit, hint=self.hint)
         with agreement:
             active = prepare()
         self.start(agreement, active, facts())
@@ -224,12 +224,7 @@ class HostAttachment:
             self.log_active(active)
 
     def make_process_groups(
-        self,
-        prepare: Callable[[], StreamGroup],
-        *,
-        topic: str,
-        group: dist.ProcessGroup | None,
-        limit: float | None = None,
+        self, prepare: Callable[[], StreamGroup], *, topic: str, group: dist.ProcessGroup | None
     ) -> None:
         """Make the process groups of nodes; a collective. No rank waits in torch before all have come, and
         have the same settings.
@@ -237,12 +232,12 @@ class HostAttachment:
         Args:
             prepare: Returns the streams that exchange messages over them. Its errors stop all ranks.
             topic: That of the coming :meth:`agree`, where a rank without nodes is.
-            group, limit: See :meth:`agree`.
+            group: See :meth:`agree`.
 
         Raises:
             DesyncError: Ranks failed, did not come, or differ; names them.
         """
-        agreement = startup.join(topic, group=group, limit=limit, hint=self.hint)
+        agreement = startup.join(topic, group=group, limit=self.time_limit, hint=self.hint)
         with agreement:
             streams = prepare()
         agreement.confirm(startup.facts_of(self.config, {}))

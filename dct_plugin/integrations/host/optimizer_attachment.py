@@ -156,6 +156,10 @@ class OptimizerAttachment(HostAttachment, ABC):
 
     # -- for the frameworks ---
 
+    def _facts(self) -> dict[str, Any]:
+        """Return what all ranks must share, beside configuration, versions and kernels."""
+        return {"optimizer steps so far": self.steps.step, "optimizer given": bool(self._optimizers)}
+
     def _before_forward(self, model: nn.Module, function: Callable[[], None]) -> None:
         """Call a function before a model's forward passes, and before functions that were given earlier."""
         self.ends.callback(calls_of(model).follow(lambda _: function()).remove)
