@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -26,60 +25,6 @@ from .gradient_use import parameters_of
 from .replica_checksums import ReplicaChecksums, checksum
 from .settings import optimizers_of
 from .steps import OptimizerSteps, PoisonedSteps, StepHooks
-
-
-class RestoredWeights:
-    """Drops what a rank has not sent of tensors whose weights ``load_state_dict`` has changed.
-
-    It belongs to a run that the script has abandoned. Weights that are only replaced for an evaluation
-    (averaged ones) are the same again at the next training pass, and keep their residuals.
-
-    Args:
-        steps: The optimizer steps. Weights that are loaded before the first one are the start of the run.
-        reducers: Those of the gradients.
-        weights: Returns the weights of this rank by name.
-    """
-
-    def __init__(
-        self,
-        steps: OptimizerSteps,
-        reducers: Iterable[GradientReducer],
-        weights: Callable[[], Iterable[tuple[str, Tensor]]],
-    ) -> None:
-        self._steps, self._reducers, self._weights = steps, reducers, weights
-        self._before: dict[str, Tensor] = {}
-        """Checksums of the weights before they were loaded."""
-        self._passes: list[Handle] = []
-        """Follows the passes up to the first one with gradients after that."""
-
-    def watch(self, model: nn.Module) -> list[Any]:
-        """Follow ``load_state_dict`` of a model; return handles of the hooks."""
-        self._model = weakref.ref(model)
-        handles: list[Any] = [
-            part._register_load_state_dict_pre_hook(ModuleHook(self._before_loading, part), with_module=True)
-            for part in model.modules()
-        ]
-        return [*handles, Handle(functools.partial(remove, self._passes))]
-
-    def _before_loading(self, *_: Any) -> None:
-        model = self._model()
-        if self._steps.has_stepped and not self._before and model is not None:
-            self._before = {name: checksum(weight) for name, weight in self._weights()}
-            self._passes.append(calls_of(model).follow(self._before_forward))
-
-    def _before_forward(self, gradients: bool) -> None:
-        if not gradients:
-            return
-        remove(self._passes)
-        before, self._before = self._before, {}
-        changed = [n for n, w in self._weights() if n in before and not torch.equal(checksum(w), before[n])]
-        for reducer in self._reducers if changed and self._steps.has_stepped else ():
-            reducer.undo(changed, lost=True)
-            if reducer.group.group_rank == 0:
-                logger.warning(
-                    f"dct: step {reducer.group.step}: load_state_dict has changed the weights of "
-                    f"{len(changed)} tensors: what the steps before had left unsent of them is dropped"
-                )
 
 
 class OptimizerAttachment(HostAttachment, ABC):
@@ -165,10 +110,42 @@ class OptimizerAttachment(HostAttachment, ABC):
         self.ends.callback(calls_of(model).follow(lambda _: function()).remove)
 
     def _watch_loading(self, model: nn.Module, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        """Drop residuals when the script restores weights; before weights are displaced."""
-        restored = RestoredWeights(self._optimizer_steps, self._reducers.values(), weights)
-        for handle in restored.watch(model):
-            self.ends.callback(handle.remove)
+        """Drop what this rank has not sent of tensors whose weights ``load_state_dict`` has changed; to be
+        called before weights are displaced.
+
+        It belongs to a run that the script has abandoned. Weights that are loaded before the first step are
+        the start of the run. Weights that are only replaced for an evaluation (averaged ones) are the same
+        again at the next training pass, and keep their residuals.
+
+        Args:
+            model: The model.
+            weights: Returns the weights of this rank by name.
+        """
+        steps, before, passes = self._optimizer_steps, dict[str, Tensor](), list[Handle]()
+
+        def before_loading(*_: Any) -> None:
+            if steps.has_stepped and not before:
+                before.update((name, checksum(weight)) for name, weight in weights())
+                passes.append(calls_of(model).follow(before_forward))
+
+        def before_forward(gradients: bool) -> None:
+            if not gradients:
+                return
+            remove(passes)
+            changed = [n for n, w in weights() if n in before and not torch.equal(checksum(w), before[n])]
+            before.clear()
+            for reducer in self._reducers.values() if changed and steps.has_stepped else ():
+                reducer.undo(changed, lost=True)
+                if reducer.group.group_rank == 0:
+                    logger.warning(
+                        f"dct: step {reducer.group.step}: load_state_dict has changed the weights of "
+                        f"{len(changed)} tensors: what the steps before had left unsent of them is dropped"
+                    )
+
+        for part in model.modules():
+            hook = ModuleHook(before_loading, part)
+            self.ends.callback(part._register_load_state_dict_pre_hook(hook, with_module=True).remove)
+        self.ends.callback(remove, passes)
 
     def _check_optimizers(
         self, model: nn.Module, compressed: Mapping[str, Tensor], *, call: str, remedy: str, warns: bool
