@@ -91,6 +91,9 @@ class DCTState(OptimizerAttachment):
 
     framework = "torch DDP"
     hint = "its model has no dct_hook (register_comm_hook), or it is far behind"
+    call = "DCTState"
+    remedy = "make it from model.parameters()"
+    sharded = False
 
     def __init__(
         self,
@@ -106,8 +109,7 @@ class DCTState(OptimizerAttachment):
         if isinstance(config, DataParallelConfig):
             config = DCTConfig(data_parallel=config)
         self.parameters = ModelParameters(named_parameters)
-        gradients = self.parameters.gradients
-        super().__init__(config, optimizer, scaler, gradients, call="DCTState", sharded=False)
+        super().__init__(config, optimizer, scaler, self.parameters.gradients)
         self.process_group, self.time_limit = process_group, time_limit
         self.fallback_hook: Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None = None
         """Reduces buckets in place of this state, if it is switched off or closed."""
@@ -166,21 +168,14 @@ class DCTState(OptimizerAttachment):
         self.note(model.module)
         self.parameters.add(model.module.named_parameters())
         self._decide()
-        is_first = not dist.is_initialized() or dist.get_rank(self.process_group) == 0
         reduced = {n: p for n, p in model.module.named_parameters() if n not in model.parameters_to_ignore}
         own = set(map(id, reduced.values()))
         coverage = startup.coverage(model.module, model.module.parameters(), lambda p: id(p) in own)
         self._coverage = f"{coverage}, "
         if self.config.data_parallel.feedback.looks_ahead:
             units_of(*self._optimizers)
-        self._check_optimizers(
-            model.module,
-            reduced,
-            call="dct_plugin.attach",
-            remedy="make it from model.parameters()",
-            warns=is_first,
-        )
-        if is_first:
+        self._check_optimizers(model.module, reduced)
+        if dist.get_rank(self.process_group) == 0:
             self.steps.frozen = FrozenParameters(
                 model.module.named_parameters(),
                 "torch DDP does not reduce their gradients, and the ranks drift apart; make "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,8 +62,8 @@ class FSDPAttachment(OptimizerAttachment):
         VersionError: The installed torch is not supported.
     """
 
-    call: ClassVar[str]
-    """The function that makes the attachment, for messages."""
+    remedy = "make it after fully_shard, which replaces the parameters"
+    sharded = True
     find_groups: Callable[[nn.Module], Groups]
     """Returns the parameter groups of a model whose gradients are exchanged."""
     groups: Sequence[Any] = ()
@@ -80,7 +80,7 @@ class FSDPAttachment(OptimizerAttachment):
         time_limit: float | None = None,
     ) -> None:
         check_torch()
-        super().__init__(config, optimizer, scaler, self._gradients, call=self.call, sharded=True)
+        super().__init__(config, optimizer, scaler, self._gradients)
         self._model, self.time_limit = model, time_limit
         self._agreed: set[GradientReducer] = set()
         self._reduced: set[Any] = set()
@@ -93,13 +93,8 @@ class FSDPAttachment(OptimizerAttachment):
             hint = f"{self.call}(..., optimizer=optimizer) takes what suits it"
             self._decide(groups, Training(steps=total_steps, optimizer_unknown_hint=hint))
             check_settings(self.config.data_parallel, self._optimizers, self.call)
-            self._check_optimizers(
-                self._model,
-                {each.name: each.sharded for _, parameters in groups for each in parameters},
-                call=self.call,
-                remedy="make it after fully_shard, which replaces the parameters",
-                warns=dist.get_rank() == 0,
-            )
+            compressed = {each.name: each.sharded for _, parameters in groups for each in parameters}
+            self._check_optimizers(self._model, compressed)
             self.metrics = metrics or self.report(dist.get_rank(), self.applied.compressors)
             self._connect_all(groups)
             self._before_forward(self._model, lambda: refuse_compiled_autograd(self.call))

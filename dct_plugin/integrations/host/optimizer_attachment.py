@@ -6,7 +6,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,15 +35,20 @@ class OptimizerAttachment(HostAttachment, ABC):
         optimizer: The optimizers, as the script passed them.
         scaler: The gradient scaler of fp16.
         gradients: Gives the gradients of this rank that were reduced, by name.
-        call: The call that they were passed to, for messages.
-        sharded: Whether ranks hold different gradients.
 
     Attributes:
+        call: The function that makes the attachment, for messages.
+        remedy: What to do about an optimizer of another model.
+        sharded: Whether ranks hold different gradients.
         steps: Optimizer steps so far.
 
     Raises:
         ConfigError: An optimizer is none, or the section is wrong.
     """
+
+    call: ClassVar[str]
+    remedy: ClassVar[str]
+    sharded: ClassVar[bool]
 
     def __init__(
         self,
@@ -51,19 +56,16 @@ class OptimizerAttachment(HostAttachment, ABC):
         optimizer: Any,
         scaler: torch.amp.GradScaler | None,
         gradients: Callable[[], Iterable[tuple[str, Tensor]]],
-        *,
-        call: str,
-        sharded: bool,
     ) -> None:
         super().__init__(section)
-        self._optimizers = optimizers_of(optimizer, call)
+        self._optimizers = optimizers_of(optimizer, self.call)
         self._module: Callable[[], nn.Module | None] = lambda: None
         self._reducers: dict[tuple[int, ...], GradientReducer] = {}
         """The key of a reducer is the ranks whose gradients it sums."""
         self.steps = StepHooks(self._reducers.values())
-        poisoned = PoisonedSteps(self.config.data_parallel, gradients, agree=sharded)
+        poisoned = PoisonedSteps(self.config.data_parallel, gradients, agree=self.sharded)
         self._optimizer_steps = OptimizerSteps(
-            self.steps, self._reducers.values(), scaler, poisoned, sharded=sharded
+            self.steps, self._reducers.values(), scaler, poisoned, sharded=self.sharded
         )
         self.ends.callback(self._optimizer_steps.close)
 
@@ -147,15 +149,12 @@ class OptimizerAttachment(HostAttachment, ABC):
             self.ends.callback(part._register_load_state_dict_pre_hook(hook, with_module=True).remove)
         self.ends.callback(remove, passes)
 
-    def _check_optimizers(
-        self, model: nn.Module, compressed: Mapping[str, Tensor], *, call: str, remedy: str, warns: bool
-    ) -> None:
+    def _check_optimizers(self, model: nn.Module, compressed: Mapping[str, Tensor]) -> None:
         """Check that each optimizer is one of the model's, and warn about parameters that none has.
 
         Args:
+            model: The model.
             compressed: The parameters by name whose gradients are thresholded.
-            call, remedy: The call that the optimizers were passed to, and what to do about a wrong one.
-            warns: Whether this rank warns.
 
         Raises:
             ConfigError: An optimizer has no parameter of the model.
@@ -168,10 +167,12 @@ class OptimizerAttachment(HostAttachment, ABC):
             parameters = set(map(id, parameters_of(optimizer)))
             if not parameters & own:
                 which = f"{type(optimizer).__name__}, {number} of {len(optimizers)}"
-                raise ConfigError(f"{call}: the optimizer ({which}) has no parameter of the model; {remedy}")
+                raise ConfigError(
+                    f"{self.call}: the optimizer ({which}) has no parameter of the model; {self.remedy}"
+                )
             told |= parameters
         without_optimizer = [n for n, p in compressed.items() if p.requires_grad and id(p) not in told]
-        if optimizers and without_optimizer and warns:
+        if optimizers and without_optimizer and dist.get_rank(self.process_group) == 0:
             logger.warning(
                 f"dct: {len(without_optimizer)} parameters are in none of the optimizers that were passed, "
                 f"and get local error feedback at sparsity {self.config.data_parallel.sparsity:g}: "
