@@ -327,7 +327,7 @@ def compress_shards(
     one rank, or ``dct advise`` measures the job, the model stays as it is.
     """
     if VARIABLE in os.environ:
-        return PlainTraining(DCTConfig.given(config), "dct advise measures the job")
+        return PlainTraining(config, "dct advise measures the job")
     if all(group.mesh_info.shard_process_group.size() == 1 for group in parameter_groups(model)):
-        return PlainTraining(DCTConfig.given(config), "the mesh has one rank")
+        return PlainTraining(config, "the mesh has one rank")
     return ShardCompression.made(model, config, **options)

@@ -163,7 +163,6 @@ class HostAttachment:
         rank: int,
         world_size: int,
         *,
-        monitor: Sink | None = None,
         before_finish: Callable[[], None] | None = None,
         config: MetricsConfig | None = None,
         is_first: bool = False,
@@ -178,7 +177,7 @@ class HostAttachment:
         """
         metrics = Metrics(config or self.config.metrics, rank=rank, world_size=world_size)
         metrics.warns |= is_first
-        ends = start_reporting(metrics, monitor, before_finish=before_finish, prints=is_first)
+        ends = start_reporting(metrics, before_finish=before_finish, prints=is_first)
         self.ends.callback(ends)
         return metrics
 
@@ -320,18 +319,16 @@ class PlainTraining(HostAttachment):
     """The attachment of a training that is left as it is: it has the same methods, and changes nothing.
 
     Args:
-        config: The configuration.
+        section: The section as a script passes it, or the configuration.
         reason: Why nothing is attached; rank 0 logs it.
     """
 
     framework = "no framework"
 
-    def __init__(self, config: DCTConfig, reason: str) -> None:
-        self.config = self.written = config
-        self.applied = AppliedSettings(config.data_parallel, 1)
-        self.ends = contextlib.ExitStack()
+    def __init__(self, section: DCTConfig | Mapping[str, Any] | None, reason: str) -> None:
+        super().__init__(section)
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.metrics = Metrics(type(config.metrics)(), rank=rank, world_size=size)
+        self.metrics = Metrics(MetricsConfig(), rank=rank, world_size=size)
         if rank == 0:
             logger.warning("dct: nothing to do: %s", reason)
 

@@ -42,9 +42,6 @@ class GatheredSlice(ABC):
     def numel(self) -> int:
         return self.shape.numel()
 
-    def data_ptr(self) -> int:
-        return self.data.data_ptr()
-
     @property
     def data(self) -> Tensor:
         return self.weights if self._displaced is None else self._displaced
