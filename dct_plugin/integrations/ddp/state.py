@@ -294,11 +294,9 @@ class DCTState(OptimizerAttachment):
 
     def _decide(self, step_ahead_unavailable: str = "") -> None:
         """Let the settings follow the optimizer, once; the argument says why step-ahead cannot be had."""
+        passes = self.written.data_parallel.nonfinite_action == "pass"
         has_scaler = self._optimizer_steps.scaler is not None
-        if self.written.data_parallel.nonfinite_action == "skip" and not (has_scaler or self._optimizers):
-            raise ConfigError(
-                "dct.data_parallel.nonfinite_action = 'skip' needs DCTState(..., optimizer=optimizer)"
-            )
+        self._require_optimizer("nonfinite_action = 'skip'", unless=passes or has_scaler)
         if self._resolved:
             return
         self._resolved = True

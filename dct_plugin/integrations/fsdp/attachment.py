@@ -24,7 +24,6 @@ from ..host.optimizer_attachment import OptimizerAttachment
 from . import saved_residuals
 from .parameter_groups import (
     ShardedParameter,
-    check_settings,
     check_torch,
     follow_methods,
     refuse_compiled_autograd,
@@ -92,7 +91,10 @@ class FSDPAttachment(OptimizerAttachment):
             self.note(self._model)
             hint = f"{self.call}(..., optimizer=optimizer) takes what suits it"
             self._decide(groups, Training(steps=total_steps, optimizer_unknown_hint=hint))
-            check_settings(self.config.data_parallel, self._optimizers, self.call)
+            settings = self.config.data_parallel
+            self._require_optimizer("feedback = 'step_ahead'", unless=not settings.feedback.looks_ahead)
+            passes = settings.nonfinite_action == "pass"
+            self._require_optimizer("nonfinite_action = 'skip'", unless=passes)
             compressed = {each.name: each.sharded for _, parameters in groups for each in parameters}
             self._check_optimizers(self._model, compressed)
             self.metrics = metrics or self.report(dist.get_rank(), self.applied.compressors)

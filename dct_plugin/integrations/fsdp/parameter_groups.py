@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dct_plugin.config import DataParallelConfig
 from dct_plugin.console import listed, logger
 from dct_plugin.data_parallel.passes import calls_of
 from dct_plugin.errors import ConfigError
@@ -289,20 +288,6 @@ def late_module(group: Any, call: str) -> ConfigError:
         f"{_rank()}: module {module} was passed to fully_shard after {call}; call {call} after the last "
         "fully_shard"
     )
-
-
-def check_settings(settings: DataParallelConfig, optimizers: Sequence[Any], call: str) -> None:
-    """Refuse settings that need an optimizer.
-
-    Raises:
-        ConfigError: Names the setting.
-    """
-    for key, needed in (
-        ("feedback = 'step_ahead'", settings.feedback.looks_ahead),
-        ("nonfinite_action = 'skip'", settings.nonfinite_action == "skip"),
-    ):
-        if needed and not optimizers:
-            raise ConfigError(f"dct.data_parallel.{key} needs {call}(model, config, optimizer=optimizer)")
 
 
 def refuse_compiled_autograd(call: str) -> None:

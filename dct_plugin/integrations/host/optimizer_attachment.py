@@ -103,6 +103,15 @@ class OptimizerAttachment(HostAttachment, ABC):
 
     # -- for the frameworks ---
 
+    def _require_optimizer(self, option: str, *, unless: object) -> None:
+        """Refuse an option of ``dct.data_parallel`` that needs an optimizer.
+
+        Raises:
+            ConfigError: Names the option.
+        """
+        if not (self._optimizers or unless):
+            raise ConfigError(f"dct.data_parallel.{option} needs {self.call}(..., optimizer=optimizer)")
+
     def _facts(self) -> dict[str, Any]:
         """Return what all ranks must share, beside configuration, versions and kernels."""
         return {"optimizer steps so far": self.steps.step, "optimizer given": bool(self._optimizers)}
