@@ -18,12 +18,19 @@ from support.processes import run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dct_plugin.compression.feedback import ScratchBuffers
 from dct_plugin.config import DataParallelConfig
 from dct_plugin.data_parallel import GradientReducer, step_units, weights
 from dct_plugin.data_parallel.plan import MIN_SHARD, shards_in
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, StepAheadAddOn, Unsent, displacement
 from dct_plugin.data_parallel.step_ahead.residual_coefficients import INTERVAL
-from dct_plugin.data_parallel.step_ahead.second_moments import LIMIT, Moments, _add_steps
+from dct_plugin.data_parallel.step_ahead.second_moments import (
+    LIMIT,
+    Moments,
+    SecondMoments,
+    _add_steps,
+    sizes,
+)
 from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.errors import ConfigError, DCTError
 from dct_plugin.kernels import displacement as kernels
@@ -36,6 +43,10 @@ def rank_one(step: int) -> Tensor:
     rows, columns = torch.linspace(0.5, 2.0, 6), torch.linspace(1.0, 3.0, 8)
     signs = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).sign()
     return signs * (1.0 + 0.3 * step) * torch.outer(rows, columns)
+
+
+def fresh(shape: tuple[int, ...], *, missed: int = 0) -> Moments:
+    return Moments(shape, torch.zeros(2, sum(sizes(shape)), dtype=torch.float32), missed=missed)
 
 
 def add(moments: Moments, gradient: Tensor) -> None:
@@ -67,7 +78,7 @@ def displaced(
 def test_moments_are_those_of_adam(dtype: torch.dtype) -> None:
     """Factored means are exact where the second moment has rank 1."""
     weight = nn.Parameter(torch.zeros(6, 8))
-    adam, moments = torch.optim.Adam([weight], betas=(0.9, 0.95), eps=0.01), Moments((6, 8), weight.device)
+    adam, moments = torch.optim.Adam([weight], betas=(0.9, 0.95), eps=0.01), fresh((6, 8))
     assert torch.equal(denominators(moments, 48, decay=0.95, eps=1.0), torch.full((48,), torch.inf))
     for step in range(5):
         gradient = rank_one(step).to(dtype)
@@ -83,8 +94,8 @@ def test_moments_are_those_of_adam(dtype: torch.dtype) -> None:
 
 
 def test_moments_of_a_sum_and_of_steps_that_it_has_not_seen() -> None:
-    moments = Moments((6, 8), torch.device("cpu"))
-    late = Moments((6, 8), torch.device("cpu"), missed=6)
+    moments = fresh((6, 8))
+    late = fresh((6, 8), missed=6)
     for each in (moments, late):
         for _ in range(2):
             add(each, rank_one(0).view(-1))
@@ -98,14 +109,14 @@ def test_moments_of_a_sum_and_of_steps_that_it_has_not_seen() -> None:
 @pytest.mark.parametrize("shape", [(7,), (5, 1), (1, 9), (3, 4, 5), ()])
 def test_moments_of_any_shape(shape: tuple[int, ...]) -> None:
     numel = torch.Size(shape).numel()
-    moments = Moments(shape, torch.device("cpu"))
+    moments = fresh(shape)
     add(moments, torch.full((numel,), 3.0))
     end_step(moments, decay=0.9)
     torch.testing.assert_close(denominators(moments, numel, decay=0.9, eps=0.0), torch.full((numel,), 3.0))
 
 
 def test_moments_skip_rescale_restore_and_non_finite() -> None:
-    moments = Moments((6, 8), torch.device("cpu"))
+    moments = fresh((6, 8))
     add(moments, rank_one(0).view(-1))
     end_step(moments, decay=0.9)
     before = moments.state_dict()
@@ -121,7 +132,7 @@ def test_moments_skip_rescale_restore_and_non_finite() -> None:
     end_step(moments, decay=0.9)
     found = denominators(moments, 48, decay=0.9, eps=0.0)
     assert found.isfinite().all()
-    other = Moments((6, 8), torch.device("cpu"))
+    other = fresh((6, 8))
     other.load_state_dict(moments.state_dict())
     other.memory.mul_(16.0)
     assert torch.equal(denominators(other, 48, decay=0.9, eps=0.0), 4 * found)
@@ -130,7 +141,7 @@ def test_moments_skip_rescale_restore_and_non_finite() -> None:
     scaled = {"products": {"w": (16.0, 32.0)}, "gradients": {"w": (64.0, 48.0)}}
     assert str(saved) == str({"moments": {"w": other.state_dict()}, **scaled})
     with pytest.raises(ValueError, match="second moment"):
-        Moments((5, 8), torch.device("cpu")).load_state_dict(before)
+        fresh((5, 8)).load_state_dict(before)
 
 
 # -- units ---
@@ -208,9 +219,14 @@ def test_a_learning_rate_that_is_a_tensor_is_read_once_after_each_change(
 
 
 def test_moments_are_fp32_whatever_the_default_is() -> None:
+    weight = nn.Parameter(torch.zeros(6, 8))
+    moments = SecondMoments({"w": weight}, lambda _: StepUnit(1.0, True, 0.9))
     torch.set_default_dtype(torch.float64)
     try:
-        assert Moments((6, 8), torch.device("cpu")).memory.dtype == torch.float32
+        moments.observe([("w", torch.ones(48))], ReferenceBackend(), ScratchBuffers())
+        found = moments.of("w")
+        assert found is not None
+        assert found.memory.dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -221,7 +237,7 @@ def test_displaced_is_a_step_of_the_optimizer(dtype: torch.dtype, loss_scale: fl
     """The first step of Adam with zero betas, of RMSprop and Adagrad, and steps of SGD for ever."""
     torch.manual_seed(0)
     weight, gradient, residual = torch.randn(6, 8).to(dtype), rank_one(0), torch.randn(48)
-    moments = Moments((6, 8), weight.device)
+    moments = fresh((6, 8))
     add(moments, gradient.view(-1) * loss_scale)
     for unit, expected in (
         (StepUnit(0.1, True, 0.9, 0.5), 0.1 * residual / (gradient.abs().view(-1) + 0.5)),
@@ -229,7 +245,7 @@ def test_displaced_is_a_step_of_the_optimizer(dtype: torch.dtype, loss_scale: fl
         (StepUnit(0.1, True, None, 0.0), 0.1 * (residual / gradient.abs().view(-1)).clamp(-1, 1)),
         (StepUnit(0.1), 0.1 * residual),
     ):
-        other = Moments((6, 8), weight.device)
+        other = fresh((6, 8))
         add(other, gradient.view(-1) * loss_scale)
         end_step(other, decay=unit.decay)
         found = displaced(
@@ -271,7 +287,7 @@ def test_no_entry_is_displaced_by_more_than_the_limit() -> None:
     """An entry of which row and column means see next to nothing, beside one of which they see all."""
     gradient = torch.zeros(100, 100)
     gradient[0, 0], gradient[1, 1] = 1e3, 1e-2
-    moments = Moments((100, 100), gradient.device)
+    moments = fresh((100, 100))
     add(moments, gradient.view(-1))
     end_step(moments, decay=0.999)
     weight, residual = torch.zeros(100, 100), gradient.view(-1) * 3.0
@@ -289,7 +305,7 @@ def test_no_entry_is_displaced_by_more_than_the_limit() -> None:
 
 
 def test_a_smaller_mean_gradient_makes_longer_steps() -> None:
-    moments = Moments((4, 4), torch.device("cpu"))
+    moments = fresh((4, 4))
     add(moments, torch.ones(16))
     end_step(moments, decay=0.999)
     unit, out = StepUnit(0.1, True, 0.999, 1e-8), torch.empty(4, 4)
@@ -331,7 +347,7 @@ def test_large_tensors_take_little_scratch_memory(
 def test_a_sum_of_squares_grows_with_the_residual() -> None:
     """Adagrad: k gradients of one size move a weight by sqrt(k) learning rates."""
     gradient = torch.full((4, 5), 2.0)
-    moments, weight = Moments((4, 5), gradient.device), torch.zeros(4, 5)
+    moments, weight = fresh((4, 5)), torch.zeros(4, 5)
     unit = StepUnit(0.1, True, None, 0.0)
     for step in range(1, 80):
         add(moments, gradient.view(-1))
@@ -347,7 +363,7 @@ def test_a_sum_of_squares_grows_with_the_residual() -> None:
 @pytest.mark.parametrize("unit", [StepUnit(0.1, True, 0.9, 0.0), StepUnit(0.1)])
 def test_without_residual_the_weights_are_bitwise_the_same(dtype: torch.dtype, unit: StepUnit) -> None:
     weight = torch.tensor([[0.0, -0.0, 1e-40, 1.1], [3.0, -2.0, 1e-20, -1e30]], dtype=dtype)
-    moments = Moments((2, 4), weight.device)
+    moments = fresh((2, 4))
     for _ in range(2):  # before a step denominators are infinite; then there are some of zero
         found = displaced(weight, (torch.zeros(8), 1.0), moments, unit, out=torch.empty_like(weight))
         assert torch.equal(found, weight)

@@ -18,7 +18,7 @@ from support.processes import run
 from dct_plugin.compression.feedback import ScratchBuffers
 from dct_plugin.data_parallel.nodes.ranks import NodeRanks
 from dct_plugin.data_parallel.step_ahead.add_on import StepAhead, Unsent
-from dct_plugin.data_parallel.step_ahead.second_moments import Moments, SecondMoments, _add_steps
+from dct_plugin.data_parallel.step_ahead.second_moments import Moments, SecondMoments, _add_steps, sizes
 from dct_plugin.data_parallel.step_units import StepUnit, units_of
 from dct_plugin.kernels import Backend
 from dct_plugin.kernels.cpu import CpuBackend
@@ -34,6 +34,10 @@ SHAPES = [(300,), (7, 1), (70, 130), (600, 5), (8, 3, 3, 3), (), (0, 4)]
 def parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.nn.Parameter]:
     torch.manual_seed(0)
     return {str(shape): torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES}
+
+
+def fresh(shape: torch.Size) -> Moments:
+    return Moments(shape, torch.zeros(2, sum(sizes(shape))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -68,7 +72,7 @@ def test_the_last_bits_of_a_step_do_not_depend_on_the_other_tensors() -> None:
                 gradient[0] = torch.inf
             together.observe([(name, gradient)], ReferenceBackend(), ScratchBuffers())
             if parameter.numel():
-                moments = alone.setdefault(name, Moments(parameter.shape, torch.device("cpu")))
+                moments = alone.setdefault(name, fresh(parameter.shape))
                 ReferenceBackend().add_squares([moments.squares(gradient)])
         together.end_step(skipped=False)
         for moments in alone.values():
@@ -121,7 +125,7 @@ def test_parts_of_gradients_add_up_to_the_whole(dtype: torch.dtype) -> None:
     named = {"matrix": torch.zeros(1100, 300), **parameters()}
     for name, parameter in named.items():
         gradient = torch.randn(numel := parameter.numel()).to(dtype)
-        whole, plain, compiled, triton = [Moments(parameter.shape, torch.device("cpu")) for _ in range(4)]
+        whole, plain, compiled, triton = [fresh(parameter.shape) for _ in range(4)]
         ReferenceBackend().add_squares([whole.squares(gradient)])
         bounds = [*itertools.pairwise((0, numel // 3, numel // 2 + 1, numel))] if numel > 1 else [(0, numel)]
         for moments, make in ((plain, ReferenceBackend), (compiled, CpuBackend), (triton, TritonBackend)):

@@ -39,27 +39,15 @@ class Moments:
 
     Args:
         shape: Shape of the parameter.
-        device: Device of its gradients.
+        memory: fp32 [2, rows + columns] zeros for the means, and for those of a step.
         missed: Optimizer steps before the first observed one. A sum (Adagrad) assumes for them the mean of
             the observed ones.
-        memory: fp32 [2, rows + columns] zeros for the means, and for those of a step; None: its own.
     """
 
-    def __init__(
-        self,
-        shape: torch.Size | tuple[int, ...],
-        device: torch.device,
-        *,
-        missed: int = 0,
-        memory: Tensor | None = None,
-    ) -> None:
-        rows_columns = sizes(shape)
-        self._numel = math.prod(shape)
-        if memory is None:
-            memory = torch.zeros(2, sum(rows_columns), dtype=torch.float32, device=device)
-        self.memory = memory
+    def __init__(self, shape: tuple[int, ...], memory: Tensor, *, missed: int = 0) -> None:
+        self._numel, self.memory = math.prod(shape), memory
         (self.rows, self.columns), (self._step_rows, self._step_columns) = (
-            each.split(rows_columns) for each in self.memory
+            each.split(sizes(shape)) for each in memory
         )
         self.steps = 0
         """Optimizer steps that went into the means."""
@@ -119,7 +107,7 @@ class Moments:
         self.steps, self.missed = int(state["steps"]), int(state["missed"])
 
 
-def sizes(shape: torch.Size | tuple[int, ...]) -> list[int]:
+def sizes(shape: tuple[int, ...]) -> list[int]:
     """Return the numbers of rows and columns of a tensor."""
     return [int(shape[0]), math.prod(shape[1:])] if len(shape) > 1 else [1, 1]
 
@@ -215,7 +203,7 @@ class SecondMoments:
             self._memory[device] = torch.zeros(2, numel, dtype=torch.float32, device=device)
         shape = self._shape(self._parameters[name])
         memory = self._memory[device][:, ends[name] - sum(sizes(shape)) : ends[name]]
-        return Moments(shape, device, missed=missed, memory=memory.zero_())
+        return Moments(shape, memory.zero_(), missed=missed)
 
     def _shape(self, parameter: Tensor) -> tuple[int, ...]:
         return shape_in_memory(parameter) if self._in_memory_order else parameter.shape
