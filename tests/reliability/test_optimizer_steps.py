@@ -31,7 +31,7 @@ from dct_plugin.config import DataParallelConfig, MetricsConfig
 from dct_plugin.data_parallel import GradientReducer
 from dct_plugin.data_parallel.plan import shards_of
 from dct_plugin.integrations.host.attachment import start_reporting
-from dct_plugin.integrations.host.gradient_use import TRANSITIONS, Event, OptimizerGradients, Use
+from dct_plugin.integrations.host.gradient_use import Event, OptimizerGradients, Use
 from dct_plugin.metrics import Metrics
 
 VERIFY = {"every": 5, "action": "stop", "conservation": True}
@@ -43,8 +43,9 @@ LOCAL = {**KEYS, "feedback": "local"}
 
 
 def test_only_reduced_gradients_are_used_and_every_state_ends() -> None:
-    after = {(use, event): TRANSITIONS.get((use, event), use) for use in Use for event in Event}
-    assert {before for before, event in TRANSITIONS if after[before, event] is Use.USED} == {Use.REDUCED}
+    after = {(use, event): event.value.get(use, use) for use in Use for event in Event}
+    changes = [change for event in Event for change in event.value.items()]
+    assert {before for before, then in changes if then is Use.USED} == {Use.REDUCED}
     assert all(after[use, Event.CLOSE] is Use.IDLE for use in Use)
     assert all(after[use, Event.REDUCE] in (Use.REDUCED, Use.SKIPPED) for use in Use)
     assert after[Use.IDLE, Event.STEP] is after[Use.IDLE, Event.CLEAR] is Use.IDLE

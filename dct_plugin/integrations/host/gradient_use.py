@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,34 +33,20 @@ class Use(enum.Enum):
 
 
 class Event(enum.Enum):
-    """An event that changes the use of gradients."""
+    """An event that changes the use of gradients, with the next states by the present one. A state that is
+    not there stays as it is.
+    """
 
-    REDUCE = "gradients are reduced"
-    STEP = "optimizer.step() has returned"
-    LEAVE_OUT = "the scaler, or the check of gradients, leaves the step out"
-    CLEAR = "gradients are found to be cleared"
-    CLOSE = "residuals have followed"
-
-
-#: The next state; pairs that are not here leave the state as it is.
-TRANSITIONS = {
-    (Use.IDLE, Event.REDUCE): Use.REDUCED,
-    (Use.REDUCED, Event.STEP): Use.USED,
-    (Use.REDUCED, Event.LEAVE_OUT): Use.SKIPPED,
-    (Use.REDUCED, Event.CLEAR): Use.CLEARED,
-    # A loaded state takes their place, or no rank has used the parameters.
-    (Use.REDUCED, Event.CLOSE): Use.IDLE,
-    # A step in a backward pass, for each gradient that is ready; or a closure.
-    (Use.USED, Event.REDUCE): Use.REDUCED,
-    # The scaler's finding is known later than the call of the step.
-    (Use.USED, Event.LEAVE_OUT): Use.SKIPPED,
-    (Use.USED, Event.CLOSE): Use.IDLE,
-    (Use.SKIPPED, Event.CLOSE): Use.IDLE,
-    # A step without gradients counts, and changes nothing.
-    (Use.CLEARED, Event.STEP): Use.SKIPPED,
-    (Use.CLEARED, Event.REDUCE): Use.REDUCED,
-    (Use.CLEARED, Event.CLOSE): Use.IDLE,
-}
+    #: Gradients are reduced; after a step in a backward pass, for each gradient that is ready, or a closure.
+    REDUCE = MappingProxyType({Use.IDLE: Use.REDUCED, Use.USED: Use.REDUCED, Use.CLEARED: Use.REDUCED})
+    #: ``optimizer.step()`` has returned. One without gradients counts, and changes nothing.
+    STEP = MappingProxyType({Use.REDUCED: Use.USED, Use.CLEARED: Use.SKIPPED})
+    #: The scaler, or the check of gradients, leaves the step out. That may be known later than its call.
+    LEAVE_OUT = MappingProxyType({Use.REDUCED: Use.SKIPPED, Use.USED: Use.SKIPPED})
+    #: Gradients are found to be cleared.
+    CLEAR = MappingProxyType({Use.REDUCED: Use.CLEARED})
+    #: Residuals have followed, a loaded state takes their place, or no rank has used the parameters.
+    CLOSE = MappingProxyType(dict.fromkeys(Use, Use.IDLE))
 
 
 class OptimizerGradients:
@@ -86,7 +73,7 @@ class OptimizerGradients:
 
     def note(self, event: Event) -> None:
         """Follow an event."""
-        self.use = TRANSITIONS.get((self.use, event), self.use)
+        self.use = event.value.get(self.use, self.use)
         if self.use is Use.IDLE:
             self.reduced, self.overflow = {}, None
             self.accumulates = self.asked = False
