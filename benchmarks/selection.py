@@ -28,7 +28,7 @@ from torch import Tensor
 from dct_plugin.codecs.index import index_form
 from dct_plugin.codecs.payload import Payload, payload_bound
 from dct_plugin.codecs.values import ValueDtype
-from dct_plugin.compression.feedback import PackedTensor
+from dct_plugin.compression.feedback import PackedTensor, ScratchBuffers
 from dct_plugin.kernels import Job
 from dct_plugin.kernels.cpu import CpuBackend
 from dct_plugin.kernels.reference import ReferenceBackend
@@ -78,7 +78,7 @@ class Data:
         self.grad_bf16 = self.grad.bfloat16()
         self.start_residual = 0.3 * torch.randn(numel, generator=generator)
         self.residual = self.start_residual.clone()
-        self.apart = torch.zeros(numel)
+        self.apart, self.scratch = torch.zeros(numel), ScratchBuffers()
         self.tau = kernels.exact_threshold(self.grad, self.residual, self.kept)
         self.capacity = min(numel, 2 * self.kept)
         bound = payload_bound(numel, self.capacity, ValueDtype.BF16)
@@ -108,8 +108,9 @@ class Data:
     def compress_packed(self, kernels: CpuBackend, packed: tuple[PackedTensor, PackedTensor]) -> Payload:
         """With a residual that is kept in fewer bytes (``residual_dtype``)."""
         before, after = packed
-        payload = self.compress(kernels, self.grad, residual=before.read(self.apart))
-        after.write(self.apart, seed=1)
+        values = before.read(self.scratch, "pass")
+        payload = self.compress(kernels, self.grad, residual=values)
+        after.write(values, seed=1)
         return payload
 
     def torch_preallocated(self) -> tuple[Tensor, Tensor]:

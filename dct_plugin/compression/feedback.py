@@ -7,7 +7,7 @@ keep``). The residual also keeps the rounding error of the value type, so that n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from ..kernels.reference import ReferenceBackend
 
 Saved: TypeAlias = Tensor | dict[str, Tensor]
 """A residual in a checkpoint: fp32 or bf16 [numel], or ``values`` and ``exponents`` in int8."""
-
-_Held = TypeVar("_Held", Tensor, "PackedTensor")
 
 
 class ScratchBuffers:
@@ -43,6 +41,34 @@ class ScratchBuffers:
         return buffer[:numel]
 
 
+class Fp32Tensor:
+    """Numbers in fp32, with the methods of :class:`PackedTensor`.
+
+    Args:
+        values: The memory, [numel].
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def write(self, values: Tensor, seed: int) -> None:
+        """Take over values, which may be those that :meth:`read` gave."""
+        if values is not self.values:
+            self.values.copy_(values)
+
+    def read(self, scratch: ScratchBuffers, use: str) -> Tensor:
+        """Return the values in the memory that has them."""
+        return self.values
+
+    def saved(self) -> Saved:
+        """A copy for a checkpoint."""
+        return self.values.detach().to("cpu", copy=True)
+
+    def restore(self, saved: Saved, seed: int) -> None:
+        """Take over what :meth:`saved` gave."""
+        self.values.copy_(unpacked(saved))
+
+
 class PackedTensor:
     """Numbers in 2 bytes each (bf16) or in 1 and a 64th (int8), as :meth:`.kernels.Backend.pack` rounds them.
 
@@ -63,8 +89,9 @@ class PackedTensor:
         """Take over fp32 values, rounded."""
         self._kernels.pack(values, self.values, self.exponents, seed)
 
-    def read(self, out: Tensor) -> Tensor:
-        """The values into ``out`` (fp32), which is returned."""
+    def read(self, scratch: ScratchBuffers, use: str) -> Tensor:
+        """Return the values in fp32, in scratch memory."""
+        out = scratch.take(use, self.values)
         self._kernels.unpack(self.values, self.exponents, out)
         return out
 
@@ -114,15 +141,43 @@ def entries_of(saved: Saved) -> tuple[int, ...]:
     return tuple(values.shape)
 
 
-class _Transaction(Generic[_Held]):
-    """A value, and beside it the value after a step that may yet be discarded."""
+class Residual:
+    """Residual of one stream, with a transaction for host frameworks that may discard a step.
 
-    _committed: _Held
-    _pending: _Held | None
-    _dirty = False
+    A mixed-precision optimizer finds out that a step overflowed after all its gradients were reduced. Inside
+    a transaction the updated residual is written to a second buffer (the selection pass writes it anyway, so
+    this costs memory, not time); :meth:`commit` makes it the residual, :meth:`rollback` forgets it bitwise.
+
+    Args:
+        numel: Entries of the stream.
+        device: Device of the stream.
+        transactional: Keep a second buffer; without it :meth:`rollback` sets the residual to zero.
+        memory: fp32 ``[numel]``, of a host that keeps the residual itself; what it holds is the residual.
+    """
+
+    _scratch, _seed = ScratchBuffers(), 0
+
+    def __init__(
+        self, numel: int, device: torch.device, *, transactional: bool = False, memory: Tensor | None = None
+    ) -> None:
+        self.numel, self._device, self._is_of_host = numel, device, memory is not None
+        # A GPU's kernel that writes beside what it reads need not look at the gradient before it adds, a
+        # quarter of the traffic. It takes the memory of one tensor, which the caching allocator passes on.
+        self._beside = device.type == "cuda" and memory is None
+        self._committed = self._zeros() if memory is None else Fp32Tensor(memory)
+        self._pending = self._zeros() if transactional else None
+        self._dirty = False
+
+    def _zeros(self) -> Fp32Tensor | PackedTensor:
+        return Fp32Tensor(torch.zeros(self.numel, dtype=torch.float32, device=self._device))
+
+    def arm(self) -> None:
+        """Keep a second buffer from now on, unless a host keeps the residual."""
+        if self._pending is None and not self._is_of_host:
+            self._pending = self._zeros()
 
     @property
-    def _newest(self) -> _Held:
+    def _newest(self) -> Fp32Tensor | PackedTensor:
         return self._pending if self._dirty and self._pending is not None else self._committed
 
     def commit(self) -> None:
@@ -137,53 +192,14 @@ class _Transaction(Generic[_Held]):
             self.clear()
         self._dirty = False
 
-    def clear(self) -> None:
-        """Set the value to zero."""
-        raise NotImplementedError
-
-
-class Residual(_Transaction[Tensor]):
-    """Residual of one stream, with a transaction for host frameworks that may discard a step.
-
-    A mixed-precision optimizer finds out that a step overflowed after all its gradients were reduced. Inside
-    a transaction the updated residual is written to a second buffer (the selection pass writes it anyway, so
-    this costs memory, not time); :meth:`commit` makes it the residual, :meth:`rollback` forgets it bitwise.
-
-    Args:
-        numel: Entries of the stream.
-        device: Device of the stream.
-        transactional: Keep a second buffer; without it :meth:`rollback` sets the residual to zero.
-        memory: fp32 ``[numel]``, of a host that keeps the residual itself; what it holds is the residual.
-    """
-
-    def __init__(
-        self, numel: int, device: torch.device, *, transactional: bool = False, memory: Tensor | None = None
-    ) -> None:
-        self.numel = numel
-        self._committed = torch.zeros(numel, dtype=torch.float32, device=device) if memory is None else memory
-        self._pending = torch.zeros_like(self._committed) if transactional else None
-        # A GPU's kernel that writes beside what it reads need not look at the gradient before it adds, a
-        # quarter of the traffic. It takes the memory of one tensor, which the caching allocator passes on.
-        self._beside = device.type == "cuda" and memory is None
-        self._is_of_host = memory is not None
-
-    def arm(self) -> None:
-        """Keep a second buffer from now on, unless a host keeps the residual."""
-        if self._pending is None and not self._is_of_host:
-            self._pending = torch.zeros_like(self._committed)
-
-    def clear(self) -> None:
-        """Set the residual to zero."""
-        self.current.zero_()
-
     @property
     def current(self) -> Tensor:
         """The residual as the next step will see it (fp32, ``[numel]``)."""
-        return self._newest
+        return self.show(ScratchBuffers(), "current")
 
     def show(self, scratch: ScratchBuffers, use: str, *, committed: bool = False) -> Tensor:
         """:attr:`current`, to be read before the room's next use; or what a rollback would leave."""
-        return self._committed if committed else self.current
+        return (self._committed if committed else self._newest).read(scratch, use)
 
     def begin(self) -> tuple[Tensor, Tensor]:
         """Return the buffers of the coming pass over the whole stream: ``(read from, write to)``. They may be
@@ -192,38 +208,47 @@ class Residual(_Transaction[Tensor]):
         The residual stays as it is until :meth:`end`, also if the pass fails before.
         """
         if self._pending is not None:
-            return self._newest, self._pending
-        return self._committed, torch.empty_like(self._committed) if self._beside else self._committed
+            return self._newest.values, self._pending.values
+        committed = self._committed.values
+        return committed, torch.empty_like(committed) if self._beside else committed
 
     def end(self, written: Tensor, step: int) -> None:
         """Take over what the pass has ``written``; ``step`` passes of the stream came before it."""
         if self._pending is None:
-            self._committed = written
+            self._committed.values = written
         else:
             self._dirty = True
 
-    def rescale(self, factor: float) -> None:
-        """Follow a change of the gradient's unit (loss scale); exact for powers of two."""
-        self._committed.mul_(factor)
-        if self._newest is not self._committed:
-            self._newest.mul_(factor)
+    def clear(self) -> None:
+        """Set the residual to zero."""
+        self._newest.write(self.show(self._scratch, "pass").zero_(), self._seed)
 
     def add(self, values: Tensor) -> None:
-        """Add ``values`` (``[numel]``)."""
-        self.current.add_(values)
+        """Add ``values`` (``[numel]``); packed sums are rounded."""
+        self._newest.write(self.show(self._scratch, "pass").add_(values), self._seed)
+
+    def rescale(self, factor: float) -> None:
+        """Follow a change of the gradient's unit (loss scale); exact for powers of two."""
+        for held in dict.fromkeys((self._committed, self._newest)):
+            held.write(held.read(self._scratch, "pass").mul_(factor), self._seed)
 
     def saved(self) -> Saved:
-        """A copy for a checkpoint (CPU)."""
-        return self.current.detach().to("cpu", copy=True)
+        """A copy for a checkpoint (CPU), in its own type."""
+        return self._newest.saved()
 
     def restore(self, saved: Saved) -> None:
-        """Take over what :meth:`saved` gave; raises ``ValueError`` when the length differs."""
-        _check_length(saved, self.numel)
+        """Take over what :meth:`saved` gave; another type is rounded.
+
+        Raises:
+            ValueError: The length differs.
+        """
+        if (shape := entries_of(saved)) != (self.numel,):
+            raise ValueError(f"residual has shape {shape}, expected {(self.numel,)}")
         self._dirty = False
-        self._committed.copy_(unpacked(saved))
+        self._committed.restore(saved, self._seed)
 
 
-class PackedResidual(_Transaction[PackedTensor]):
+class PackedResidual(Residual):
     """A :class:`Residual` that is kept in bf16 or int8 (``residual_dtype``).
 
     Passes run on fp32 scratch memory.
@@ -252,68 +277,19 @@ class PackedResidual(_Transaction[PackedTensor]):
         scratch: ScratchBuffers,
         seed: int,
     ) -> None:
-        self.numel = numel
-        self._committed = PackedTensor(numel, dtype, kernels, device)
-        self._pending = PackedTensor(numel, dtype, kernels, device) if transactional else None
-        self._scratch, self._seed, self._batched = scratch, seed, kernels.batches
-        self._kernels = kernels
+        self._dtype, self._kernels, self._scratch, self._seed = dtype, kernels, scratch, seed
+        super().__init__(numel, device, transactional=transactional)
 
-    def arm(self) -> None:
-        """See :meth:`Residual.arm`."""
-        if self._pending is None:
-            values = self._committed.values
-            self._pending = PackedTensor(self.numel, values.dtype, self._kernels, values.device)
-
-    def clear(self) -> None:
-        """Set the residual to zero."""
-        self._newest.write(self._scratch.take("pass", self._newest.values).zero_(), self._seed)
-
-    @property
-    def current(self) -> Tensor:
-        """The residual as the next step will see it (fp32, ``[numel]``), in memory of its own."""
-        return self.show(ScratchBuffers(), "current")
-
-    def show(self, scratch: ScratchBuffers, use: str, *, committed: bool = False) -> Tensor:
-        """See :meth:`Residual.show`."""
-        kept = self._committed if committed else self._newest
-        return kept.read(scratch.take(use, kept.values))
+    def _zeros(self) -> PackedTensor:
+        return PackedTensor(self.numel, self._dtype, self._kernels, self._device)
 
     def begin(self) -> tuple[Tensor, Tensor]:
         """See :meth:`Residual.begin`."""
-        if self._batched:
-            source = self._newest.read(torch.empty_like(self._newest.values, dtype=torch.float32))
-            return source, torch.empty_like(source)
-        source = self.show(self._scratch, "pass")
-        return source, source
+        source = self.show(ScratchBuffers() if self._kernels.batches else self._scratch, "pass")
+        return source, torch.empty_like(source) if self._kernels.batches else source
 
     def end(self, written: Tensor, step: int) -> None:
         """See :meth:`Residual.end`."""
         target = self._committed if self._pending is None else self._pending
         target.write(written, self._seed + 0x9E3779B9 * (step + 1))
         self._dirty = self._pending is not None
-
-    def rescale(self, factor: float) -> None:
-        """See :meth:`Residual.rescale`; but for powers of two it is rounded."""
-        for held in [self._committed] if self._newest is self._committed else [self._committed, self._newest]:
-            scratch = self._scratch.take("pass", held.values)
-            held.write(held.read(scratch).mul_(factor), self._seed)
-
-    def add(self, values: Tensor) -> None:
-        """See :meth:`Residual.add`; the sum is rounded."""
-        self._newest.write(self.show(self._scratch, "pass").add_(values), self._seed)
-
-    def saved(self) -> Saved:
-        """A copy for a checkpoint (CPU), in its own type."""
-        return self._newest.saved()
-
-    def restore(self, saved: Saved) -> None:
-        """See :meth:`Residual.restore`; what was saved in another type is rounded."""
-        _check_length(saved, self.numel)
-        self._dirty = False
-        self._committed.restore(saved, self._seed)
-
-
-def _check_length(saved: Saved, numel: int) -> None:
-    shape = entries_of(saved)
-    if shape != (numel,):
-        raise ValueError(f"residual has shape {shape}, expected {(numel,)}")

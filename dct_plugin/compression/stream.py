@@ -159,7 +159,7 @@ class Compressor(Stream):
         super().__init__(threshold, name=name, kernels=kernels)
         self.config = config
         self.schedule = config.schedule
-        self.residual: Residual | PackedResidual | None = None
+        self.residual: Residual | None = None
         self._transactional = transactional
         self._scratch = scratch
         self._shape: torch.Size | None = None
@@ -289,7 +289,7 @@ class Compressor(Stream):
             self.residual = Residual(memory.numel(), memory.device, memory=memory)
             self._adopt_loaded()
 
-    def prepared_residual(self, numel: int, device: torch.device) -> Residual | PackedResidual | None:
+    def prepared_residual(self, numel: int, device: torch.device) -> Residual | None:
         """Return the residual, made if need be; None if the configuration keeps none, and nothing is left of
         a run that kept one.
         """
@@ -357,7 +357,7 @@ class Compressor(Stream):
 
     # -- inside ---
 
-    def _new_residual(self, numel: int, device: torch.device) -> Residual | PackedResidual:
+    def _new_residual(self, numel: int, device: torch.device) -> Residual:
         dtype = _PACKED.get(self.config.residual_dtype)
         if dtype is None:
             return Residual(numel, device, transactional=self._transactional)
