@@ -148,8 +148,8 @@ class FSDPAttachment(OptimizerAttachment):
 
     # -- a backward pass ---
 
-    def _begin_exchange(self, group: Any, expected: Iterable[ShardedParameter]) -> bool:
-        """Note an exchange of a group's gradients; return whether it is finished at the end of the pass."""
+    def _begin_exchange(self, group: Any, expected: Iterable[ShardedParameter]) -> None:
+        """Note an exchange of a group's gradients in a backward pass, at whose end it is finished."""
         refuse_compiled_autograd(self.call)
         current = torch._C._current_graph_task_id()
         if current != self._pass:
@@ -170,7 +170,6 @@ class FSDPAttachment(OptimizerAttachment):
             )
         self._reduced |= {group.reducer, group}
         self._optimizer_steps.begin((each.name, each.sharded) for each in expected)
-        return current >= 0
 
     def _before_reduction(self, group: Any) -> None:
         """Prepare a reduction of a group."""

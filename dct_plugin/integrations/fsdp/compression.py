@@ -111,11 +111,9 @@ class ReplicaGroup(dist.ProcessGroup):
                 f"rank {dist.get_rank()}: FSDP all-reduces {flat.numel()} entries, and the parameters with "
                 f"gradients have {offset}"
             )
-        finishes_later = self._owner._begin_exchange(self, self.expected)
+        self._owner._begin_exchange(self, self.expected)
         if entries:
             self.reducer.begin(entries, scale=1.0 / self.size() if self.averages else 1.0).finish()
-            if not finishes_later:
-                self.reducer.finish()
 
     @property
     def unit(self) -> float:

@@ -101,7 +101,7 @@ class ShardGroup:
             parts = self._together[trained]
         else:  # some have no gradient, and FSDP does not say which
             numels, parts = [output.numel()], {f"{self.name} and others, {output.numel()} entries": [0]}
-        finishes_later = self._owner._begin_exchange(self, named)
+        self._owner._begin_exchange(self, named)
         columns, outputs, entries = table.split(numels, dim=1), output.split(numels), []
         for name, numbers in parts.items():
             n = sum(numels[at] for at in numbers)
@@ -109,8 +109,6 @@ class ShardGroup:
             flat = torch.cat([columns[at][rank] for rank in self._order for at in numbers])
             entries.append((name, flat, shards))
         self.reducer.begin_scatter(entries, scale=scale).finish()
-        if not finishes_later:
-            self.reducer.finish()
         for (_, flat, shards), numbers in zip(entries, parts.values(), strict=True):
             own = flat[slice(*shards[self._place][1:])].split([numels[at] for at in numbers])
             torch._foreach_copy_([outputs[at] for at in numbers], list(own))
