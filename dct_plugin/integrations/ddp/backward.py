@@ -106,9 +106,7 @@ class ModelParameters:
         named = {**self._reduced, **self.trainable()}
         return sorted(named.items(), key=lambda pair: pair[0])
 
-    def common_weights(
-        self, reducer: GradientReducer | None, ahead: StepAhead | None
-    ) -> list[tuple[str, Tensor]]:
+    def common_weights(self, reducer: GradientReducer, ahead: StepAhead | None) -> list[tuple[str, Tensor]]:
         """Return the weights that all ranks hold, by name: not the displaced ones, nor those of a rank alone.
 
         Args:
@@ -116,8 +114,7 @@ class ModelParameters:
             ahead: What displaces the weights; None: nothing does.
         """
         weight = (lambda p: p.data) if ahead is None else ahead.weight
-        named = [(name, as_real(weight(parameter))) for name, parameter in self.named()]
-        return named if reducer is None else [(n, reducer.shared_weight(n, own)) for n, own in named]
+        return [(name, reducer.shared_weight(name, as_real(weight(p)))) for name, p in self.named()]
 
     def not_trained(self) -> list[tuple[str, Tensor]]:
         """Return the frozen parameters and the buffers."""

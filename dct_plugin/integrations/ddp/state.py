@@ -243,7 +243,7 @@ class DCTState(OptimizerAttachment):
                 self.process_group,
                 self._nodes(),
                 device,
-                lambda: parameters.common_weights(self._reducer, self._ahead),
+                lambda: parameters.common_weights(self.reducer(device), self._ahead),
                 parameters.not_trained,
             )
             self.load_state_dict({"reducer": self._loaded})
@@ -300,14 +300,13 @@ class DCTState(OptimizerAttachment):
         if self._resolved:
             return
         self._resolved = True
-        ranks = dist.get_world_size(self.process_group) if dist.is_initialized() else 1
         training = Training(
-            ranks=ranks,
+            ranks=dist.get_world_size(self.process_group),
             steps=self._total_steps,
             step_ahead_unavailable=step_ahead_unavailable,
             optimizer_unknown_hint="dct_plugin.attach(model, optimizer) takes what suits it",
         )
-        self.resolve(self._optimizers, training, self._nodes() if ranks > 1 else None)
+        self.resolve(self._optimizers, training, self._nodes())
 
     def _nodes(self) -> Nodes | None:
         settings = self.written.data_parallel

@@ -176,8 +176,6 @@ class Transactions:
 
     def reject(self, cleared: Sequence[OptimizerGradients], optimizers: Iterable[Any]) -> None:
         """Take back gradients that were cleared without a step; ``optimizers`` are all that are known."""
-        if not cleared:
-            return
         for each in cleared:
             each.note(Event.CLEAR)
         if any(reducer.add_ons.alone for reducer in self._reducers):  # nothing was sent
