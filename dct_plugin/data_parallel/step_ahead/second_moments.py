@@ -5,8 +5,6 @@ Source: Shazeer and Stern, *Adafactor*, ICML 2018, section 3.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -165,6 +163,8 @@ class SecondMoments:
         self._moments: dict[str, Moments] = {}
         self._memory: dict[torch.device, Tensor] = {}
         """All moments of a device, fp32 [2, rows + columns of all parameters]."""
+        self._parts: dict[torch.device, dict[str, Tensor]] = {}
+        """The same by name."""
         self._loaded: dict[str, Any] = {}
         self._missed = 0
         self._observed: dict[str, None] = {}
@@ -197,22 +197,15 @@ class SecondMoments:
 
     def _make(self, name: str, device: torch.device, missed: int = 0) -> Moments:
         """Make the moments of a stream, beside those of the others on its device."""
-        ends = self._ends
         if device not in self._memory:
-            numel = max(ends.values(), default=0)
-            self._memory[device] = torch.zeros(2, numel, dtype=torch.float32, device=device)
+            lengths = [sum(sizes(self._shape(parameter))) for parameter in self._parameters.values()]
+            memory = self._memory[device] = torch.zeros(2, sum(lengths), dtype=torch.float32, device=device)
+            self._parts[device] = dict(zip(self._parameters, memory.split(lengths, dim=1), strict=True))
         shape = self._shape(self._parameters[name])
-        memory = self._memory[device][:, ends[name] - sum(sizes(shape)) : ends[name]]
-        return Moments(shape, memory.zero_(), missed=missed)
+        return Moments(shape, self._parts[device][name].zero_(), missed=missed)
 
     def _shape(self, parameter: Tensor) -> tuple[int, ...]:
         return shape_in_memory(parameter) if self._in_memory_order else parameter.shape
-
-    @functools.cached_property
-    def _ends(self) -> dict[str, int]:
-        """The end of each parameter's moments, by name."""
-        lengths = (sum(sizes(self._shape(parameter))) for parameter in self._parameters.values())
-        return dict(zip(self._parameters, itertools.accumulate(lengths), strict=True))
 
     def of(self, name: str) -> Moments | None:
         """Return the moments of a stream; None before its first gradient."""
