@@ -67,7 +67,7 @@ class DenseSums:
 
     def _agree(self, plan: ReductionPlan) -> None:
         # A rank whose warm-up is over would wait in another collective for ever.
-        exchange, fingerprint = self._group.exchange, self._group.at_step(plan.fingerprint)
+        exchange, fingerprint = self._group.exchange, plan.fingerprint + self._group.step
         if self._group.backend.lengths_on_host:
             exchange.agree(fingerprint)
         elif not self._agreed.has(plan.fingerprint):  # waits for a device: once

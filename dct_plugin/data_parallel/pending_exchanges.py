@@ -45,26 +45,6 @@ def exchanges_of(
     return PendingExchanges(group, cls, finished)
 
 
-class SendOrder:
-    """The order in which a step sends its messages. It is that of the step before, most often."""
-
-    def __init__(self) -> None:
-        self._step = -1
-        self._last: list[tuple[int, int]] = []
-        self._now: list[tuple[int, int]] = []
-
-    def note(self, step: int, fingerprint: int, phase: int) -> None:
-        """Note that a phase of a chunk is sent."""
-        self.following(step)
-        self._now.append((fingerprint, phase))
-
-    def following(self, step: int) -> list[tuple[int, int]]:
-        """Return the fingerprints and phases that are still to be sent, if the step is like the last one."""
-        if step != self._step:
-            self._step, self._last, self._now = step, self._now, []
-        return self._last[len(self._now) :]
-
-
 class PendingExchanges(PlanExchanges):
     """Exchanges plans in slots, and checks those that are pending. A plan with a tensor that kernels do not
     write (fp64) travels with its lengths.
@@ -82,7 +62,12 @@ class PendingExchanges(PlanExchanges):
         """Exchanges whose messages are still to be checked."""
         self._kept = 0.0
         """Entries kept by the exchanges since the last check, the same on all ranks."""
-        self.order = SendOrder()
+        self._sent_in = -1
+        """The step that sends messages now."""
+        self._sent: list[tuple[int, int]] = []
+        """The fingerprint and the phase of each chunk that it has sent."""
+        self._sent_before: list[tuple[int, int]] = []
+        """The same of the step before, whose order is that of this one, most often."""
 
     def preparing(self) -> AbstractContextManager[Preparation]:
         return self.group.exchange.preparing(posts=0, failed=self._fail_next)
@@ -95,9 +80,19 @@ class PendingExchanges(PlanExchanges):
 
     def _expected(self) -> list[AgreedCapacities]:
         """Return the capacities of the slots that this step is still to send, if it is like the last one."""
-        following = self.order.following(self.group.step)
-        known = self._capacities
+        following, known = self._following(self.group.step), self._capacities
         return [known[chunk].of_phases[phase] for chunk, phase in following if known.has(chunk)]
+
+    def note_sent(self, step: int, fingerprint: int, phase: int) -> None:
+        """Note that a phase of a chunk is sent."""
+        self._following(step)
+        self._sent.append((fingerprint, phase))
+
+    def _following(self, step: int) -> list[tuple[int, int]]:
+        """Return the fingerprints and phases that are still to be sent, if the step is like the last one."""
+        if step != self._sent_in:
+            self._sent_in, self._sent_before, self._sent = step, self._sent, []
+        return self._sent_before[len(self._sent) :]
 
     def start(self, phases: Sequence[Phase], plan: ReductionPlan, exchange_record: Record) -> PlanExchange:
         if not plan.tensors or not {each.tensor.dtype for each in plan.tensors}.issubset(GRAD_DTYPES):
@@ -228,7 +223,7 @@ class SlotExchange(PlanExchange):
             group.backend.write_slots(writer, slots.memory, bounds, fingerprint, nothing)
             sent.add_up = phase.prepare_sum(plan, slots)
         self.unsent.popleft()
-        self._exchanges.order.note(self._step, plan.fingerprint, self._phases.index(phase))
+        self._exchanges.note_sent(self._step, plan.fingerprint, self._phases.index(phase))
         with self._record.timed("exchange"):
             slots.send(group.exchange)
         chunk.sent.append(sent)

@@ -264,12 +264,6 @@ class StreamGroup:
         """
         return name if self.backend.lengths_on_host else f"{name}, lengths on the device"
 
-    def at_step(self, fingerprint: int) -> int:
-        """Return the fingerprint of an operation in this step: ranks that have made other numbers of steps
-        find that out.
-        """
-        return fingerprint + self.step
-
     def agree(self, what: str) -> None:
         """Make sure that all ranks do the same now, before a collective that would wait for a rank that does
         not.
@@ -278,7 +272,7 @@ class StreamGroup:
             DesyncError: A rank is at another operation or step, or failed.
         """
         with self.recorded("plugin"):
-            self.exchange.agree(self.at_step(fingerprint_of(what, ())))
+            self.exchange.agree(fingerprint_of(what, ()) + self.step)
 
     def report_nonfinite(self, name: str) -> None:
         """Say, on the rank where it arose, which gradient poisons the step."""
