@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from support import CONFIGS
 from support.deepspeed_launch import Results, Run, config, launch
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("deepspeed")
+from support.deepspeed_worker import Net, NetOfExperts
+
 pytestmark = pytest.mark.slow
 
 DENSE = {"data_parallel": {"sparsity": 0, "value_dtype": "fp32", "min_numel": 100}}
@@ -30,12 +36,35 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+#: Two experts of four on every rank, of which every token sees two.
+PLACEMENT: dict[str, Any] = {"num_experts": 4, "ep_size": 2, "k": 2, "top2_2nd_expert_sampling": False}
+APART = functools.partial(NetOfExperts, **PLACEMENT)
+
+
+class Recomputed(NetOfExperts):
+    """A model whose experts run again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(**PLACEMENT)
+
+    def of_experts(self, h: torch.Tensor) -> torch.Tensor:
+        added: torch.Tensor = checkpoint(super().of_experts, h, use_reentrant=True)
+        return added
+
+
+def _reduce_in_a_group_of_its_own(engine: Any) -> None:
+    reduce, group = engine.optimizer.allreduce_and_scatter, dist.new_group()
+    engine.optimizer.allreduce_and_scatter = lambda *arguments, **keywords: reduce(
+        *arguments, **{**keywords, "process_group": group}
+    )
+
+
 def run(prefix: str, experts: dict[str, Any] | None, steps: int, stage: int = 0, **more: Any) -> Run:
     precision = more.pop("precision", "fp32")
     dct = None if experts is None else {**DENSE, "model_parallel": {"experts": experts}}
     settings = config(stage, precision, optimizer="AdamW", gradient_accumulation_steps=2, dct=dct)
     name = f"{prefix}/zero{stage}-{precision}"
-    return {"id": name, "config": settings, "steps": steps, "model": "experts-apart", **more}
+    return {"id": name, "config": settings, "steps": steps, "model": APART, **more}
 
 
 def resumed(folder: Path) -> list[Run]:
@@ -61,12 +90,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     plan += [run("plain", None, 6), run("none", {"forward": "none"}, 6)]
     plan += [run("off", {"forward": {"method": "threshold", "sparsity": 0}}, 3)]
     plan += [run(name, section, 6) for name, section in METHODS.items()]
-    plan += [run("recomputed", METHODS["threshold"], 6, model="experts-recomputed")]
+    plan += [run("recomputed", METHODS["threshold"], 6, model=Recomputed)]
     plan += [run("tight", {"forward": {"method": "bound", "error_bound": 1e-5}}, 3)]
     plan += [run("dense-evaluation", {**METHODS["8-bit"], "evaluation": False}, 1)]
     plan += resumed(folder)
     ready = json.loads(READY.read_text())
-    plan.append({"id": "ready", "config": ready, "model": "experts-apart", "steps": 3})
+    plan.append({"id": "ready", "config": ready, "model": APART, "steps": 3})
     return launch(2, plan, folder)
 
 
@@ -84,7 +113,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
             plan[-1]["config"]["dct"] = dct
         plan.append(run("left", None, 2, stage))
         plan[-1]["config"]["dct"] = {"data_parallel": {"sparsity": 0.9, "min_numel": 100}}
-    plan.append(run("unknown", None, 2, 1, model="mlp", foreign_group=True))
+    plan.append(run("unknown", None, 2, 1, model=Net, prepare=_reduce_in_a_group_of_its_own))
     plan[-1]["config"]["dct"] = {"data_parallel": {"sparsity": 0.9, "min_numel": 100}}
     ahead = {"data_parallel": {"feedback": "step_ahead"}, "model_parallel": {"expert_gradients": True}}
     plan.append({**run("refused", None, 1), "expect_error": True})

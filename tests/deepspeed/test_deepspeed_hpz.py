@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from support.deepspeed_launch import Results, Run, config, launch
 
-partition_parameters = pytest.importorskip("deepspeed.runtime.zero.partition_parameters")
+pytest.importorskip("deepspeed")
+from deepspeed.runtime.zero import partition_parameters
+from support.deepspeed_worker import exactness
+
 divide = inspect.getsource(partition_parameters)
 pytestmark = [
     pytest.mark.slow,
@@ -102,9 +105,9 @@ def four(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     ]
     for kind, section in (("nothing written", {}), ("all entries", {"sparsity": 0, "value_dtype": "int8"})):
         plan.append(run(kind, "bf16", 4, {"min_numel": 100, "nodes": 2, **section}))
-    plan.append(run("exact", "fp32", 4, SPARSE | UPDATES | {"feedback": "local"}, exact=True))
+    plan.append(run("exact", "fp32", 4, SPARSE | UPDATES | {"feedback": "local"}, report=exactness))
     for kind, section in (("gathers", EXACT), ("updates", EXACT | {"parameters": "exact"})):
-        plan.append(run(f"written after {kind}", "bf16", 4, section, exact=True))
+        plan.append(run(f"written after {kind}", "bf16", 4, section, report=exactness))
     for name, (section, zero, _) in REFUSED.items():
         changed = settings(zero=zero, dct={"data_parallel": SPARSE | UPDATES | section})
         plan.append({"id": name, "config": changed, "steps": 1, "expect_error": True})

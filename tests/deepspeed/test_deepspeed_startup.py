@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 from support.deepspeed_launch import WORKER, Results, Run, config, execute, launch, torchrun
 from support.forked import forked_interpreters
 
+from dct_plugin.integrations.host import startup
 from dct_plugin.recommender.links.team import free_port
 
 pytest.importorskip("deepspeed")
+from support import deepspeed_worker
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -25,7 +30,14 @@ def section(**keys: Any) -> dict[str, Any]:
 def start(name: str, first: Any, second: Any, **more: Any) -> Run:
     """A run that rank 0 starts with one ``dct`` section and rank 1 with another; nothing is trained."""
     run = {"id": name, "config": config(0, dct=first), "steps": 0, "expect_error": True, **more}
-    return {**run, "ranks": {"1": {"config": config(0, dct=second)}}}
+    return {**run, "ranks": {1: {"config": config(0, dct=second)}}}
+
+
+def _join_within_a_second(run: Run, result: Run) -> None:
+    with patch.dict(startup.join.__kwdefaults__, limit=1.0):
+        deepspeed_worker.execute(run, result)
+    # Such a job ends; here the next run begins, and all ranks must have joined as often.
+    dist.distributed_c10d._get_default_store().add(f"dct_plugin/deepspeed/joined/{dist.get_rank()}", 1)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +51,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Results:
     plan = [
         start("sparsity", good, section(sparsity=0.8)),
         start("two-keys", good, {**section(value_dtype="fp32"), "metrics": {"every": 7}}),
-        start("absent", good, None, limit=1.0),
-        start("absent-on-0", None, good, limit=1.0),
+        start("absent", good, None, execute=_join_within_a_second),
+        start("absent-on-0", None, good, execute=_join_within_a_second),
         start("disabled", good, {"enabled": False}),
         start("invalid", good, section(sparsety=0.5)),
         start("both-invalid", section(sparsity=2), section(sparsity=2)),
@@ -120,17 +132,17 @@ def test_nothing_is_left_of_failed_starts(started: Results) -> None:
 
 def job(folder: Path, *, dct: Any, **more: Any) -> tuple[str, str]:
     """Arguments of the training script for one short run."""
-    plan = folder / "plan.json"
-    plan.write_text(json.dumps([{"id": "job", "config": config(0, dct=dct), "steps": 2, **more}]))
+    plan = folder / "plan"
+    torch.save([{"id": "job", "config": config(0, dct=dct), "steps": 2, **more}], plan)
     return str(plan), str(folder)
 
 
 def results(folder: Path) -> list[Run]:
-    return [json.loads((folder / f"{rank}.json").read_text())["job"] for rank in (0, 1)]
+    return [torch.load(folder / str(rank), weights_only=False)["job"] for rank in (0, 1)]
 
 
 def test_the_whole_job_stops(tmp_path: Path) -> None:
-    arguments = job(tmp_path, dct=section(), ranks={"1": {"config": config(0, dct=section(sparsity=0.5))}})
+    arguments = job(tmp_path, dct=section(), ranks={1: {"config": config(0, dct=section(sparsity=0.5))}})
     with forked_interpreters():
         done = execute(torchrun(2, str(WORKER), *arguments), tmp_path)
     assert done.returncode != 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.deepspeed_launch import Results, Run, config, launch
 
 pytest.importorskip("deepspeed")
@@ -63,6 +64,11 @@ def run(kind: str, name: str, steps: int, dct: dict[str, Any] | None, **more: An
     return {"id": f"{kind}/{name}", "config": {**CASES[name], **section}, "steps": steps, **more}
 
 
+def _add_group(engine: Any, step: int) -> None:
+    if step == 2:
+        engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ahead")
@@ -88,7 +94,7 @@ def two(folder: Path) -> Results:
         run("older", "zero0-fp32", 3, {"min_numel": 100, "sparsity": 0.9}, save=older),
         run("newer", "zero0-fp32", 6, sparse, load=older),
         run("poison", "zero0-fp32", 6, sparse, poison=[2]),
-        run("added", "zero0-fp32", 6, sparse, add_group=2),
+        run("added", "zero0-fp32", 6, sparse, before_step=_add_group),
     ]
     plan.append(run("between", "zero1-fp32-accumulate", 12, sparse, between=True))
     fixed = {**AHEAD, "sparsity": 0.9, "expert": {"step_ahead_coefficient": 0.5}}
@@ -116,7 +122,7 @@ def two(folder: Path) -> Results:
             "config": {**client, "dct": {"data_parallel": sparse}},
             "steps": 1,
             "client_optimizer": "SGD",
-            "ranks": {"1": {"client_optimizer": "ASGD"}} if kind == "one" else {},
+            "ranks": {1: {"client_optimizer": "ASGD"}} if kind == "one" else {},
             "expect_error": True,
             **({"client_optimizer": "ASGD"} if kind == "all" else {}),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 import shutil
 import sys
@@ -17,6 +18,8 @@ from dct_plugin import checkpoint
 from dct_plugin.cli import app
 
 pytest.importorskip("deepspeed")
+from support.deepspeed_worker import restored
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 DCT = {"data_parallel": {"sparsity": 0.97, "min_numel": 100}}
@@ -49,6 +52,16 @@ def converted(folder: Path) -> str:
     assert checkpoint.GATHERED in result.output
     (folder / "latest_universal").write_text(target.name)
     return str(folder)
+
+
+def _load_residuals(tag: str, engine: Any) -> dict[str, Any]:
+    assert engine.dct.load_residuals(tag)
+    return {"restored": restored(engine)}
+
+
+def _load_without_optimizer_states(folder: str, engine: Any) -> dict[str, Any]:
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    return _load_residuals(f"{folder}/global_step{engine.global_steps}", engine)
 
 
 def unsent(results: Results, what: str, run: str, per_node: int = 1) -> dict[str, float]:
@@ -137,18 +150,24 @@ def test_other_stages_without_optimizer_states_keep_residuals(tmp_path: Path) ->
     into which DeepSpeed does not load, ZeRO-3's into ZeRO-1.
     """
     folders = [str(tmp_path / name) for name in ("first", "second", "third")]
-    other: Run = {"other_stage": True, "steps": STEPS}
-    sharded: Run = {"steps": 0}
 
-    def of_tag(which: int) -> str:
-        return f"{folders[which]}/global_step{STEPS if which < 2 else 0}"
+    def load(stage: int, which: int) -> Run:
+        return {
+            "id": f"{stage}",
+            "config": settings(stage),
+            "prepare": functools.partial(_load_without_optimizer_states, folders[which]),
+        }
+
+    def residuals(stage: int, which: int) -> Run:
+        tag = f"{folders[which]}/global_step{STEPS if which < 2 else 0}"
+        return {"config": settings(stage), "prepare": functools.partial(_load_residuals, tag)}
 
     plan = [
         {"id": "0", "config": settings(0), "steps": STEPS, "save": folders[0]},
-        {**other, "id": "1", "config": settings(1), "load": folders[0], "save": folders[1]},
-        {**other, "id": "2", "config": settings(2), "load": folders[1], "steps": STEPS + 1},
-        {**sharded, "id": "3", "config": settings(3), "residuals_of": of_tag(1), "save": folders[2]},
-        {**sharded, "id": "1 of 3", "config": settings(1), "residuals_of": of_tag(2)},
+        {**load(1, 0), "steps": STEPS, "save": folders[1]},
+        {**load(2, 1), "steps": STEPS + 1},
+        {**residuals(3, 1), "id": "3", "steps": 0, "save": folders[2]},
+        {**residuals(1, 2), "id": "1 of 3", "steps": 0},
     ]
     results = launch(2, plan, tmp_path / "runs")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib
-import json
 import os
 import shutil
 import subprocess
@@ -14,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils import cpp_extension
 
@@ -86,32 +85,29 @@ def execute(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def launch(
-    world_size: int, plan: list[Run], folder: Path, *, worker: str = WORKER.stem, **variables: str
-) -> Results:
-    """Execute all runs of ``plan``, in one process per rank, and return their results.
+def launch(world_size: int, plan: list[Run], folder: Path, **variables: str) -> Results:
+    """Execute all runs of a plan (``deepspeed_worker``), in one process per rank, and return their results.
 
     The processes are forked from one that has imported DeepSpeed, which is faster than
     :func:`launch_with_torchrun`.
     """
-    plan = list(map(_with_local_feedback, plan))
-    return run_ranks(world_size, _execute_plan, folder, worker, plan, **variables)
+    return run_ranks(world_size, _execute, folder, list(map(_with_local_feedback, plan)), **variables)
 
 
-def _execute_plan(worker: str, plan: list[Run]) -> dict[str, Run]:
-    results: dict[str, Run] = importlib.import_module(f"support.{worker}").main(plan)
-    return results
+def _execute(plan: list[Run]) -> dict[str, Run]:
+    from support import deepspeed_worker
+
+    return deepspeed_worker.main(plan)
 
 
 def launch_with_torchrun(world_size: int, plan: list[Run], folder: Path, **variables: str) -> Results:
     """Like :func:`launch`, in processes with an environment of their own from the start."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(json.dumps(list(map(_with_local_feedback, plan))))
-    command = torchrun(world_size, str(WORKER), str(folder / "plan.json"), str(folder))
-    done = execute(command, folder, **variables)
+    torch.save(list(map(_with_local_feedback, plan)), folder / "plan")
+    done = execute(torchrun(world_size, str(WORKER), str(folder / "plan"), str(folder)), folder, **variables)
     (folder / "log").write_text(done.stdout + done.stderr)
-    files = [folder / f"{rank}.json" for rank in range(world_size)]
-    results = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    files = [folder / str(rank) for rank in range(world_size)]
+    results = [torch.load(file, weights_only=False) if file.exists() else {} for file in files]
     # With all results written ranks only take down their connections, and gloo may abort in that.
     complete = all(len(result) == len(plan) for result in results)
     assert done.returncode == 0 or complete, (done.stdout + done.stderr)[-6000:]

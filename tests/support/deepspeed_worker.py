@@ -1,22 +1,28 @@
-"""Training script of the DeepSpeed tests: many small runs in one process per rank.
+"""Training of the DeepSpeed tests: many small runs in one process per rank.
 
-Nothing in it mentions the plugin: what a run does follows from its DeepSpeed configuration alone, as for any
-user.
+What a run does follows from its DeepSpeed configuration, as for any user. A plan is a list of runs
+``{"id", "config", "steps", ...}``; the results have an entry for each. A run may also have
 
-    torchrun --nproc-per-node 2 tests/support/deepspeed_worker.py plan.json results
+    model                a function that returns the model
+    client_optimizer     the name of an optimizer of torch that the script makes
+    times                a function of :mod:`.given_times`
+    prepare              a function of the engine, called before the training, which may return results
+    before_step          a function of the engine and the number of a step
+    report               a function of the engine, called after the training, which returns results
+    execute              a function of the run and its results, in place of :func:`execute`
+    ranks                changes of the run on single ranks, by rank
+    expect_error         whether an error is a result
 
-A plan is a list of runs ``{"id", "config", "steps", ...}``. The results have one entry per run: the losses, a
-hash of the parameters, and whatever the run's ``report`` asks for. Under torchrun, ``plan.json`` has the plan
-and every rank writes ``results/<rank>.json``.
+    torchrun --nproc-per-node 2 tests/support/deepspeed_worker.py plan folder
+
+reads the plan as torch saves it, and writes the results of every rank to ``folder/<rank>``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,58 +30,58 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from dct_plugin.integrations.host import startup
+from dct_plugin.compression.feedback import unpacked
 from dct_plugin.kernels import register_backend
 from dct_plugin.metrics import HOST
 from dct_plugin.metrics.summary import Summary
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for torchrun
-from support import deferred_backend, given_times, onebit_mean
+from support import given_times
+from support.deferred_backend import DeferredBackend
 from support.processes import logged
-
-register_backend("deferred", deferred_backend.DeferredBackend)
-
-#: Executes a run and writes its result into the second argument.
-Execute = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
 class Net(nn.Module):
     """Odd sizes, so that partitions cut parameters; one parameter larger than the reduction buckets."""
 
-    def __init__(self, kind: str = "mlp") -> None:
+    def __init__(self, *, sparse: bool = False, unused: bool = True) -> None:
         super().__init__()
-        self.kind = kind
-        self.embedding = nn.Embedding(64, 33, sparse=kind == "sparse")
+        self.embedding = nn.Embedding(64, 33, sparse=sparse)
         self.hidden = nn.Linear(33, 161)
         self.middle = nn.Linear(161, 47)
-        if kind != "used":  # 1-bit LAMB divides by the norm of every momentum
+        if unused:
             self.unused = nn.Linear(47, 5)
         self.norm = nn.LayerNorm(47)
         self.head = nn.Linear(47, 1)
-        self.experts = self.make_experts(kind) if kind.startswith("experts") else None
-
-    @staticmethod
-    def make_experts(kind: str) -> nn.Module:
-        """On every rank all ("experts"), or two of four, of which every token sees two."""
-        from deepspeed.moe.layer import MoE
-
-        expert = nn.Sequential(nn.Linear(47, 20), nn.ReLU(), nn.Linear(20, 47))
-        if kind == "experts":
-            return MoE(47, expert, num_experts=2, ep_size=1, k=1, min_capacity=4)
-        return MoE(47, expert, num_experts=4, ep_size=2, k=2, top2_2nd_expert_sampling=False)
+        self.experts: nn.Module | None = None
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         h = self.embedding(x).mean(dim=1)
         h = torch.relu(self.middle(torch.relu(self.hidden(h))))
-        if self.kind == "experts-recomputed":
-            h = h + checkpoint(lambda tokens: self.experts(tokens)[0], h, use_reentrant=True)
-        elif self.experts is not None:
-            h = h + self.experts(h)[0]
+        if self.experts is not None:
+            h = h + self.of_experts(h)
         out = self.head(self.norm(h)).squeeze(-1)
         return nn.functional.mse_loss(out.float(), y)
+
+    def of_experts(self, h: torch.Tensor) -> torch.Tensor:
+        """Return what the experts add."""
+        assert self.experts is not None
+        added: torch.Tensor = self.experts(h)[0]
+        return added
+
+
+class NetOfExperts(Net):
+    """Experts behind the layers, all of them on every rank."""
+
+    def __init__(self, **placement: Any) -> None:
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(47, 20), nn.ReLU(), nn.Linear(20, 47))
+        everywhere: dict[str, Any] = {"num_experts": 2, "ep_size": 1, "k": 1, "min_capacity": 4}
+        self.experts = MoE(47, expert, **(placement or everywhere))
 
 
 def batch(step: int, rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,13 +106,9 @@ def digest(model: nn.Module) -> str:
 
 def make_engine(run: dict[str, Any]) -> Any:
     torch.default_generator.manual_seed(run.get("seed", 1))  # alone: for absent devices a stack is formatted
-    model = Net(run.get("model", "mlp"))
+    model = run.get("model", Net)()
     parameters: Any = model.parameters()
-    for name in run.get("freeze", ()):
-        model.get_submodule(name).requires_grad_(False)
-    if run.get("model", "").startswith("experts"):
-        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
+    if model.experts is not None:
         parameters = split_params_into_different_moe_groups_for_optimizer(
             {"params": list(model.parameters()), "name": "all"}
         )
@@ -128,10 +130,8 @@ def train(engine: Any, run: dict[str, Any], first: int, last: int, result: dict[
     groups = len(torch.distributed.distributed_c10d._world.pg_names)
     for step in range(first, last):
         before, skipped = residuals(engine), engine.skipped_steps
-        if step == run.get("add_group"):
-            engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
-        if step in run.get("overwrite", ()):
-            engine.module.head.weight.data.mul_(2.0)
+        if "before_step" in run:
+            run["before_step"](engine, step)
         moments = looked.moments()
         scale = float(getattr(engine.optimizer, "loss_scale", None) or 1.0)
         if "dct" in engine.__dict__:
@@ -217,43 +217,6 @@ class Look:
         return None if attached is None else attached.reducer.state_dict().get("ahead")
 
 
-def lag(engine: Any) -> float:
-    """Entries of this rank's part whose working weight is not the rounded master."""
-    optimizer, rank = engine.optimizer, dist.get_rank()
-    if hasattr(optimizer, "bit16_groups"):
-        working, masters = (
-            optimizer.parallel_partitioned_bit16_groups,
-            optimizer.single_partition_of_fp32_groups,
-        )
-    else:
-        working, masters = optimizer.bf16_partitioned_groups, optimizer.fp32_groups_flat_partition
-    return sum(
-        float((parts[rank] != master.detach().to(parts[rank].dtype)).sum())
-        for parts, master in zip(working, masters, strict=True)
-    )
-
-
-def look_ahead(engine: Any) -> dict[str, float]:
-    """How far from the masters weights are at most: the working ones, and what the ranks see on average in
-    training passes.
-    """
-    ahead, parameters = engine.dct.ahead, list(engine.module.parameters())
-    working = [parameter.data.clone() for parameter in parameters]
-    ahead.displace()
-    seen = [parameter.data.clone() for parameter in parameters]
-    ahead.restore()
-    for mean in seen:
-        dist.all_reduce(mean)
-        mean.div_(dist.get_world_size())
-    engine.dct.gather_parameters()
-    masters = [parameter.data for parameter in parameters]
-
-    def farthest(found: list[torch.Tensor]) -> float:
-        return max(float((a - b).abs().max()) for a, b in zip(found, masters, strict=True))
-
-    return {"working": farthest(working), "seen": farthest(seen)}
-
-
 def evaluate(engine: Any) -> float:
     """Loss on data that is not trained on."""
     engine.eval()
@@ -264,8 +227,8 @@ def evaluate(engine: Any) -> float:
     return loss
 
 
-def exactness(engine: Any) -> dict[str, list[float]]:
-    """Losses of an engine that trains with copies of its weights, each with that of the weights."""
+def exactness(engine: Any) -> dict[str, Any]:
+    """Return losses of an engine that trains with copies of its weights, each with that of the weights."""
     x, y = batch(-1, 0, 256)
 
     def of_weights() -> float:
@@ -281,7 +244,7 @@ def exactness(engine: Any) -> dict[str, list[float]]:
     with deepspeed.zero.GatheredParameters([head], modifier_rank=0):
         head.data.mul_(2.0)
     found["written"] = [float(engine(x, y)), of_weights()]
-    return found
+    return {"exact": found}
 
 
 def residuals(engine: Any) -> dict[str, torch.Tensor]:
@@ -292,63 +255,23 @@ def residuals(engine: Any) -> dict[str, torch.Tensor]:
     return {name: s.residual.current.clone() for name, s in streams if s.residual is not None}
 
 
-def execute(run: dict[str, Any], train_one: Execute) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    if run.get("whole_gathers"):  # are the faster way, and the next trial begins in the step after a decision
-        given_times.give(lambda whole: 2.0 - whole, period=1)
-    else:
-        given_times.exact_updates_are_faster()
-    given_times.time_codings_briefly()
-    startup.join.__kwdefaults__["limit"] = run.get("limit")
-    with logged() as result["log"]:
-        try:
-            train_one(run, result)
-        except Exception as error:
-            result["error"] = f"{type(error).__name__}: {error}"
-            if not run.get("expect_error"):
-                raise
-    return result
-
-
-def _execute(run: dict[str, Any], result: dict[str, Any]) -> None:
-    if run.get("mean_backend"):
-        onebit_mean.install()
+def execute(run: dict[str, Any], result: dict[str, Any]) -> None:
+    """Train, and write what came of it into the second argument."""
     engine = make_engine(run)
-    if run.get("mean_backend"):
-        onebit_mean.started(engine.optimizer)
-    if run.get("foreign_group"):
-        reduce, group = engine.optimizer.allreduce_and_scatter, dist.new_group()
-        engine.optimizer.allreduce_and_scatter = lambda *arguments, **keywords: reduce(
-            *arguments, **{**keywords, "process_group": group}
-        )
-    if run.get("switch_off"):
-        engine.enable_backward_allreduce = False
-    first = 0
+    if "prepare" in run:
+        result.update(run["prepare"](engine) or {})
     if "load" in run:
-        other_stage = run.get("other_stage", False)
-        loaded, _ = engine.load_checkpoint(run["load"], load_optimizer_states=not other_stage)
-        result["loaded"] = loaded is not None
-        first = engine.global_steps
-        if other_stage:
-            assert engine.dct.load_residuals(f"{run['load']}/global_step{first}")
-        result["restored"] = {name: float(r.double().sum()) for name, r in restored(engine).items()}
-    if "residuals_of" in run:
-        assert engine.dct.load_residuals(run["residuals_of"])
-        result["restored"] = {name: float(r.double().sum()) for name, r in restored(engine).items()}
+        loaded, _ = engine.load_checkpoint(run["load"])
+        result.update(loaded=loaded is not None, restored=restored(engine))
+    first = engine.global_steps
     result["before"] = evaluate(engine)
     if "save_after" in run:  # and go on
         train(engine, run, first, run["save_after"], result)
         first = run["save_after"]
         engine.save_checkpoint(run["save"])
     train(engine, run, first, run["steps"], result)
-    if run.get("exact"):
-        result["exact"] = exactness(engine)
-    if run.get("look"):
-        result["look"] = look_ahead(engine)
-    if run.get("gather"):
-        result["lag"] = lag(engine)
-        engine.dct.gather_parameters()
-        result["lag_after_gather"] = lag(engine)
+    if "report" in run:
+        result.update(run["report"](engine))
     result["after"] = evaluate(engine)
     if "save" in run and "save_after" not in run:
         engine.save_checkpoint(run["save"])
@@ -381,19 +304,21 @@ def sent_by_class(total: Summary) -> dict[str, dict[str, float | None]]:
     }
 
 
-def restored(engine: Any) -> dict[str, torch.Tensor]:
-    """Residuals that a checkpoint brought, whether or not their streams have run again."""
+def restored(engine: Any) -> dict[str, float]:
+    """Return the sums of the residuals that a checkpoint brought, whether or not their streams have run
+    again.
+    """
     if "dct" not in engine.__dict__:
         return {}
     streams = engine.dct.reducer.state_dict()["streams"].items()
-    from dct_plugin.compression.feedback import unpacked
-
     found = {name: stream["residual"] for name, stream in streams if stream["residual"] is not None}
-    return {name: unpacked(saved) for name, saved in found.items()}
+    return {name: float(unpacked(saved).double().sum()) for name, saved in found.items()}
 
 
-def main(plan: list[dict[str, Any]], train_one: Execute = _execute) -> dict[str, Any]:
+def main(plan: list[dict[str, Any]]) -> dict[str, Any]:
+    """Execute all runs of a plan; return their results."""
     torch.set_num_threads(1)
+    register_backend("deferred", DeferredBackend)
     if os.environ.get("DCT_TEST_FP16_ON_CPU"):
         # DeepSpeed's CPU accelerator does not offer fp16; torch's CPU kernels are good enough for this model.
         accelerator = get_accelerator()
@@ -403,11 +328,17 @@ def main(plan: list[dict[str, Any]], train_one: Execute = _execute) -> dict[str,
     rank = dist.get_rank()
     results = {}
     for run in plan:
-        run = {**run, **run.get("ranks", {}).get(str(rank), {})}
-        results[run["id"]] = result = execute(run, train_one)
-        if "limit" in run and "error" not in result:
-            # Such a job ends; here the next run begins, and all ranks must have joined as often.
-            dist.distributed_c10d._get_default_store().add(f"dct_plugin/deepspeed/joined/{rank}", 1)
+        run = {**run, **run.get("ranks", {}).get(rank, {})}
+        results[run["id"]] = result = dict[str, Any]()
+        run.get("times", given_times.exact_updates_are_faster)()
+        given_times.time_codings_briefly()
+        with logged() as result["log"]:
+            try:
+                run.get("execute", execute)(run, result)
+            except Exception as error:
+                result["error"] = f"{type(error).__name__}: {error}"
+                if not run.get("expect_error"):
+                    raise
         dist.barrier()
     return results
 
@@ -415,8 +346,10 @@ def main(plan: list[dict[str, Any]], train_one: Execute = _execute) -> dict[str,
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         sys.exit("start this with torchrun")
+    from support import deepspeed_worker  # which the plan refers to by this name
+
     plan, folder = (Path(argument) for argument in sys.argv[1:] if not argument.startswith("--local_rank"))
-    results = main(json.loads(plan.read_text()))
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    results = deepspeed_worker.main(torch.load(plan, weights_only=False))
+    torch.save(results, folder / str(dist.get_rank()))
     dist.barrier()  # a rank that takes down its connections while others still use them can abort them
     dist.destroy_process_group()

@@ -34,6 +34,11 @@ def exact_updates_are_faster() -> None:
     give(lambda whole: 1.0 + whole)
 
 
+def whole_gathers_are_faster() -> None:
+    """Gathers take one second, exact updates two, and the next trial of both begins after one step."""
+    give(lambda whole: 2.0 - whole, period=1)
+
+
 def time_codings_briefly() -> None:
     """Time codings once and on few entries, for tests that hold whatever codings cost."""
     measurements.REPEATS, measurements.MOST_ENTRIES = 1, 0
