@@ -11,6 +11,7 @@ was stopped goes on where it was.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from megatron_quality import measure, serve
 from dct_plugin.recommender.intervals import paired
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from support.megatron_gpt import Job
+from support.megatron_gpt import Job, Training
 
 OFF = {"enabled": False}
 PP, TP = "PP 2", "TP 2"
@@ -68,10 +69,19 @@ def job_of(arguments: argparse.Namespace, name: str, seed: int) -> Job:
             parts = {"tensor": {**section, "gather": True}}
         dct = {"data_parallel": OFF, "model_parallel": parts}
     return Job(
-        layers=arguments.layers, hidden=arguments.hidden, seq=arguments.seq, lr=arguments.lr, cosine=True,
+        layers=arguments.layers, hidden=arguments.hidden, seq=arguments.seq, lr=arguments.lr,
         micro_batch=arguments.micro_batch, micro_batches=arguments.micro_batches, steps=arguments.steps,
-        tied_embeddings=False, evaluation_rounds=arguments.evaluations, seed=seed, dct=dct, **topology,
+        tied_embeddings=False, evaluation_rounds=arguments.evaluations, seed=seed, dct=dct,
+        before_step=set_rate, **topology,
     )  # fmt: skip
+
+
+def set_rate(training: Training, step: int) -> None:
+    """Set the learning rate: it rises for 20 steps and falls with a cosine to a twentieth."""
+    job = training.job
+    fall = 0.05 + 0.475 * (1 + math.cos(math.pi * step / job.steps))
+    for group in training.optimizer.param_groups:
+        group["lr"] = job.lr * min(1.0, (step + 1) / 20) * fall
 
 
 def table(rows: list[dict[str, Any]], margin: float) -> str:

@@ -40,7 +40,7 @@ from dct_plugin.recommender.intervals import paired
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from support import megatron_cpu
-from support.megatron_gpt import Job, train
+from support.megatron_gpt import Job, Training, train
 
 from dct_plugin.metrics.network_counters import InterfaceCounter
 
@@ -157,7 +157,7 @@ def counted_run(arguments: argparse.Namespace, name: str, job: Job, number: int)
     counter = InterfaceCounter([DEVICE] if arguments.link else None)
     at: list[tuple[int, int]] = []
 
-    def count(step: int) -> None:
+    def count(training: Training, step: int) -> None:
         if step == arguments.warmup:  # the step before those that are counted
             counter.start()
         if step == job.steps - 1:
@@ -165,10 +165,9 @@ def counted_run(arguments: argparse.Namespace, name: str, job: Job, number: int)
             at.append((counter.tx, counter.rx))
 
     outcome = train(
-        job,
+        replace(job, after_step=count),
         batches=lambda job, rank: text.batches("train", job, 1000 * job.seed + rank),
         held_out=lambda job, rank: text.batches("held out", job, 7 + rank),
-        on_step=count,
     )
     steps = max(1, job.steps - 1 - arguments.warmup)
     sent, received = at[0] if at and arguments.link else (0, 0)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 from support import add_on_of, given_times, processes
-from support.megatron_gpt import Job, Outcome, train
+from support.megatron_gpt import Job, Outcome, Training, train
 
 from dct_plugin.data_parallel.autotune.add_on import AutomaticSparsity
 from dct_plugin.data_parallel.autotune.cost_model import DecisionRules
@@ -55,7 +56,7 @@ def _course(job: Job) -> Course:
     used: dict[str, list[str]] = {}
     decisions: list[str] = []
 
-    def note(step: int) -> None:
+    def note(training: Training, step: int) -> None:
         session = hooks.current()
         assert session is not None
         (data,) = (each for each in session.hooks if isinstance(each, DataParallelHook))
@@ -65,7 +66,7 @@ def _course(job: Job) -> Course:
             [figures["setting"]] if "setting" in figures else []
         )
 
-    return Course(train(job, on_step=note), used, decisions)
+    return Course(train(replace(job, after_step=note)), used, decisions)
 
 
 def test_ranks_decide_alike_and_training_goes_on() -> None:

@@ -200,7 +200,7 @@ def _goes_on_without_a_loss_scale(rank: int, world_size: int) -> list[list[float
 
     from dct_plugin.integrations.megatron import hooks
 
-    def take_over(step: int) -> None:
+    def take_over(training: Any, step: int) -> None:
         session = hooks.current()
         assert session is not None
         reductions = session.hooks[0].reductions  # type: ignore[attr-defined]
@@ -213,7 +213,9 @@ def _goes_on_without_a_loss_scale(rank: int, world_size: int) -> list[list[float
     torch.set_num_threads(1)
     keys = {"sparsity": 0.9, "min_numel": 256, "warmup_steps": 0, "sparsity_warmup_steps": 0}
     job = Job(layers=1, steps=7).with_dct({"data_parallel": {**keys, "feedback": "local"}})
-    return [[float(loss) for loss in train(job, on_step=on).losses] for on in (lambda _: None, take_over)]
+    return [
+        [float(loss) for loss in train(each).losses] for each in (job, replace(job, after_step=take_over))
+    ]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ import pytest
 from support import processes
 from support.engine_jobs import train_with_engine, use_stub
 from support.engine_source import train_with_source
-from support.megatron_gpt import Job, Outcome
+from support.megatron_gpt import Job, Outcome, freeze_linears
 from test_megatron_hooks import assert_learns, assert_same, losses, ratio, section
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
@@ -59,8 +59,8 @@ def test_with_sequence_parallelism() -> None:
         replace(job, engine=False),
         job,
         job.with_dct(EXACT, through_codec=True),
-        replace(job, frozen_linears=True),
-        replace(job.with_dct(EXACT, through_codec=True), frozen_linears=True),
+        replace(job, prepare=freeze_linears),
+        replace(job.with_dct(EXACT, through_codec=True), prepare=freeze_linears),
         job.with_dct(section(tensor=0.9), lr=2e-3, steps=6),
         job.with_dct(section(tensor=0.9, gather=True), lr=2e-3, steps=6),
         job.with_dct(section(tensor=0.9, gather=True), lr=2e-3, steps=6, recompute="full"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import itertools
 import json
 import re
@@ -22,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 from support import processes
-from support.megatron_gpt import Job, Outcome, train, train_all
+from support.megatron_gpt import Job, Outcome, Training, counting, freeze_linears, train, train_all
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
@@ -245,9 +246,17 @@ def test_fp16_overflow_is_rolled_back() -> None:
     assert max(sizes) < 1
 
 
+def reject(training: Training, step: int) -> None:
+    """Before two of the steps run a batch whose gradients are cleared without a step."""
+    if step in (3, 5):
+        training.run(training.streams(counting))
+        training.clear()
+        training.keep(False)
+
+
 def test_a_batch_that_the_script_rejects_leaves_no_trace() -> None:
     keys = {"sparsity": 0.9, "min_numel": 256, "warmup_steps": 1, "sparsity_warmup_steps": 0}
-    job = Job(micro_batches=1, steps=7, rejected=(3, 5), watch=True)
+    job = Job(micro_batches=1, steps=7, before_step=reject, watch=True)
     ahead = replace(job, dct={"data_parallel": keys}, distributed_optimizer=True, overlap_grad_reduce=True)
     told = []
     for outcomes in run(2, job.with_dct({"data_parallel": keys}), ahead):
@@ -359,6 +368,104 @@ def test_tensor_and_sequence_parallel() -> None:
     assert ratio(sparse, "tensor_gradient") > 12
 
 
+def call_by_position(chunk: torch.nn.Module, config: Any) -> None:
+    """Give the functions of parallel linears their arguments by position."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    for linear in (ColumnParallelLinear, RowParallelLinear):
+        linear._forward_impl = _by_position
+
+
+def _by_position(linear: Any, input: Any, weight: Any, **given: Any) -> torch.Tensor:
+    """Do what ``_forward_impl`` of parallel linears does."""
+    from megatron.core.tensor_parallel import layers
+
+    function = (
+        layers.linear_with_grad_accumulation_and_async_allreduce
+        if weight.requires_grad
+        else layers.linear_with_frozen_weight
+    )
+    _, _, *others = inspect.signature(function).parameters
+    return function(input, weight, *(given.get(name) for name in others))
+
+
+def adapt(chunk: Any, config: Any) -> None:
+    """Freeze all parameters, and give row-parallel linears LoRA adapters; one half is row-parallel, too."""
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    chunk.requires_grad_(False)
+    for number, linear in enumerate([m for m in chunk.decoder.modules() if isinstance(m, RowParallelLinear)]):
+        generator = torch.Generator().manual_seed(123 + number)
+        down = _row_parallel(linear.input_size, 8, config)
+        up = torch.nn.Linear(8, linear.output_size, bias=False)
+        for part in (down, up):
+            part.weight.data.copy_(0.1 * torch.randn(part.weight.shape, generator=generator))
+        up.weight.sequence_parallel = config.sequence_parallel
+        linear.adapter = torch.nn.ModuleList([down, up])
+        linear.register_forward_hook(_add_adapter)
+
+
+def _add_adapter(linear: Any, arguments: Any, output: Any) -> Any:
+    down, up = linear.adapter
+    return output[0] + up(down(arguments[0])[0]), *output[1:]
+
+
+def unfreeze(training: Training, step: int) -> None:
+    """Train all parameters from step 2 on, without wrapping the model anew."""
+    if step == 1:
+        for model in training.models:
+            model.module.requires_grad_(True)
+
+
+def _row_parallel(inputs: int, outputs: int, config: Any) -> Any:
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    return RowParallelLinear(
+        inputs, outputs, config=config, init_method=torch.nn.init.zeros_, bias=False, input_is_parallel=True,
+        skip_bias_add=False,
+    )  # fmt: skip
+
+
+def add_mamba_layer(chunk: Any, config: Any) -> None:
+    """Put Megatron's Mamba layer behind the transformer layers. Its mixer needs CUDA: a stub has the parallel
+    linears without what they mix.
+    """
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    class Mixer(torch.nn.Module):
+        def __init__(self, config: Any, d_model: int, **_: Any) -> None:
+            super().__init__()
+            self.in_proj = ColumnParallelLinear(
+                d_model, 2 * d_model, config=config, init_method=torch.nn.init.normal_, bias=False,
+                skip_bias_add=False, gather_output=False,
+            )  # fmt: skip
+            self.out_proj = _row_parallel(2 * d_model, d_model, config)
+
+        def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+            return self.out_proj(torch.tanh(self.in_proj(hidden)[0]))[0], None
+
+    parts = MambaLayerSubmodules(mixer=Mixer, mamba_bda=get_bias_dropout_add)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    layer = MambaLayer(config, parts, layer_number=config.num_layers, pg_collection=groups)
+    chunk.decoder.register_forward_hook(lambda module, arguments, output: layer(output))
+
+
+def add_linear(chunk: Any, config: Any) -> None:
+    """Put a parallel linear behind the transformer layers."""
+    linear = _row_parallel(config.hidden_size, config.hidden_size, config)
+
+    def forward(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        part = output[..., : linear.weight.shape[1]]
+        if config.sequence_parallel:
+            part = part.repeat(config.tensor_model_parallel_size, 1, 1)
+        return output + linear(part.contiguous())[0]
+
+    chunk.decoder.register_forward_hook(forward)
+
+
 def test_linears_that_are_frozen_called_by_position_or_outside_of_layers() -> None:
     """They are compressed alike, or counted."""
     job = Job(micro_batches=2, lr=2e-3, tp=2, sequence_parallel=True, steps=2)
@@ -366,12 +473,12 @@ def test_linears_that_are_frozen_called_by_position_or_outside_of_layers() -> No
     found, by_position, plain, frozen, frozen_found, outside, mamba, alone = run(
         2,
         gathered,
-        replace(gathered, positional=True),
-        replace(job, frozen_linears=True),
-        replace(job.with_dct(section(tensor=0.0, gather=True), through_codec=True), frozen_linears=True),
-        replace(gathered, frozen_linears=True),
-        replace(gathered, outside="linear"),
-        replace(gathered, outside="mamba"),
+        replace(gathered, prepare=call_by_position),
+        replace(job, prepare=freeze_linears),
+        replace(job.with_dct(section(tensor=0.0, gather=True), through_codec=True), prepare=freeze_linears),
+        replace(gathered, prepare=freeze_linears),
+        replace(gathered, prepare=add_linear),
+        replace(gathered, prepare=add_mamba_layer),
         job.with_dct(section(tensor=0.5), sequence_parallel=False),
     )
     for ours, same in zip(found, by_position, strict=True):
@@ -405,8 +512,8 @@ def test_linears_that_are_frozen_called_by_position_or_outside_of_layers() -> No
 
 def test_adapters_of_frozen_layers() -> None:
     """LoRA: the gradients of the adapters alone, and the activations of both, are compressed."""
-    sharded = Job(micro_batches=2, lr=4e-3, tp=2, sequence_parallel=True, adapters=True)
-    job = Job(micro_batches=2, lr=4e-3, distributed_optimizer=True, adapters=True)
+    sharded = Job(micro_batches=2, lr=4e-3, tp=2, sequence_parallel=True, prepare=adapt)
+    job = Job(micro_batches=2, lr=4e-3, distributed_optimizer=True, prepare=adapt)
     plain, same, sparse, data_plain, data_same, data_sparse, unfrozen = run(
         2,
         sharded,
@@ -415,7 +522,7 @@ def test_adapters_of_frozen_layers() -> None:
         job,
         job.with_dct(section(data=0.0), through_codec=True),
         job.with_dct(section(data=0.9), steps=4),
-        job.with_dct(section(data=0.9), steps=3, unfreeze=2),
+        job.with_dct(section(data=0.9), steps=3, after_step=unfreeze),
     )
     assert_same(plain, same, {"tensor"})
     assert_same(data_plain, data_same, {"data_parallel"})
@@ -579,7 +686,7 @@ def _outside_iterations(rank: int, world_size: int) -> str:
     from dct_plugin.integrations.megatron import hooks
     from dct_plugin.integrations.megatron.data import DataParallelHook
 
-    def reduce(step: int) -> None:
+    def reduce(training: Training, step: int) -> None:
         hooks.state_dict()  # the iteration ends
         (hook,) = (hook for hook in hooks.current().hooks if isinstance(hook, DataParallelHook))
         for model in hook.models:
@@ -587,7 +694,7 @@ def _outside_iterations(rank: int, world_size: int) -> str:
 
     torch.set_num_threads(1)
     with pytest.raises(DCTError) as raised:
-        train(Job(layers=1, micro_batches=1, steps=1).with_dct(section(data=0.9)), on_step=reduce)
+        train(Job(layers=1, micro_batches=1, steps=1, after_step=reduce).with_dct(section(data=0.9)))
     return str(raised.value)
 
 

@@ -132,6 +132,10 @@ def test_megatron_skips_on_all_ranks(kind: str) -> None:
         assert len(skipped) == (2 if rank == 0 else 0)
 
 
+def _freeze_last_stage(chunk: Any, config: Any) -> None:
+    chunk.requires_grad_(not chunk.post_process)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_megatron_with_a_frozen_stage_skips_on_all_ranks(ranks: int) -> None:
@@ -141,7 +145,15 @@ def test_megatron_with_a_frozen_stage_skips_on_all_ranks(ranks: int) -> None:
     keys = {"sparsity": 0.9, "min_numel": 256, "nonfinite_action": "skip"}
     off = {"forward": "none"}
     section = {"data_parallel": keys, "model_parallel": {"pipeline": off, "tensor": off}}
-    job = Job(layers=2, pp=2, steps=6, micro_batches=2, watch=True, tied_embeddings=False, frozen_stage=1)
+    job = Job(
+        layers=2,
+        pp=2,
+        steps=6,
+        micro_batches=2,
+        watch=True,
+        tied_embeddings=False,
+        prepare=_freeze_last_stage,
+    )
     outcomes = run(ranks, _megatron, job.with_dct(section))
     for rank, (outcome, _) in enumerate(outcomes):
         assert [success for success, *_ in outcome.history] == [True, False, True, True, False, True]

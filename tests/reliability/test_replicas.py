@@ -239,12 +239,12 @@ def _drifts_in_megatron(rank: int, world_size: int, job: Any, master: bool) -> t
     from dct_plugin.integrations.megatron.buckets import ranks_of
     from dct_plugin.integrations.megatron.data import replicated
 
-    def flip(step: int) -> None:
-        if step == 2 and (rank == 1 or job.frozen_linears):
+    def flip(training: Any, step: int) -> None:
+        if step == 2 and (rank == 1 or job.prepare is not None):
             session = hooks.current()
             assert session is not None
             hook: Any = session.hooks[0]
-            if job.frozen_linears:
+            if job.prepare is not None:
                 (model,) = hook.models
                 weight = next(p for p in model.parameters() if not p.requires_grad)
                 weight.data.view(torch.int32)[0, 3] ^= rank
@@ -258,13 +258,13 @@ def _drifts_in_megatron(rank: int, world_size: int, job: Any, master: bool) -> t
 
     torch.set_num_threads(1)
     with logged() as lines:
-        return train(job, on_step=flip).parameters, lines
+        return train(replace(job, after_step=flip)).parameters, lines
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_a_drifted_parameter_of_megatron() -> None:
-    from support.megatron_gpt import Job
+    from support.megatron_gpt import Job, freeze_linears
 
     data = {"sparsity": 0.9, "min_numel": 256, "verify": {"every": 2}}
     section = {"data_parallel": data}
@@ -273,7 +273,7 @@ def test_a_drifted_parameter_of_megatron() -> None:
         assert kind == "error"
         words = "parameters differ between the ranks after step 4: 0.decoder.final_layernorm.weight on"
         assert f"DesyncError: rank {rank}: {words}" in text
-    unfrozen = replace(job.with_dct(section), frozen_linears=True)
+    unfrozen = replace(job.with_dct(section), prepare=freeze_linears)
     for kind, text in launch(2, _drifts_in_megatron, unfrozen, False):
         assert kind == "error"
         assert "parameters differ between the ranks after step 4: 0.decoder.layers.0." in text

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
-import logging
-import math
 import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +17,7 @@ import torch.distributed as dist
 from dct_plugin.metrics import HOST
 from support import given_times, megatron_cpu, with_local_feedback
 from support.groups_made import groups_made
+from support.processes import logged
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Job:
     loss_scale_window: int = 1000
     experts: int = 0
     ep: int = 1
-    recompute: str = ""
+    recompute: str | None = None
     layers: int = 2
     hidden: int = 64
     heads: int = 4
@@ -52,28 +50,18 @@ class Job:
     steps: int = 4
     vocab: int = 64
     lr: float = 1e-3
-    cosine: bool = False
-    """20 steps of rising learning rate, then a cosine to a twentieth."""
     seed: int = 123
     tied_embeddings: bool = True
-    frozen_stage: int | None = None
-    """The pipeline stage whose parameters are not trained."""
-    frozen_linears: bool = False
-    """Train embeddings and norms alone."""
-    adapters: bool = False
-    """Freeze all parameters, and give row-parallel linears LoRA adapters."""
-    unfreeze: int | None = None
-    """Before this step the frozen parameters are unfrozen, but the model is not wrapped anew."""
+    prepare: Callable[[torch.nn.Module, Any], None] | None = None
+    """Changes each part of the model before Megatron wraps it; the second argument is its configuration."""
+    before_step: Callable[[Training, int], None] | None = None
+    """Is called when the gradients of the last step are cleared."""
+    after_step: Callable[[Training, int], None] | None = None
+    """Is called when the optimizer has taken the step."""
     engine: bool = False
     """Take the linears of Transformer Engine, as Megatron does on GPUs, with Megatron's own attention."""
     fused: bool = False
     """Fuse the operations that Megatron's ``jit_fuser`` compiles."""
-    positional: bool = False
-    """Give the functions of parallel linears their arguments by position."""
-    outside: str = ""
-    """Put this behind the transformer layers: a parallel ``linear``, or a ``mamba`` layer with a stub of its
-    mixer, which needs CUDA.
-    """
     save: tuple[str, int] | None = None
     """Folder, and after how many steps a checkpoint goes there."""
     load: tuple[str, int] | None = None
@@ -87,13 +75,8 @@ class Job:
     """Evaluate after every step, too."""
     evaluation_rounds: int = 1
     optimizer: str = "adam"
-    extra_steps: tuple[int, ...] = ()
-    """After these steps the optimizer takes another one, without a forward pass between."""
-    rejected: tuple[int, ...] = ()
-    """Before these steps a batch runs whose gradients are cleared without a step."""
     through_codec: bool = False
-    whole_gathers: bool = False
-    """Whole gathers are faster than exact updates, and the next trial of both begins after one step."""
+    times: Callable[[], None] = given_times.exact_updates_are_faster
     device: str = "cpu"
     """``cpu`` makes Megatron, which asks for CUDA by name, take the CPU."""
     dct: dict[str, Any] | None = field(default=None)
@@ -111,13 +94,17 @@ class Outcome:
     evaluations: list[float]
     parameters: str
     skipped: int
-    active: list[str]
     classes: dict[str, dict[str, float]]
     history: list[tuple[bool, float, dict[str, Any]]] = field(default_factory=list)
     """Of every step: whether the optimizer took it, the loss scale after it, the plugin's state."""
+    active: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     groups_made: int = 0
     """Process groups that were made since the first forward pass."""
+
+
+#: Batches of a job for one rank of the data-parallel group.
+Batches = Callable[[Job, int], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 
 
 def counting(job: Job, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -131,16 +118,17 @@ def counting(job: Job, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 def train(
     job: Job,
-    batches: Callable[[Job, int], Iterator[tuple[torch.Tensor, torch.Tensor]]] = counting,
-    held_out: Callable[[Job, int], Iterator[tuple[torch.Tensor, torch.Tensor]]] | None = None,
-    on_step: Callable[[int], None] | None = None,
+    batches: Batches = counting,
+    held_out: Batches | None = None,
 ) -> Outcome:
     """Build this rank's part of the model and train it. The process group exists already."""
+    with logged() as log:
+        return replace(_train(job, batches, held_out), log=log)
+
+
+def _train(job: Job, batches: Batches, held_out: Batches | None) -> Outcome:
     warnings.filterwarnings("ignore")
-    if job.whole_gathers:
-        given_times.give(lambda whole: 2.0 - whole, period=1)
-    else:
-        given_times.exact_updates_are_faster()
+    job.times()
     if job.device == "cpu":
         megatron_cpu.install()
     from megatron.core import parallel_state as ps
@@ -153,7 +141,6 @@ def train(
         get_gpt_layer_with_transformer_engine_spec,
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -162,13 +149,6 @@ def train(
 
     if job.device == "cpu":
         megatron_cpu.patch_megatron()
-    if job.positional:
-        for linear in (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear):
-            linear._forward_impl = _by_position
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("dct_plugin").addHandler(handler)
     if job.experts:
         from megatron.core.transformer.moe import moe_utils
 
@@ -181,13 +161,6 @@ def train(
         tensor_parallel.model_parallel_cuda_manual_seed(job.seed)
         torch.manual_seed(job.seed + ps.get_pipeline_model_parallel_rank())
         dtype = torch.bfloat16 if job.bf16 else torch.float16 if job.fp16 else torch.float32
-        recompute: dict[str, Any] = {}
-        if job.recompute == "full":
-            recompute = {
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 1,
-            }
         config = TransformerConfig(
             num_layers=job.layers, hidden_size=job.hidden, num_attention_heads=job.heads,
             ffn_hidden_size=4 * job.hidden, tensor_model_parallel_size=job.tp,
@@ -198,7 +171,9 @@ def train(
             bias_dropout_fusion=job.fused, bias_activation_fusion=job.fused, masked_softmax_fusion=False,
             persist_layer_norm=False, overlap_p2p_comm=job.overlap_p2p, batch_p2p_comm=not job.overlap_p2p,
             # gloo reads a message after isend() returns, so with overlap Megatron must not free it.
-            deallocate_pipeline_outputs=not job.overlap_p2p, **recompute,
+            deallocate_pipeline_outputs=not job.overlap_p2p,
+            recompute_granularity=job.recompute, recompute_method=job.recompute and "uniform",
+            recompute_num_layers=job.recompute and 1,
             num_moe_experts=job.experts or None, expert_model_parallel_size=job.ep,
             moe_router_load_balancing_type="none", moe_token_dispatcher_type="allgather",
         )  # fmt: skip
@@ -224,23 +199,8 @@ def train(
             )  # fmt: skip
 
         chunks = [build(chunk) for chunk in range(job.vpp)] if job.vpp else [build(None)]
-        if ps.get_pipeline_model_parallel_rank() == job.frozen_stage:
-            for chunk in chunks:
-                chunk.requires_grad_(False)
-        for chunk in chunks:
-            if job.frozen_linears:
-                named = chunk.decoder.named_modules()
-                for module in (module for name, module in named if ".linear_" in name):
-                    module.weight.requires_grad_(False)
-            if job.adapters:
-                chunk.requires_grad_(False)
-                rows = (
-                    m for m in chunk.decoder.modules() if isinstance(m, tensor_parallel.RowParallelLinear)
-                )
-                for number, linear in enumerate(list(rows)):
-                    _adapt(linear, config, job.seed + number)
-            if job.outside:
-                chunk.decoder.register_forward_hook(_outside(config, job.outside))
+        for chunk in chunks if job.prepare is not None else ():
+            job.prepare(chunk, config)
         if job.bf16 or job.fp16:
             chunks = [Float16Module(config, chunk) for chunk in chunks]
         chunks = [chunk.to(job.device) for chunk in chunks]
@@ -269,13 +229,10 @@ def train(
         config.grad_scale_func = optimizer.scale_loss
         if job.overlap_grad_reduce:
             config.no_sync_func = models[0].no_sync if len(models) == 1 else [m.no_sync for m in models]
-        outcome = _run(
-            job, models, optimizer, get_forward_backward_func(), batches, held_out, on_step, active, ps
-        )
-        return replace(outcome, log=lines)
+        outcome = Training(job, models, optimizer).train(batches, held_out)
+        return replace(outcome, active=list(active))
     finally:
         hooks.uninstall()
-        logging.getLogger("dct_plugin").removeHandler(handler)
 
 
 def _enter_groups(job: Job, ps: Any) -> None:
@@ -299,182 +256,107 @@ def _state(ps: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(ps).items() if name[0] == "_" and name.isupper()}
 
 
-def _by_position(linear: Any, input: Any, weight: Any, **given: Any) -> torch.Tensor:
-    """Do what ``_forward_impl`` of parallel linears does."""
-    from megatron.core.tensor_parallel import layers
+class Training:
+    """This rank's part of a model under a schedule of Megatron."""
 
-    function = (
-        layers.linear_with_grad_accumulation_and_async_allreduce
-        if weight.requires_grad
-        else layers.linear_with_frozen_weight
-    )
-    names = ("bias", "gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel")
-    first = {"bias": given.pop("bias")}
-    rest = [given.get(name) for name in names[1:]]
-    parameters = list(inspect.signature(function).parameters)[6:]
-    return function(input, weight, *first.values(), *rest, *(given.get(name) for name in parameters))
+    def __init__(self, job: Job, models: list[Any], optimizer: Any) -> None:
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
+        from dct_plugin.integrations.megatron import hooks
 
-def _adapt(linear: Any, config: Any, seed: int, rank: int = 8) -> None:
-    """Give a row-parallel linear a LoRA adapter, whose first half is a row-parallel linear, too."""
-    generator = torch.Generator().manual_seed(seed)
-    down = _row_parallel(linear.input_size, rank, config)
-    up = torch.nn.Linear(rank, linear.output_size, bias=False)
-    for part in (down, up):
-        part.weight.data.copy_(0.1 * torch.randn(part.weight.shape, generator=generator))
-    up.weight.sequence_parallel = config.sequence_parallel
-    linear.adapter = torch.nn.ModuleList([down, up])
+        self.job, self.models, self.optimizer, self.hooks = job, models, optimizer, hooks
+        self._schedule = get_forward_backward_func()
+        self._history: list[tuple[bool, float, dict[str, Any]]] = []
+        mask = torch.triu(torch.ones(1, 1, job.seq, job.seq, dtype=torch.bool, device=job.device), 1)
+        self._inputs = torch.arange(job.seq, device=job.device).unsqueeze(0).expand(job.micro_batch, -1), mask
 
-    def forward(module: Any, arguments: Any, output: Any) -> Any:
-        return output[0] + up(down(arguments[0])[0]), *output[1:]
+    def streams(self, source: Batches) -> list[Any]:
+        """Return the batches of every chunk: those of an interleaved schedule read the same."""
+        from megatron.core import parallel_state
 
-    linear.register_forward_hook(forward)
+        return [source(self.job, parallel_state.get_data_parallel_rank()) for _ in self.models]
 
-
-def _row_parallel(inputs: int, outputs: int, config: Any) -> Any:
-    from megatron.core.tensor_parallel import RowParallelLinear
-
-    return RowParallelLinear(
-        inputs, outputs, config=config, init_method=torch.nn.init.zeros_, bias=False, input_is_parallel=True,
-        skip_bias_add=False,
-    )  # fmt: skip
-
-
-def _mamba_layer(config: Any) -> Any:
-    """Return Megatron's Mamba layer with a stub of its mixer: the parallel linears without what they mix."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
-    class Mixer(torch.nn.Module):
-        def __init__(self, config: Any, d_model: int, **_: Any) -> None:
-            super().__init__()
-            self.in_proj = ColumnParallelLinear(
-                d_model, 2 * d_model, config=config, init_method=torch.nn.init.normal_, bias=False,
-                skip_bias_add=False, gather_output=False,
-            )  # fmt: skip
-            self.out_proj = _row_parallel(2 * d_model, d_model, config)
-
-        def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-            return self.out_proj(torch.tanh(self.in_proj(hidden)[0]))[0], None
-
-    parts = MambaLayerSubmodules(mixer=Mixer, mamba_bda=get_bias_dropout_add)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return MambaLayer(config, parts, layer_number=config.num_layers, pg_collection=groups)
-
-
-def _outside(config: Any, kind: str) -> Callable[..., torch.Tensor]:
-    """Return a forward hook that sends a module's output through a layer that is no transformer layer."""
-    if kind == "mamba":
-        layer = _mamba_layer(config)
-        return lambda module, arguments, output: layer(output)
-    linear = _row_parallel(config.hidden_size, config.hidden_size, config)
-
-    def forward(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-        part = output[..., : linear.weight.shape[1]]
-        if config.sequence_parallel:
-            part = part.repeat(config.tensor_model_parallel_size, 1, 1)
-        return output + linear(part.contiguous())[0]
-
-    return forward
-
-
-def _run(
-    job: Job, models: list[Any], optimizer: Any, schedule: Any, batches: Any, held_out: Any, on_step: Any,
-    active: dict[str, str], ps: Any,
-) -> Outcome:  # fmt: skip
-    from dct_plugin.integrations.megatron import hooks
-
-    mask = torch.triu(torch.ones(1, 1, job.seq, job.seq, dtype=torch.bool, device=job.device), 1)
-    positions = torch.arange(job.seq, device=job.device).unsqueeze(0).expand(job.micro_batch, -1)
-
-    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss = output.float().mean()
-        return loss, {"loss": loss.detach().clone()}
-
-    def forward_step(data: Any, model: Any) -> Any:
-        tokens, labels = (part.to(job.device) for part in next(data))
-        return model(tokens, positions, mask, labels=labels), loss_of
-
-    def streams(source: Any) -> list[Any]:  # every chunk of an interleaved schedule reads the same batches
-        return [source(job, ps.get_data_parallel_rank()) for _ in models]
-
-    def run(data: list[Any], forward_only: bool) -> float:
-        result = schedule(
-            forward_step_func=forward_step, data_iterator=data if job.vpp else data[0],
-            model=models, num_microbatches=job.micro_batches, seq_length=job.seq,
+    def run(self, data: list[Any], *, forward_only: bool = False) -> float:
+        """Run the passes of a step, or of an evaluation; return the mean loss."""
+        job = self.job
+        result = self._schedule(
+            forward_step_func=self._forward, data_iterator=data if job.vpp else data[0],
+            model=self.models, num_microbatches=job.micro_batches, seq_length=job.seq,
             micro_batch_size=job.micro_batch, forward_only=forward_only,
         )  # fmt: skip
         return sum(float(part["loss"]) for part in result) / len(result) if result else float("nan")
 
-    data, losses, evaluations, skipped = streams(batches), [], [], 0
-    history: list[tuple[bool, float, dict[str, Any]]] = []
-    first = 0
-    if job.load is not None:
-        folder, first = job.load
-        _load(folder, models, optimizer if job.load_optimizer else None)
-        hooks.load_checkpoint(folder)
-        for source in data:
-            for _ in range(first * job.micro_batches):
-                next(source)
+    def _forward(self, data: Any, model: Any) -> Any:
+        tokens, labels = (part.to(self.job.device) for part in next(data))
 
-    def clear() -> None:
-        for model in models:
+        def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss = output.float().mean()
+            return loss, {"loss": loss.detach().clone()}
+
+        return model(tokens, *self._inputs, labels=labels), loss_of
+
+    def clear(self) -> None:
+        """Clear the gradients."""
+        for model in self.models:
             model.zero_grad_buffer()
-        optimizer.zero_grad()
+        self.optimizer.zero_grad()
 
-    def keep(success: bool) -> None:
-        scale = float(optimizer.get_loss_scale())
-        history.append((success, scale, copy.deepcopy(hooks.state_dict())))
+    def keep(self, success: bool) -> None:
+        """Keep the plugin's state after a step that the optimizer took, or did not."""
+        scale = float(self.optimizer.get_loss_scale())
+        self._history.append((success, scale, copy.deepcopy(self.hooks.state_dict())))
 
-    for step in range(first, job.steps):
-        if step == job.unfreeze:
-            for model in models:
-                model.module.requires_grad_(True)
-        clear()
-        if step in job.rejected:
-            run(streams(batches), forward_only=False)
-            clear()
-            keep(False)
-        if job.cosine:
-            fall = 0.05 + 0.475 * (1 + math.cos(math.pi * step / job.steps))
-            for group in optimizer.param_groups:
-                group["lr"] = job.lr * min(1.0, (step + 1) / 20) * fall
-        losses.append(run(data, forward_only=False))
-        for _ in range(1 + (step in job.extra_steps)):
-            success, _, _ = optimizer.step()
+    def train(self, batches: Batches, held_out: Batches | None) -> Outcome:
+        """Make all steps of the job."""
+        job, data, losses, evaluations, skipped = self.job, self.streams(batches), [], [], 0
+        first = 0
+        if job.load is not None:
+            folder, first = job.load
+            _load(folder, self.models, self.optimizer if job.load_optimizer else None)
+            self.hooks.load_checkpoint(folder)
+            for source in data:
+                for _ in range(first * job.micro_batches):
+                    next(source)
+        for step in range(first, job.steps):
+            self.clear()
+            if job.before_step is not None:
+                job.before_step(self, step)
+            losses.append(self.run(data))
+            success, _, _ = self.optimizer.step()
             skipped += not success
-        if job.watch:
-            keep(bool(success))
-        if job.save is not None and step + 1 == job.save[1]:
-            folder = job.save[0]
-            hooks.gather_parameters()
-            _save(folder, models, optimizer)
-            hooks.save_checkpoint(folder)
-        if on_step is not None:
-            on_step(step)
-        if job.evaluate_between:
+            if job.watch:
+                self.keep(bool(success))
+            if job.save is not None and step + 1 == job.save[1]:
+                folder = job.save[0]
+                self.hooks.gather_parameters()
+                _save(folder, self.models, self.optimizer)
+                self.hooks.save_checkpoint(folder)
+            if job.after_step is not None:
+                job.after_step(self, step)
+            if job.evaluate_between:
+                with torch.no_grad():
+                    evaluations.append(self.run(self.streams(held_out or batches), forward_only=True))
+        if job.evaluate or held_out is not None:
+            for model in self.models:
+                model.eval()
+            test = self.streams(held_out or batches)
             with torch.no_grad():
-                evaluations.append(run(streams(held_out or batches), forward_only=True))
-    if job.evaluate or held_out is not None:
-        for model in models:
-            model.eval()
-        test = streams(held_out or batches)
-        with torch.no_grad():
-            evaluations += [run(test, forward_only=True) for _ in range(job.evaluation_rounds)]
-    parameters = b"".join(p.detach().float().cpu().numpy().tobytes() for m in models for p in m.parameters())
-    classes: dict[str, dict[str, float]] = {}
-    session = hooks.current()
-    if session is not None:
-        session.end_step()
-        found = session.metrics.summary().classes
-        classes = {n: dict(vars(part)) for n, part in found.items() if not n.startswith(HOST)}
-    last = ps.is_pipeline_last_stage(ignore_virtual=True)
-    return Outcome(
-        losses if last else [], evaluations if last else [], hashlib.sha256(parameters).hexdigest(), skipped,
-        list(active), classes, history,
-    )  # fmt: skip
+                evaluations += [self.run(test, forward_only=True) for _ in range(job.evaluation_rounds)]
+        return self._outcome(losses, evaluations, skipped)
+
+    def _outcome(self, losses: list[float], evaluations: list[float], skipped: int) -> Outcome:
+        from megatron.core import parallel_state
+
+        held = (p.detach().float().cpu().numpy() for model in self.models for p in model.parameters())
+        parameters = hashlib.sha256(b"".join(each.tobytes() for each in held)).hexdigest()
+        classes: dict[str, dict[str, float]] = {}
+        if (session := self.hooks.current()) is not None:
+            session.end_step()
+            found = session.metrics.summary().classes
+            classes = {n: dict(vars(part)) for n, part in found.items() if not n.startswith(HOST)}
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            losses, evaluations = [], []
+        return Outcome(losses, evaluations, parameters, skipped, classes, self._history)
 
 
 def _sharded(models: list[Any], optimizer: Any, loading: bool = False) -> dict[str, Any]:
@@ -528,6 +410,13 @@ def _load(folder: str, models: list[Any], optimizer: Any) -> None:
 
 def _only(optimizer: Any) -> Any:
     return getattr(optimizer, "chained_optimizers", [optimizer])[0]
+
+
+def freeze_linears(chunk: torch.nn.Module, config: Any) -> None:
+    """Train embeddings and norms alone."""
+    for name, module in chunk.named_modules():
+        if "decoder" in name and ".linear_" in name:
+            module.weight.requires_grad_(False)  # type: ignore[operator, union-attr]
 
 
 def train_all(rank: int, world_size: int, jobs: list[Job]) -> list[Outcome]:
