@@ -29,32 +29,26 @@ class Job:
     Attributes:
         name: Its id.
         lighthouse: Address of the lighthouse.
-        out: File for its results; empty for none.
-        steps: Steps after which it ends at the earliest.
-        replicas, together: It ends when so many replicas have committed so many steps in a row.
+        out: File for its results.
+        replicas: It ends when so many replicas have committed five steps in a row.
         die_at: Step in whose backward pass it kills itself; -1 for never.
         section: The ``dct`` section.
-        plain: Use torchft's own group instead.
         seconds: Least time that a step takes.
-        min_replicas: Replicas without which no step is committed.
-        stop: File that says when to end, as steps and replicas; until it is there, replicas go on. Each
-            writes its steps so far beside ``out``.
+        stop: File that says after how many steps and with how many replicas to end at the earliest; until it
+            is there, replicas go on. Each writes its steps so far beside ``out``.
         version: Version of the plugin that it states; empty for the installed one.
     """
 
     name: str
     lighthouse: str
-    out: str = ""
-    steps: int = 0
+    out: str
     replicas: int = 3
-    together: int = 5
     die_at: int = -1
     section: dict[str, Any] = field(default_factory=dict)
-    plain: bool = False
     seconds: float = 0.0
-    min_replicas: int = 2
     stop: str = ""
     version: str = ""
+    steps: int = field(default=0, init=False)
 
     def follow_orders(self, step: int) -> None:
         """Write where this replica is, and look when it is to end."""
@@ -91,18 +85,9 @@ def run(job: Job) -> dict[str, Any]:
     """Train to the last step and return figures, and the weights."""
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pg: Any = (
-        torchft.ProcessGroupGloo(timeout=LIMIT) if job.plain else ProcessGroupGloo(job.section, timeout=LIMIT)
-    )
+    pg = ProcessGroupGloo(job.section, timeout=LIMIT)
     state = {"model": model, "optimizer": optimizer}
-    manager = manager_of(
-        pg,
-        job.name,
-        job.lighthouse,
-        state=state,
-        min_replicas=job.min_replicas,
-        quorum_timeout=timedelta(seconds=60),
-    )
+    manager = manager_of(pg, job.name, job.lighthouse, state=state, quorum_timeout=timedelta(seconds=60))
     wrapped = torchft.DistributedDataParallel(manager, model, bucket_cap_mb=0.1)
     stepper = torchft.Optimizer(manager, optimizer)
     dying = [False]
@@ -112,8 +97,8 @@ def run(job: Job) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     list(model.parameters())[1].register_post_accumulate_grad_hook(die)  # other buckets have left by then
-    tries, together, began = 0, 0, time.monotonic()
-    while job.stop or manager.current_step() < job.steps or together < job.together:
+    tries = together = 0
+    while job.stop or manager.current_step() < job.steps or together < 5:
         stepper.zero_grad()
         step = manager.current_step()
         dying[0] = step == job.die_at
@@ -125,19 +110,16 @@ def run(job: Job) -> dict[str, Any]:
         complete = manager.current_step() > step and manager.num_participants() == job.replicas
         together = together + 1 if complete and manager.is_participating() else 0
         time.sleep(job.seconds)
+    classes = pg.metrics.summary().classes
     result = {
         "weights": [p.detach().clone() for p in model.parameters()],
         "loss": test_loss(model),
         "tries": tries,
         "step": manager.current_step(),
-        "seconds": time.monotonic() - began,
+        "counts": vars(pg.counts),
+        "rank": pg.metrics.rank,
+        "classes": {name: (each.dense_bytes, each.sent_bytes) for name, each in classes.items()},
     }
-    if not job.plain:
-        result["counts"] = vars(pg.counts)
-        result["rank"] = pg.metrics.rank
-        result["classes"] = {
-            name: (each.dense_bytes, each.sent_bytes) for name, each in pg.metrics.summary().classes.items()
-        }
     manager.shutdown(wait=False)
     pg.shutdown()
     return result
@@ -148,8 +130,7 @@ def work(job: Job) -> None:
     torch.set_num_threads(1)
     process_groups.__version__ = job.version or process_groups.__version__
     outcome = run(job)
-    if job.out:
-        torch.save(outcome, job.out + ".tmp")
-        os.replace(job.out + ".tmp", job.out)
+    torch.save(outcome, job.out + ".tmp")
+    os.replace(job.out + ".tmp", job.out)
     sys.stdout.flush()
     os._exit(0)  # torchft's threads need not end
