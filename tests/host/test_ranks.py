@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import launch, run
+from support.processes import launch, logged, run
 from support.state_files import save_state
 
 from dct_plugin import checkpoint
@@ -160,23 +160,9 @@ def test_a_rank_that_cannot_write_stops_all(tmp_path: Path, how: str, words: str
         assert "rank 0:" not in text
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _reads(rank: int, world_size: int, folder: str) -> tuple[bool, list[str]]:
-    handler = _Lines()
-    logger = logging.getLogger("dct_plugin")
-    logger.addHandler(handler)
-    try:
-        return checkpoint.StateFiles(rank, world_size).load(folder) is not None, handler.lines
-    finally:
-        logger.removeHandler(handler)
+    with logged() as lines:
+        return checkpoint.StateFiles(rank, world_size).load(folder) is not None, lines
 
 
 def written(folder: Path, ranks: int) -> None:

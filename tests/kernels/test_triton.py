@@ -29,10 +29,10 @@ from torch._subclasses import FakeTensorMode
 pytest.importorskip("triton", reason="triton is for Linux only")
 
 import triton.language as tl
-from support.launches import counted_launches, warps_of_launches
+from support.launches import counted_launches
 from support.triton_compile import WARPS
 from triton import jit
-from triton.runtime.interpreter import InterpreterBuilder
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from dct_plugin import Compressor, kernels
 from dct_plugin.codecs.index import index_form
@@ -828,13 +828,23 @@ def test_kernels_that_are_kept_are_those_that_triton_would_launch() -> None:
     assert int(line.split()[0]) >= 24
 
 
-def test_kernels_are_compiled_here_with_the_warps_of_their_launches() -> None:
+def test_kernels_are_compiled_here_with_the_warps_of_their_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     grad, writer = torch.randn(20_000), MessageWriter(torch.device("cpu"))
-    with warps_of_launches() as warps:
-        tau = TRITON.sample_threshold(grad, None, 0.01, 1 << 14, 1)
-        room = writer.reserve(payload_bound(grad.numel(), None, ValueDtype.BF16))
-        writer.advance(TRITON.compress(Job(grad, None, tau, room, value_dtype=ValueDtype.BF16)))
-        TRITON.sum_messages([writer.message], [torch.zeros_like(grad)])
+    warps: dict[str, set[int]] = {}
+    launch = GridExecutor.__call__
+
+    def noted(executor: Any, *arguments: Any, **constants: Any) -> Any:
+        if "num_warps" in constants:
+            warps.setdefault(executor.fn.__name__, set()).add(constants["num_warps"])
+        return launch(executor, *arguments, **constants)
+
+    monkeypatch.setattr(GridExecutor, "__call__", noted)
+    tau = TRITON.sample_threshold(grad, None, 0.01, 1 << 14, 1)
+    room = writer.reserve(payload_bound(grad.numel(), None, ValueDtype.BF16))
+    writer.advance(TRITON.compress(Job(grad, None, tau, room, value_dtype=ValueDtype.BF16)))
+    TRITON.sum_messages([writer.message], [torch.zeros_like(grad)])
     assert warps == {name: {number} for name, number in WARPS.items()}
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from support import CONFIGS, ROOT
 from support.forked import forked_interpreters
 from typer.testing import CliRunner
@@ -218,10 +221,21 @@ def test_the_suite_on_one_link(namespaces: None, tmp_path: Path) -> None:
     assert all(part.endswith("_ms") for part in ours["split"])
 
 
+class FailsOnOne:
+    """A workload that one rank cannot make."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("nothing to be done")
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.mark.slow
 def test_a_rank_that_fails_is_named_and_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    workload = "support.failing_workload:FailsOnOne"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    workload = f"{__name__}:FailsOnOne"
     with (
         pytest.raises(TeamError, match=r"(?s)rank 1 ended with exit code 1.*nothing to be done"),
         forked_interpreters(),

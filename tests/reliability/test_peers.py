@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +18,6 @@ import lost_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from support import lost_peer
 from support.processes import fork, launch, run
 
 from dct_plugin.config import ActivationConfig, DataParallelConfig
@@ -24,6 +26,7 @@ from dct_plugin.embedding import ShardedTables
 from dct_plugin.errors import DesyncError
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 from dct_plugin.transport import Exchange, tcp_connect
+from dct_plugin.transport.nodes import Nodes
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +87,50 @@ def test_a_message_that_cannot_be_right_is_not_allocated(what: str, size: int) -
     assert f"DesyncError: rank 0: rank 1 announces a message of {size} bytes, where at most" in text
 
 
+def _train_until_lost(path: str, rank: int, world_size: int, victim: int, how: str) -> None:
+    """Train as a rank of a job that loses another one in its fourth step, or while ranks connect. Write the
+    error, if there is one, to ``PATH.rankN``; ``how`` is a signal and a phase.
+    """
+    kind, phase = how.split()
+    said = Path(f"{path}.rank{rank}")
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(path, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=8),
+    )
+    if rank == victim and phase == "connecting":
+        tcp_connect._exchange_invitations = _stop_after(tcp_connect._exchange_invitations, f"{path}.lost")
+    config = DataParallelConfig(sparsity=0.9, warmup_steps=9 if phase == "warmup" else 0)
+    nodes = Nodes(((0, 1), (2, 3)), rank) if phase == "nodes" else None
+    reducer = GradientReducer(config, nodes)
+    try:
+        for step in range(10):
+            if rank == victim and step == 3 and phase != "connecting":
+                Path(f"{path}.lost").touch()
+                if kind == "raise":
+                    raise MemoryError("no room for a forward pass")
+                os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            reducer.all_reduce([("weight", torch.full((20_000,), float(rank + step)))])
+            reducer.end_step()
+            time.sleep(0.05)
+    except Exception as error:
+        said.write_text(json.dumps({"error": type(error).__name__, "text": str(error)}))
+        os._exit(1)
+    said.write_text(json.dumps({"error": None, "text": ""}))
+
+
+def _stop_after(exchange: Callable[..., Any], lost: str) -> Callable[..., Any]:
+    def stops(*arguments: Any, **keywords: Any) -> Any:
+        invitations = exchange(*arguments, **keywords)
+        Path(lost).touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return invitations
+
+    return stops
+
+
 #: Ways in which rank 1 is lost, and the number of ranks.
 HOWS = {"kill warmup": 3, "raise sparse": 3, "stop sparse": 3, "kill nodes": 4, "stop connecting": 3}
 
@@ -91,7 +138,7 @@ HOWS = {"kill warmup": 3, "raise sparse": 3, "stop sparse": 3, "kill nodes": 4, 
 def lose(folder: Path, how: str, world_size: int, victim: int = 1) -> list[dict[str, Any]]:
     """Return the words of every rank but the victim."""
     store = str(folder / "store")
-    processes = [fork(lost_peer.main, store, rank, world_size, victim, how) for rank in range(world_size)]
+    processes = [fork(_train_until_lost, store, rank, world_size, victim, how) for rank in range(world_size)]
     others = [rank for rank in range(world_size) if rank != victim]
     try:
         while not (folder / "store.lost").exists():

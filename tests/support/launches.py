@@ -22,18 +22,3 @@ def counted_launches() -> Iterator[list[str]]:
 
     with patch.object(GridExecutor, "__call__", counted):
         yield names
-
-
-@contextmanager
-def warps_of_launches() -> Iterator[dict[str, set[int]]]:
-    """The numbers of warps that launches ask for while the context is open, by kernel."""
-    warps: dict[str, set[int]] = {}
-    launch = GridExecutor.__call__
-
-    def noted(self: GridExecutor, *arguments: Any, **constants: Any) -> Any:
-        if "num_warps" in constants:
-            warps.setdefault(self.fn.__name__, set()).add(constants["num_warps"])
-        return launch(self, *arguments, **constants)
-
-    with patch.object(GridExecutor, "__call__", noted):
-        yield warps

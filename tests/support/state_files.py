@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dct_plugin import checkpoint
 
 
@@ -25,12 +23,3 @@ def save_state(
     content = checkpoint.StateFiles(rank, world_size, unit=unit).content(state, identity)
     checkpoint.write(path, content)
     return path
-
-
-def plain(value: Any) -> Any:
-    """A state in which tensors are types and bytes, to be compared."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return (value.dtype, value.numpy().tobytes()) if isinstance(value, torch.Tensor) else value
