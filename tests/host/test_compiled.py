@@ -15,7 +15,7 @@ import deepspeed
 import pytest
 import torch
 from support import megatron_cpu
-from support.engine_jobs import forget_megatron
+from support.megatron_cpu import forget_megatron
 from support.megatron_gpt import Job
 from support.megatron_gpt import train as train_gpt
 from support.processes import run

@@ -325,7 +325,7 @@ def copy_of_core(place: Path) -> Path:
 #: ``python -m dct_plugin.megatron`` in a fork of a process that has imported megatron-core.
 AFRESH = """
 import runpy
-from support.engine_jobs import forget_megatron
+from support.megatron_cpu import forget_megatron
 forget_megatron()
 runpy.run_module("dct_plugin.megatron", run_name="__main__", alter_sys=True)
 """

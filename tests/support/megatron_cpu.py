@@ -32,6 +32,13 @@ class _Stream:
         return lambda *arguments, **keywords: None
 
 
+def forget_megatron() -> None:
+    """Have megatron-core, and what the plugin holds of it, imported anew."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "megatron" or name.startswith("dct_plugin.integrations.megatron"):
+            del sys.modules[name]
+
+
 def install() -> None:
     """Make torch's CUDA interface serve the CPU. Idempotent."""
     owner: Any = torch
