@@ -2,7 +2,7 @@
 
     python tests/reliability/lost_ranks.py --hosts zero1 --seconds 480
 
-Every combination of point (``support/failing_rank.py``) and of being killed, stopped, failed or left without
+Every combination of point (``failing_rank.py``) and of being killed, stopped, failed or left without
 memory, in random order, on 2 or 4 ranks, with the key-value store in rank 0 or, as under torchrun, in the
 launcher. The others must end within the time limit of the process group (8 s here) and the seconds in which
 ranks report. Each of them must name the rank that was lost, the collective and the step, or rank 0 where that
@@ -25,9 +25,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import failing_rank
 import psutil
 import soak
-from support import failing_rank, soak_worker
+import soak_worker
 
 from dct_plugin.recommender.links.team import free_port
 

@@ -10,7 +10,7 @@ exits with 1 when the parameters differ, between the ranks or from the uninterru
 the others' end by more than a minute, or when memory grows.
 
 Two cases are different. "torchft": replicas are killed, heal and join, and no run begins anew
-(``torchft_soak``). "torchrun": torchrun itself starts the ranks of a DDP job again (``torchrun_job``).
+(``torchft_soak.py``). "torchrun": torchrun itself starts the ranks of a DDP job again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,8 @@ from dct_plugin.rates import check_rate
 from dct_plugin.recommender.links.team import free_port
 
 sys.path.extend(map(str, Path(__file__).resolve().parents[1:3]))
-from support import soak_worker, torchrun_job
+import soak_worker
+from support import torchrun_job
 
 #: In this order: megatron-core's stand-ins for CUDA stay in the process that ranks are forked from.
 #: ``nodes``: DDP on nodes of two ranks.
@@ -68,9 +70,9 @@ def main() -> int:
     until, generator = time.monotonic() + arguments.seconds, random.Random(arguments.seed)
     report: dict[str, Any] = {"rate": limit.rate, "seed": arguments.seed, "cycles": 0, "runs": []}
     cases = [(host, ranks) for host in HOSTS if host in arguments.hosts for ranks in arguments.ranks]
-    others = [] if "torchrun" not in arguments.hosts else [torchrun_job.soak]
+    others = [] if "torchrun" not in arguments.hosts else [soak_torchrun]
     if "torchft" in arguments.hosts:
-        from support import torchft_soak  # torchft need not be installed
+        import torchft_soak  # torchft need not be installed
 
         others.append(torchft_soak.soak)
     for case in others:
@@ -150,6 +152,32 @@ def soak(
     return {
         "host": host, "ranks": ranks, "kills": done, "limited": limited, "runs": runs, "resumed": resumed,
         "growth_mib": round(growth, 1), "equal": True, "seconds": round(time.monotonic() - began),
+    }  # fmt: skip
+
+
+def soak_torchrun(kills: int, seconds: float, generator: random.Random) -> dict[str, Any]:
+    """Kill ranks of a job of three for so many times or seconds; return figures."""
+    until, done, began = time.monotonic() + seconds, 0, time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        # It ends after the last kill: every checkpoint is followed by one kill at most.
+        steps = 20 * (kills + 2)
+        job = torchrun_job.Job(Path(place), f"--steps={steps}", "--seconds=0.05", restarts=kills)
+        job.add_node(3)
+        try:
+            while done < kills and time.monotonic() < until and job.latest() < steps - 20:
+                job.wait_for(job.latest() + 10, 3)
+                time.sleep(generator.uniform(0.0, 0.5))
+                job.kill_rank(0, generator.randrange(3))
+                done += 1
+            log = job.finish()
+        finally:
+            job.close()
+    found = torchrun_job.ends(log)
+    assert len(found) == 3, log
+    assert len({weights for *_, weights in found}) == 1, log
+    return {
+        "host": "torchrun", "kills": done, "steps": steps, "equal": True,
+        "loss": statistics.fmean(loss for _, _, loss, _ in found), "seconds": time.monotonic() - began,
     }  # fmt: skip
 
 

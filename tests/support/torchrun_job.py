@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import re
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -99,29 +95,3 @@ def ends(log: str) -> list[tuple[int, int, float, str]]:
     """Return ranks, first step, loss and weights of every rank's last line."""
     lines = re.findall(r"rank \d+ of (\d+): steps (\d+) to \d+, loss (\S+), weights (\S+)", log)
     return [(int(ranks), int(first), float(loss), weights) for ranks, first, loss, weights in lines]
-
-
-def soak(kills: int, seconds: float, generator: random.Random) -> dict[str, Any]:
-    """Kill ranks of a job of three for so many times or seconds; return figures."""
-    until, done, began = time.monotonic() + seconds, 0, time.monotonic()
-    with tempfile.TemporaryDirectory() as place:
-        # It ends after the last kill: every checkpoint is followed by one kill at most.
-        steps = 20 * (kills + 2)
-        job = Job(Path(place), f"--steps={steps}", "--seconds=0.05", restarts=kills)
-        job.add_node(3)
-        try:
-            while done < kills and time.monotonic() < until and job.latest() < steps - 20:
-                job.wait_for(job.latest() + 10, 3)
-                time.sleep(generator.uniform(0.0, 0.5))
-                job.kill_rank(0, generator.randrange(3))
-                done += 1
-            log = job.finish()
-        finally:
-            job.close()
-    found = ends(log)
-    assert len(found) == 3, log
-    assert len({weights for *_, weights in found}) == 1, log
-    return {
-        "host": "torchrun", "kills": done, "steps": steps, "equal": True,
-        "loss": statistics.fmean(loss for _, _, loss, _ in found), "seconds": time.monotonic() - began,
-    }  # fmt: skip

@@ -17,11 +17,10 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from failing_rank import Loss
 from torch import nn
 
 from dct_plugin.config import DCTConfig
-
-from .failing_rank import Loss
 
 SECTION = {"data_parallel": {"sparsity": 0.95, "min_numel": 100, "warmup_steps": 2, "verify": {"every": 5}}}
 #: Model, first step, what makes a step and what saves under a tag.

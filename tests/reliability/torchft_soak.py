@@ -19,7 +19,6 @@ from typing import Any
 os.environ.setdefault("RUST_LOG", "error")  # which torchft reads when it is imported
 
 import torch
-
 from support.torchft_replicas import lighthouse
 from support.torchft_worker import Job, work
 
