@@ -11,8 +11,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 #: Data sets for the tests that use real data; they skip where it is missing.
 DATA = ROOT.parent / "shared" / "data"
-#: Scripts that tests start as processes of their own.
-SUPPORT = Path(__file__).resolve().parent
 
 
 def with_local_feedback(section: Any) -> Any:

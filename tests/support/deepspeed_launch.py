@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.utils import cpp_extension
 
-from support import SUPPORT, processes, with_local_feedback
+from support import processes, with_local_feedback
 
-WORKER = SUPPORT / "deepspeed_worker.py"
+WORKER = Path(__file__).with_name("deepspeed_worker.py")
 Run = dict[str, Any]
 #: Results by run, per rank.
 Results = list[dict[str, Run]]
@@ -53,15 +53,8 @@ def _refuse_stale_lock(variables: dict[str, str]) -> None:
 
 def torchrun(world_size: int, *arguments: str) -> list[str]:
     """Command line of torchrun, with a port of its own."""
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(world_size),
-        *arguments,
-    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc-per-node={world_size}", *arguments]
 
 
 def execute(

@@ -32,6 +32,8 @@ _OTHERWISE = {
 }
 _FEEDBACK = {"GRAD": 0, "HAS_RESIDUAL": True}
 _BF16, _CHANGES, _INT4 = 1, 3, 4
+#: Selected entries of accumulated fp32 gradients.
+_WRITTEN = {"GRAD": 0, "HAS_RESIDUAL": False, "SELECTED": True, "ACCUMULATED": True, "HAS_LEFT": True}
 #: One form of each kernel; constants, and None for pointers that are not there.
 FORMS: dict[str, list[dict[str, Any]]] = {
     "overflow": [{"GRAD": _BF16, "ALIGNED": True}],
@@ -50,44 +52,19 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     ],
     "compact": [{}],
     "write": [
+        *({**_WRITTEN, "VALUE": value} for value in range(6)),
         {
-            "GRAD": 0,
-            "HAS_RESIDUAL": False,
-            "SELECTED": True,
-            "ACCUMULATED": True,
-            "VALUE": value,
-            "HAS_LEFT": True,
-        }
-        for value in range(6)
-    ]
-    + [
-        {
-            "words": None,
-            "GRAD": _BF16,
-            "HAS_RESIDUAL": True,
-            "SELECTED": False,
+            **_WRITTEN, "words": None, "GRAD": _BF16, "VALUE": _BF16, "HAS_RESIDUAL": True, "SELECTED": False,
             "ACCUMULATED": False,
-            "VALUE": _BF16,
-            "HAS_LEFT": True,
         },
-        {
-            "GRAD": _CHANGES,
-            "HAS_RESIDUAL": False,
-            "SELECTED": True,
-            "ACCUMULATED": False,
-            "VALUE": _INT4,
-            "HAS_LEFT": False,
-        },
+        {**_WRITTEN, "GRAD": _CHANGES, "VALUE": _INT4, "ACCUMULATED": False, "HAS_LEFT": False},
     ],
     "sample": [_FEEDBACK],
     "kth_largest": [{"LANES": 16_384}],
     "difference": [{"GRAD": grad} for grad in range(3)],
     "pack": [{"GROUPED": True}, {"GROUPED": False}],
     "unpack": [{"GROUPED": True}, {"GROUPED": False}],
-    "open_messages": [
-        {"SLOTS": True, "ABSENT": 0},
-        {"SLOTS": False, "ABSENT": 1},
-    ],
+    "open_messages": [{"SLOTS": slots, "ABSENT": int(not slots)} for slots in (True, False)],
     "scan": [{}],
     "place": [{}],
     "add": [{"SCALED": scaled, "SCALED_SUM": not scaled} for scaled in (True, False)],
@@ -98,7 +75,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
     "write_planes": [{}],
     "read_planes": [{}],
     "displace": [{"WEIGHT": weight} for weight in range(3)],
-}
+}  # fmt: skip
 
 
 #: As they are launched, where that is not Triton's number (``test_triton.py`` compares).
