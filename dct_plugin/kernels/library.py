@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..codecs.payload import Payload
 from ..codecs.stats import KERNEL_ERRORS
 from ..errors import PayloadError
 from . import build
-from .job import GRAD_CODES
 
 #: Types of arguments, with the letters of :mod:`struct`; ``P``: the address of entries or of a structure.
 TYPES: dict[str, Any] = {
@@ -102,10 +100,10 @@ def check(status: int) -> None:
 
 
 #: Types of arguments that :func:`passed` converts; the library takes others as they are.
-_CONVERTED = (Tensor, np.ndarray, Payload, torch.dtype)
+_CONVERTED = (Tensor, np.ndarray, Payload)
 
 
-def passed(argument: Any) -> Any:
+def passed(argument: Tensor | np.ndarray[Any, Any] | Payload) -> Any:
     """Return an argument as a function of the library takes it."""
     if isinstance(argument, Tensor):
         if argument.device.type != "cpu":
@@ -113,7 +111,5 @@ def passed(argument: Any) -> Any:
         return argument.data_ptr()
     if isinstance(argument, np.ndarray):
         return argument.ctypes.data
-    if isinstance(argument, Payload):
-        numbers = [getattr(argument.header, field[0]) for field in PayloadStructure._fields_[1:]]
-        return ctypes.byref(PayloadStructure(passed(argument.data), *numbers))
-    return GRAD_CODES[argument] if isinstance(argument, torch.dtype) else argument
+    numbers = [getattr(argument.header, field[0]) for field in PayloadStructure._fields_[1:]]
+    return ctypes.byref(PayloadStructure(passed(argument.data), *numbers))
