@@ -263,7 +263,7 @@ def _as_bags(categorical: Tensor | Sequence[Bags], tables: int) -> list[Bags]:
             raise ValueError(_shape_error(categorical, tables))
         samples, _, length = categorical.shape
         lengths = torch.full((samples,), length, dtype=torch.int64)
-        columns = _on_host(categorical).transpose(0, 1).reshape(tables, -1)
+        columns = to_host(categorical.to(torch.int64)).transpose(0, 1).reshape(tables, -1)
         return [Bags(column, lengths) for column in columns]
     if len(categorical) != tables:
         raise ValueError(f"expected bags for {tables} tables, got {len(categorical)}")
@@ -273,7 +273,7 @@ def _as_bags(categorical: Tensor | Sequence[Bags], tables: int) -> list[Bags]:
     else:  # one copy for all tables
         device = next(part.device for part in flat if part.device.type != "cpu")
         joined = torch.cat([part.to(device, torch.int64) for part in flat])
-        parts = list(_on_host(joined).split([len(part) for part in flat]))
+        parts = list(to_host(joined).split([len(part) for part in flat]))
     bags = [Bags(ids, lengths) for ids, lengths in zip(parts[::2], parts[1::2], strict=True)]
     for table, (ids, lengths) in enumerate(bags):
         if int(lengths.sum()) != len(ids) or len(lengths) != len(bags[0].lengths):
@@ -293,9 +293,3 @@ def _distinct_bags(bag: Bags) -> tuple[Bags, Tensor]:
     lengths = distinct[:, 0].contiguous()
     filled = torch.arange(longest) < lengths.unsqueeze(1)
     return Bags(distinct[:, 1:][filled], lengths), inverse
-
-
-def _on_host(ids: Tensor) -> Tensor:
-    """Return ``ids`` as int64 on the host; a device's are copied in one transfer."""
-    ids = ids.to(torch.int64)
-    return ids if ids.device.type == "cpu" else to_host(ids)
