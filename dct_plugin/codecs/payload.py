@@ -33,6 +33,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..errors import PayloadError
 from .index import index_bound, index_form
@@ -130,8 +131,7 @@ def checksum(checked: bytes, body: Tensor) -> tuple[int, int]:
     # Sums wrap modulo 2**64, which keeps them right modulo 2**32.
     for lo in range(0, body.numel(), 4 * _WORDS_AT_ONCE):
         part = body[lo : lo + 4 * _WORDS_AT_ONCE]
-        padded = torch.zeros(-(-part.numel() // 4) * 4, dtype=torch.uint8, device=body.device)
-        padded[: part.numel()] = part
+        padded = functional.pad(part, (0, -part.numel() % 4))
         w = padded.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
         first = 5 + lo // 4
         place = torch.arange(first, first + w.numel(), dtype=torch.int64, device=body.device)

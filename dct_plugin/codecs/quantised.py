@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..errors import PayloadError
 from .copies import to_device
@@ -55,8 +56,7 @@ class Quantiser(NamedTuple):
         if self.bits == 16:
             return flat.to(torch.bfloat16).view(torch.uint8)
         numel = flat.numel()
-        table = torch.zeros(-(-numel // self.group), self.group, device=x.device)
-        table.view(-1)[:numel] = flat
+        table = functional.pad(flat.to(torch.float32), (0, -numel % self.group)).view(-1, self.group)
         step = self._nearest(table)
         codes = _codes(table, step, 2**self.bits).to(torch.uint8)
         scales = step.to(torch.bfloat16).view(-1).view(torch.uint8)

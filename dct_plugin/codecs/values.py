@@ -14,6 +14,7 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..errors import PayloadError
 from .quantised import pack, unpack
@@ -264,16 +265,13 @@ def _whole_steps(x: Tensor, step: Tensor) -> Tensor:
 
 def _in_groups(x: Tensor, padding: float, group: int = VALUE_GROUP) -> Tensor:
     """Return ``x`` [n] as [groups, group]."""
-    padded = x.new_full((-(-x.numel() // group) * group,), padding)
-    padded[: x.numel()] = x
-    return padded.view(-1, group)
+    return functional.pad(x, (0, -x.numel() % group), value=padding).view(-1, group)
 
 
 def _packed(code: Tensor, n: int, bits: int) -> Tensor:
     """Return the bytes of the first ``n`` codes of a table."""
-    padded = torch.zeros(-(-n * bits // 8) * 8 // bits, dtype=torch.uint8, device=code.device)
-    padded[:n] = code.reshape(-1)[:n].to(torch.uint8)
-    return pack(padded, bits)
+    first = code.reshape(-1)[:n].to(torch.uint8)
+    return pack(functional.pad(first, (0, -n % (8 // bits))), bits)
 
 
 def _unpacked(data: Tensor, nnz: int, bits: int) -> Tensor:
