@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from embedding import bounded_reference
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support import bounded_reference
 from torch import Tensor
 
 from dct_plugin.config import EmbeddingChannelConfig

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from fsdp.torchtitan_job import STEPS
 from support import ROOT
 from support.deepspeed_launch import environment
-from support.torchtitan_job import STEPS
 from torch.distributed.checkpoint import FileSystemReader
 
 from dct_plugin.recommender.links.team import free_port
@@ -33,8 +33,8 @@ def test_two_replicas_train_and_save_what_is_not_sent(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += [f"--master-port={free_port()}", str(ROOT / "tests" / "support" / "torchtitan_job.py")]
-    command += ["script.py", "--module", "support.torchtitan_job", "--config", "small"]
+    command += [f"--master-port={free_port()}", str(ROOT / "tests" / "fsdp" / "torchtitan_job.py")]
+    command += ["script.py", "--module", "fsdp.torchtitan_job", "--config", "small"]
     done = subprocess.run(
         command,
         cwd=tmp_path,

@@ -29,8 +29,8 @@ from torch._subclasses import FakeTensorMode
 pytest.importorskip("triton", reason="triton is for Linux only")
 
 import triton.language as tl
+from kernels.triton_compile import WARPS
 from support.launches import counted_launches
-from support.triton_compile import WARPS
 from triton import jit
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
@@ -865,7 +865,7 @@ def test_kernels_compile_for_a_gpu() -> None:
         "add",
         "displace",
     ]
-    assert len(_without_interpreter("tests/support/triton_compile.py", *names)) == 31
+    assert len(_without_interpreter("tests/kernels/triton_compile.py", *names)) == 31
 
 
 @jit

@@ -1,4 +1,4 @@
-"""A rank of torchtitan on the CPU: `torchtitan_job.py script --module support.torchtitan_job --config small`.
+"""A rank of torchtitan on the CPU: `torchtitan_job.py script --module fsdp.torchtitan_job --config small`.
 
 torchtitan asks torch for a GPU when it is imported; it gets the CPU. FlexAttention has no backward pass
 there, so the model has torch's attention.
