@@ -390,3 +390,34 @@ def test_waiting_ranks_give_signs_of_life_and_ask_little() -> None:
         assert not lines
         assert counts["multi_get"] == 1
         assert counts["get"] == counts["compare_set"] == 0
+
+
+def _ends_while_the_store_answers(rank: int, world_size: int) -> tuple[bool, list[str]]:
+    """End a job while its thread is in a request that the store answers after more than a second."""
+    lost_peers.INTERVAL, store, asked, failed = (
+        0.01,
+        lost_ranks.default_store(),
+        threading.Event(),
+        list[str](),
+    )
+
+    class Slow:
+        def set(self, key: str, value: str) -> None:
+            asked.set()
+            store.wait(["never"], timedelta(seconds=1.5))
+
+    threading.excepthook = lambda arguments: failed.append(str(arguments.exc_value))
+    lost_peers.LongWaits._store = Slow()  # type: ignore[assignment]
+    job = watched()
+    thread = lost_peers._excepthook.waits
+    assert thread is not None
+    assert asked.wait(60.0)
+    del job
+    gc.collect()
+    return thread.is_alive(), failed
+
+
+@pytest.mark.slow
+def test_the_end_of_a_job_waits_for_its_thread() -> None:
+    """One that came back from the store while Python ends would abort the process."""
+    assert run(1, _ends_while_the_store_answers) == [(False, [])]

@@ -25,6 +25,8 @@ from dct_plugin.transport import lost_ranks
 
 #: Seconds of a wait after which it is reported, between two looks at it, and for the reports of other ranks.
 PATIENCE, INTERVAL, ANSWERS = 120.0, 5.0, 10.0
+#: Seconds that the end of a job waits for the answer of a store to the thread that watches.
+_LAST_ANSWER = 10.0
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -63,11 +65,11 @@ class _ExceptHook:
 
     def remove(self, steps: Callable[[], int | None]) -> None:
         """Undo :meth:`add`; after the last job the hook from before is put back, unless one is in front."""
+        if self.jobs == [steps] and self.waits is not None:  # before: it asks for the steps
+            waits, self.waits = self.waits, None
+            waits.stop()
         if steps in self.jobs:
             self.jobs.remove(steps)
-        if not self.jobs and self.waits is not None:
-            self.waits.stop()
-            self.waits = None
         if not self.jobs and sys.excepthook is self and self._previous is not None:
             sys.excepthook, self._previous = self._previous, None
 
@@ -129,10 +131,13 @@ class LongWaits(threading.Thread):
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the thread; takes at most a second. The end of the process calls it, too."""
+        """End the thread, and wait for it: a thread that comes back from torch's C++ code while Python ends
+        aborts the process. The end of the process calls it, too.
+        """
         atexit.unregister(self.stop)
         self._ended.set()
-        self.join(1.0)
+        if threading.current_thread() is not self:  # which may collect the last job as garbage
+            self.join(_LAST_ANSWER)
 
     @property
     def _store(self) -> Any:
