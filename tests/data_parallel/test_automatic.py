@@ -318,6 +318,16 @@ def test_the_cost_of_a_tensor_and_of_an_entry_are_told_apart(monkeypatch: pytest
     assert cost == pytest.approx((5e-5, 1e-9))
 
 
+def test_codings_are_timed_on_fp32_whatever_the_default() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        entries = measurements._random(SimpleNamespace(device=torch.device("cpu")), 10)  # type: ignore[arg-type]
+    finally:
+        torch.set_default_dtype(before)
+    assert entries.dtype == torch.float32
+
+
 def test_sizes_of_gradients_are_those_of_tensors_that_are_thresholded() -> None:
     group = SimpleNamespace(is_small=lambda name, numel: numel < 10)
     tensors = {"a": (100, 400), "b": (50, 100), "bias": (5, 20)}

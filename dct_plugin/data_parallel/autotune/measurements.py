@@ -180,7 +180,7 @@ class _Bucket:
 def _random(group: StreamGroup, entries: int) -> Tensor:
     """Return random entries, without the random numbers of the script: ranks may draw other numbers here."""
     generator = torch.Generator(group.device).manual_seed(0)
-    return torch.randn(entries, device=group.device, generator=generator)
+    return torch.randn(entries, dtype=torch.float32, device=group.device, generator=generator)
 
 
 def _cost(group: StreamGroup, work: Callable[[int], Callable[[], object]]) -> Cost:
