@@ -136,7 +136,9 @@ class TensorHook(Hook):
 
     def _gathers_input(self, linear: Any) -> bool:
         """Return whether inputs of a linear are gathered by Megatron, and are to be compressed."""
-        return self.config.gather and isinstance(linear, self._linears[1]) and linear.sequence_parallel
+        is_column = isinstance(linear, self._linears[1])
+        gathers = is_column and linear.sequence_parallel and not linear.explicit_expert_comm
+        return self.config.gather and gathers
 
     def sites(self) -> str:
         active = [s for s in self._sites if not s.dense and (self.config.gather or s.sums)]
