@@ -9,7 +9,7 @@ its layer norm and its product: there the functions that its module imports are 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,8 @@ _FUSED_MLP = "TEFusedMLP"
 #: What is read of a linear, and ``parallel_mode``, which is also written.
 ATTRIBUTES = ("parallel_mode", "tp_size", "tp_group", "sequence_parallel", "gemm_bias_unfused_add")
 
-Route = Callable[[dist.ProcessGroup, torch.device], "tuple[CompressedCollectives, ActivationStream] | None"]
+Route = tuple[CompressedCollectives, ActivationStream]
+FindRoute = Callable[[dist.ProcessGroup, torch.device], "Route | None"]
 
 
 def is_engine_linear(module: torch.nn.Module) -> bool:
@@ -52,6 +53,33 @@ def is_engine_linear(module: torch.nn.Module) -> bool:
     name, bases = type(module).__name__, type(module).__mro__
     is_engine = any(base.__module__.partition(".")[0] == "transformer_engine" for base in bases)
     return name == _FUSED_MLP or (is_engine and ("Linear" in name or "MLP" in name))
+
+
+def exchanged(
+    route: Route, linear: Any, x: Tensor, run: Function, alone: Mapping[str, Any], *, is_row: bool
+) -> tuple[Tensor, Any]:
+    """Exchange the input of a column-parallel linear, or the partial sums of a row-parallel one, outside of
+    it; return its output and bias.
+
+    Args:
+        route: Exchanges them.
+        linear: The linear.
+        x: Its input.
+        run: Runs it on an input.
+        alone: Values of its attributes with which it exchanges nothing.
+        is_row: Whether it is a row-parallel one.
+    """
+    collectives, stream = route
+    if not is_row:
+        x = collectives.all_gather(x, stream)
+    with Patches() as patches:
+        for name, value in alone.items():
+            patches.replace(linear, name, value)
+        output, bias = run(x)
+    if is_row:
+        total = collectives.reduce_scatter if linear.sequence_parallel else collectives.all_reduce
+        output = total(output, stream)
+    return output, bias
 
 
 class EngineLinears:
@@ -67,7 +95,7 @@ class EngineLinears:
         VersionError: Says what was found, what is supported, and what to do.
     """
 
-    def __init__(self, patches: Patches, enter: Function, route: Route, *, gather: bool) -> None:
+    def __init__(self, patches: Patches, enter: Function, route: FindRoute, *, gather: bool) -> None:
         if _version() not in SUPPORTED:
             raise _unsupported()
         if faults := versions.faults(TARGETS):
@@ -119,18 +147,10 @@ class EngineLinears:
             return original(linear, x)
         if self._state.is_fp8_enabled():
             raise _quantized("fp8 or fp4")
-        collectives, stream = route
         if isinstance(linear, self._fused):
-            return self._during(_Gather(collectives, stream), original, linear, x)
-        if not is_row:
-            x = collectives.all_gather(x, stream)
-        with Patches() as patches:
-            patches.replace(linear, "parallel_mode", None)
-            output, bias = original(linear, x)
-        if is_row:
-            total = collectives.reduce_scatter if linear.sequence_parallel else collectives.all_reduce
-            output = total(output, stream)
-        return output, bias
+            return self._during(_Gather(*route), original, linear, x)
+        run = functools.partial(original, linear)
+        return exchanged(route, linear, x, run, {"parallel_mode": None}, is_row=is_row)
 
     # -- the gather inside a fused linear -------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ shrink for any ``t``.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any, NamedTuple
 
@@ -27,9 +26,9 @@ from torch import Tensor
 from dct_plugin.host_traffic import count_group
 from dct_plugin.model_parallel import ActivationStream, CompressedCollectives
 
-from ..host.patching import Function, Patches
+from ..host.patching import Function
 from ..host.refusals import refuse_features
-from .engine import EngineLinears, is_engine_linear
+from .engine import EngineLinears, exchanged, is_engine_linear
 from .session import Hook, Session
 
 _SITE = "_dct_site"
@@ -46,14 +45,10 @@ class _Site(NamedTuple):
 
 
 class TensorHook(Hook):
-    """Reroutes the collectives that :class:`RowParallelLinear` and :class:`ColumnParallelLinear` use.
-
-    With compressed inputs a column-parallel linear runs as one of an expert, whose tokens are exchanged
-    outside.
-    """
+    """Reroutes the collectives that :class:`RowParallelLinear` and :class:`ColumnParallelLinear` use."""
 
     def __init__(self, session: Session) -> None:
-        from megatron.core.tensor_parallel import layers, mappings
+        from megatron.core.tensor_parallel import layers
         from megatron.core.transformer import transformer_layer
 
         self.session, self.config = session, session.config.model_parallel.tensor
@@ -72,12 +67,6 @@ class TensorHook(Hook):
         patches.intercept(transformer_layer.TransformerLayer, "forward", self._layer_forward)
         for linear in self._linears:
             patches.intercept(linear, "forward", self._linear_forward)
-        for name, kind in (
-            ("_ReduceFromModelParallelRegion", "all_reduce"),
-            ("_ReduceScatterToSequenceParallelRegion", "reduce_scatter"),
-        ):
-            # The functions of mappings look the class up when they are called, so all importers are reached.
-            patches.replace(mappings, name, self._subclass(getattr(mappings, name), kind))
 
     # -- layers --------------------------------------------------------------------------------------------
 
@@ -125,20 +114,27 @@ class TensorHook(Hook):
         self._current, self._in_linear = getattr(linear, _SITE, None), True
         if self._current is None:
             self._others.add(linear)
+
+        def run(input_: Tensor) -> Any:
+            return original(linear, input_, *arguments, **keywords)
+
+        exchanges = isinstance(linear, self._linears) and not linear.explicit_expert_comm
         try:
-            with Patches() as patches:
-                if self._gathers_input(linear) and (route := self._route(linear.tp_group, input_.device)):
-                    input_ = route[0].all_gather(input_, route[1])
-                    patches.replace(linear, "explicit_expert_comm", True)  # Megatron gathers nothing then
-                return original(linear, input_, *arguments, **keywords)
+            return self._rerouted(run, linear, input_) if exchanges else run(input_)
         finally:
             self._current, self._in_linear = previous
 
-    def _gathers_input(self, linear: Any) -> bool:
-        """Return whether inputs of a linear are gathered by Megatron, and are to be compressed."""
-        is_column = isinstance(linear, self._linears[1])
-        gathers = is_column and linear.sequence_parallel and not linear.explicit_expert_comm
-        return self.config.gather and gathers
+    def _rerouted(self, run: Function, linear: Any, input_: Tensor) -> Any:
+        """Run a linear of Megatron's as one of an expert, whose tokens are exchanged outside."""
+        is_row = isinstance(linear, self._linears[0])
+        route = self._route(linear.tp_group, input_.device)
+        if route is None or not (is_row or (self.config.gather and linear.sequence_parallel)):
+            return run(input_)
+        alone = {"explicit_expert_comm": True, "skip_bias_add": is_row or linear.skip_bias_add}
+        output, bias = exchanged(route, linear, input_, run, alone, is_row=is_row)
+        if linear.skip_bias_add or bias is None:
+            return output, bias
+        return output + bias, None
 
     def sites(self) -> str:
         active = [s for s in self._sites if not s.dense and (self.config.gather or s.sums)]
@@ -177,18 +173,3 @@ class TensorHook(Hook):
             made = CompressedCollectives(ranks, device=device, metrics=self.session.metrics, cls="tensor")
             self._collectives[ranks] = made
         return self._collectives[ranks], self.session.streams.stream(site.name, self.config, dist.get_rank)
-
-    def _subclass(self, original: Any, kind: str) -> Any:
-        hook = self
-
-        @functools.wraps(original, updated=())
-        class Compressed(original):
-            @classmethod
-            def apply(cls, input_: Tensor, group: Any, *arguments: Any, **keywords: Any) -> Any:
-                route = hook._route(group, input_.device)
-                # Given split sizes belong to dispatching tokens to experts.
-                if route is None or any(item is not None and item is not False for item in arguments):
-                    return original.apply(input_, group, *arguments, **keywords)
-                return getattr(route[0], kind)(input_, route[1])
-
-        return Compressed

@@ -17,7 +17,7 @@ _OPS = "tensor_send_prev tensor_recv_prev tensor_send_next tensor_recv_next grou
 _PIPELINE, _TENSOR, _DATA = "hook pipeline", "hook tensor", "hook data_parallel"
 _SCHEDULES = "pipeline_parallel.schedules"
 _P2P = "pipeline_parallel.p2p_communication"
-_MAPPINGS, _LAYERS = "tensor_parallel.mappings", "tensor_parallel.layers"
+_LAYERS = "tensor_parallel.layers"
 _DDP, _BUCKETS = "distributed.distributed_data_parallel", "distributed.param_and_grad_buffer"
 _DISTRIBUTED = "optimizer.distrib_optimizer"
 
@@ -34,8 +34,6 @@ TARGETS = tuple(
         (_PIPELINE, _P2P, "_batched_p2p_ops", _OPS),
         (_PIPELINE, _P2P, "_p2p_ops", _OPS),
         (_PIPELINE, _SCHEDULES, "forward_step", "forward_step_func data_iterator model"),
-        (_TENSOR, _MAPPINGS, "_ReduceFromModelParallelRegion.forward", "ctx input_ group"),
-        (_TENSOR, _MAPPINGS, "_ReduceScatterToSequenceParallelRegion.forward", "ctx input_ group"),
         (_TENSOR, _LAYERS, "RowParallelLinear.forward", "self input_"),
         (_TENSOR, _LAYERS, "ColumnParallelLinear.forward", "self input_"),
         (_TENSOR, "transformer.transformer_layer", "TransformerLayer.forward", "self"),
