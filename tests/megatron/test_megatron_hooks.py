@@ -273,7 +273,7 @@ def test_a_batch_that_the_script_rejects_leaves_no_trace() -> None:
     assert told == [1, 0]  # said once
 
 
-def test_dense_steps_before_there_are_reducers_are_the_start(tmp_path: Path) -> None:
+def test_dense_steps_are_the_start(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     dct = section(data=0.9)
     dct["data_parallel"] |= {"feedback": "local", "warmup_steps": 3, "sparsity_warmup_steps": 0}

@@ -5,10 +5,10 @@ the sum of the shard it owns (:class:`~dct_plugin.data_parallel.GradientReducer`
 and the order of calls are those of Megatron. Without ``overlap_grad_reduce`` the host waits when all bucket
 groups of a model have been reduced, not for each of them.
 
-With ``"feedback": "step_ahead"`` reducers exist from the first iteration on, since the gradients of
-warm-up steps, which Megatron reduces, are shown to them. With nodes they do, too: no pass has to make process
-groups. A bucket's thread and the main thread never work on a reducer at the same time, for Megatron waits for
-all reductions before the iteration ends.
+Reducers exist from the first iteration on: with ``"feedback": "step_ahead"`` the gradients of warm-up steps,
+which Megatron reduces, are shown to them, and no pass has to make the process groups of nodes. A bucket's
+thread and the main thread never work on a reducer at the same time, for Megatron waits for all reductions
+before the iteration ends.
 """
 
 from __future__ import annotations
@@ -138,8 +138,6 @@ class DataParallelHook(Hook):
         if self.config.feedback.looks_ahead:
             for model in self.models if self.session.step >= self.config.dense_steps else ():
                 finish_gathers(model)
-        elif self.session.applied.inside == 1:
-            return
         for group in self.models.groups():
             if group not in self._dense:
                 self.reductions.of(group)
@@ -148,8 +146,6 @@ class DataParallelHook(Hook):
                 each.ahead.displace()
 
     def end_step(self) -> None:
-        # There may be no reducers yet, which note this otherwise.
-        self.session.metrics.starting = self.config.schedule.starting(self.session.step - 1)
         if self._steps.is_rejected:
             self.reductions.reject()
         skipped = self._steps.overflow or self._steps.is_rejected
