@@ -352,8 +352,6 @@ class Metrics:
             is_start = self._start_steps == self._steps
             dense = self._dense_durations
             dense_ms = round(statistics.median(dense), 4) if len(dense) >= 3 else None
-        if not self._sinks.wanted:
-            return
         rows = {cls: _row(sums, steps) for cls, sums in window.items()}
         for cls, row in rows.items() if self.has_nodes else ():
             row["inter_node"] = None if cls.startswith((HOST, UNCOMPRESSED)) else row["sent_bytes"]

@@ -47,11 +47,6 @@ class ReportSinks:
         """True if this rank writes lines."""
         return self._file is not None
 
-    @property
-    def wanted(self) -> bool:
-        """True if there is any place left."""
-        return self.has_file or bool(self._sinks)
-
     def add(self, sink: Sink) -> None:
         """Report to one more monitor, a callable that takes ``[(name, value, step), ...]``."""
         self._sinks.append(sink)
