@@ -16,6 +16,7 @@ from dct_plugin.errors import DCTError
 
 from ..host import lost_peers
 from ..host.patching import Function
+from . import checkpoint
 from .options import hook_states
 from .session import Session
 from .versions import TARGETS
@@ -100,10 +101,8 @@ def save_checkpoint(folder: str | os.PathLike[str]) -> None:
     Raises:
         DCTError: A rank cannot write; every rank raises and names it.
     """
-    from .checkpoint import save
-
     if _session is not None and _session.hooks:
-        save(_session, folder)
+        checkpoint.save(_session, folder)
 
 
 def load_checkpoint(folder: str | os.PathLike[str]) -> bool:
@@ -116,9 +115,7 @@ def load_checkpoint(folder: str | os.PathLike[str]) -> bool:
     Raises:
         DCTError: A file is damaged or belongs to another rank; every rank raises and names it.
     """
-    from .checkpoint import load
-
-    return load(_session, folder) if _session is not None and _session.hooks else False
+    return checkpoint.load(_session, folder) if _session is not None and _session.hooks else False
 
 
 def state_dict() -> dict[str, Any]:
@@ -165,10 +162,8 @@ def _add_hooks(session: Session) -> None:
                 updates if isinstance(updates, str) else f"sparsity {updates.sparsity:g}"
             )
     if session.hooks:
-        from .checkpoint import CheckpointHook
-
         _watch_iterations(session)
-        session.hooks.append(CheckpointHook(session))
+        session.hooks.append(checkpoint.CheckpointHook(session))
 
 
 def _watch_iterations(session: Session) -> None:
