@@ -20,7 +20,6 @@ from .embedding import EmbeddingChannelConfig as EmbeddingChannelConfig
 from .model_parallel import ActivationConfig as ActivationConfig
 from .model_parallel import PipelineConfig as PipelineConfig
 from .model_parallel import TensorConfig as TensorConfig
-from .options import OptionDoc as OptionDoc
 from .options import option_values as option_values
 from .options import options as options
 from .section import Section as Section
