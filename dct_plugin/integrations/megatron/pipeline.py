@@ -84,7 +84,8 @@ class PipelineHook(Hook):
         ends = {"next": group.rank(), "prev": (group.rank() - 1) % group.size()}
         tensors = {name: each for name, each in keywords.items() if isinstance(each, Tensor)}
         boundaries = {name: ends[name[-4:]] for name in tensors}
-        if not any(map(self._is_sparse, boundaries.values())):
+        active = [name for name, at in boundaries.items() if self.session.is_active(self.config.at(at))]
+        if not active:
             return original(group=group, **keywords)
         messages: dict[str, Tensor] = {}
         finish: dict[str, Callable[[], None]] = {}
@@ -93,7 +94,7 @@ class PipelineHook(Hook):
         is_ordered = not self._checked.virtual_pipeline_model_parallel_size
         for name, tensor in tensors.items():
             boundary = boundaries[name]
-            if not self._is_sparse(boundary):
+            if name not in active:
                 if "send" in name:
                     self.pipeline_metrics.sent_whole(tensor)
             elif name == "tensor_send_next":
@@ -124,13 +125,6 @@ class PipelineHook(Hook):
         size = messages.nbytes(into.shape, into.dtype, gradient=gradient, kept=kept)
         message = torch.empty(size, dtype=torch.uint8, device=into.device)
         return message, partial(self._decode_gradient if gradient else self._decode, message, into, boundary)
-
-    def _is_sparse(self, boundary: int) -> bool:
-        if not self.session.training and not self.config.evaluation:
-            return False
-        if not self.session.pass_through:
-            return True
-        return self.config.at(boundary).compresses and self.session.step >= self.config.warmup_steps
 
     def _messages(self, boundary: int, number: int = 0) -> FixedMessages:
         """Return the messages of a boundary and, if interleaved, of the model chunk in a message's number."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from dct_plugin.config import DCTConfig
+from dct_plugin.config import ActivationConfig, DCTConfig
 from dct_plugin.console import logger
 from dct_plugin.data_parallel import GradientReducer, Shard
 from dct_plugin.metrics import Event, Metrics
@@ -210,6 +210,12 @@ class Session(HostAttachment):
         self.streams.load_state_dict({} if state is None else state["streams"], step=self.step)
         for hook in self.hooks:
             hook.load_state_dict(state)
+
+    def is_active(self, section: ActivationConfig) -> bool:
+        """Return whether a section compresses activations in the current pass."""
+        if not self.training and not section.evaluation:
+            return False
+        return not self.pass_through or (section.compresses and self.step >= section.warmup_steps)
 
     @property
     def megatron_args(self) -> Any:

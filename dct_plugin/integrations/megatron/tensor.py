@@ -142,7 +142,7 @@ class TensorHook(Hook):
 
     def _count(self, nbytes: float) -> None:
         """Count what Megatron sends by itself between tensor-parallel ranks, after the start."""
-        if not self.session.training or not self._is_active:
+        if not self.session.training or not self.session.is_active(self.config):
             return
         if self._in_linear:
             site = self._current
@@ -152,12 +152,6 @@ class TensorHook(Hook):
             reason = "input_gradients" if in_backward else "other_tensors"
         self.session.metrics.uncompressed("tensor", reason, nbytes)
 
-    @property
-    def _is_active(self) -> bool:
-        """Return whether anything is compressed in the current step."""
-        started = self.config.compresses and self.session.step >= self.config.warmup_steps
-        return started or not self.session.pass_through
-
     # -- collectives ----------------------------------------------------------------------------------------
 
     def _route(
@@ -165,9 +159,7 @@ class TensorHook(Hook):
     ) -> tuple[CompressedCollectives, ActivationStream] | None:
         """Return the collectives and the stream of the running layer, None where it is left to Megatron."""
         site = self._current
-        if site is None or site.dense or ranks.size() == 1 or not self._is_active:
-            return None
-        if not self.session.training and not self.config.evaluation:
+        if site is None or site.dense or ranks.size() == 1 or not self.session.is_active(self.config):
             return None
         if ranks not in self._collectives:
             made = CompressedCollectives(ranks, device=device, metrics=self.session.metrics, cls="tensor")
