@@ -89,6 +89,10 @@ def write(path: Path, content: State) -> None:
             file.flush()
             os.fsync(file.fileno())  # or a crash may leave the new name with no content
         os.replace(temporary, path)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch's writer hides that the disk is full
+            raise error.__context__ from None
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

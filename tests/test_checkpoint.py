@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +196,20 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         save_state(tmp_path, {"streams": {"a": lambda: None}}, rank=0, world_size=1)
     assert [path.name for path in tmp_path.iterdir()] == ["dct_rank_00000.pt"]
     assert load(tmp_path, rank=0, world_size=1) is not None
+
+
+def test_a_disk_that_is_full_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "dct_rank_00000.pt"
+    # A limit for files acts like a disk that fills up; at some sizes torch's writer has the last word.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in range(2_000, 40_000, 2_000):
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            with pytest.raises(OSError, match=re.escape(os.strerror(errno.EFBIG))):
+                checkpoint.write(path, {"entries": torch.zeros(10_000)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_file_for_any_number_of_ranks(tmp_path: Path) -> None:
