@@ -178,9 +178,9 @@ def test_a_step_without_gradients_counts_and_leaves_residuals() -> None:
 
 def _without_the_key(rank: int, world_size: int) -> list[list[str]]:
     said = []
-    for make in (ddp, fsdp):
+    for make, keys in ((ddp, KEYS), (fsdp, KEYS), (ddp, {**KEYS, "sparsity": 0.0, "feedback": "none"})):
         with logged() as lines:
-            model, optimizer, _ = make(KEYS)
+            model, optimizer, _ = make(keys)
             train(model, optimizer, rank, [0, 1, 2, 100, 101, 3, 102, 4])
         said.append([line for line in lines if "cleared" in line])
     return said
@@ -188,7 +188,9 @@ def _without_the_key(rank: int, world_size: int) -> list[list[str]]:
 
 def test_one_warning_says_what_happens_without_the_key() -> None:
     first, second = run(2, _without_the_key)
-    assert second == [[], []]
+    *first, without_residuals = first
+    assert second == [[], [], []]
+    assert without_residuals == []
     for (line,) in first:
         assert "step 3: its gradients were cleared without optimizer.step()" in line
         assert "is set to zero, once. From now on a second residual, 5.6 kB on a rank" in line

@@ -209,10 +209,11 @@ class Transactions:
         sizes = [local_part(each).numel() for each in known]
         kept = [(r, sum(n for n in sizes if not r.group.is_small("", n))) for r in self._reducers]
         memory = max(residual_bytes(r.group.settings) * numel for r, numel in kept)
-        logger.warning(
-            f"{what}: {lost}. From now on a second residual, {format_bytes(memory)} on a rank, "
-            "keeps residuals as they were before such a batch"
-        )
+        if memory:  # 0: there are no residuals, and such a batch takes nothing along
+            logger.warning(
+                f"{what}: {lost}. From now on a second residual, {format_bytes(memory)} on a rank, "
+                "keeps residuals as they were before such a batch"
+            )
 
 
 @own_traffic(recorded=False)
