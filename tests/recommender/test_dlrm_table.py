@@ -194,6 +194,15 @@ def test_a_blank_behind_separators_is_not_part_of_the_values(tmp_path: Path) -> 
     same(clicks, load("table", expected, columns=Columns("click")))
 
 
+def test_numbers_between_blanks_are_numbers(tmp_path: Path) -> None:
+    expected, spaced = tmp_path / "expected.csv", tmp_path / "spaced.csv"
+    expected.write_text("click,price,user\n" + "".join(f"{i % 2},{i / 3:.2f},{i % 7}\n" for i in range(400)))
+    spaced.write_text(expected.read_text().replace(",", " , "))
+    clicks = load("table", spaced, columns=Columns("click"))
+    assert clicks.dense_names == ("price",)
+    same(clicks, load("table", expected, columns=Columns("click")))
+
+
 @pytest.mark.parametrize("separator", ["\t", ",", "::"])
 def test_a_quote_that_nothing_closes_is_part_of_its_cell(tmp_path: Path, separator: str) -> None:
     users = [f'"u{i % 7}' if i % 17 < 5 else f"u{i % 7}" for i in range(400)]

@@ -272,9 +272,12 @@ def _fields(lines: Sequence[str], separator: str) -> list[list[str]]:
 def _fits(lines: Sequence[str], separator: str) -> tuple[float, int]:
     """Return the share of lines with the most frequent number of fields, and that number."""
     try:
-        counts = Counter(map(len, _fields(lines, separator)))
+        rows = _fields(lines, separator)
     except csv.Error:
         return 0.0, 0
+    if set(SEPARATORS).intersection(rows[0]):  # blanks around the separator
+        return 0.0, 0
+    counts = Counter(map(len, rows))
     fields, found = counts.most_common(1)[0]
     return (found / counts.total(), fields) if fields > 1 else (0.0, 1)
 
@@ -440,8 +443,8 @@ def _kind(column: Any) -> Kind:
         return "date"
     if share(_FLAG) == 1:
         return "flag"
-    numbers = share(_NUMBER)
-    if numbers < 1 - _DAMAGED or share(_WHOLE) == numbers:
+    numbers = share(f" *{_NUMBER} *")  # pyarrow reads numbers between blanks, too
+    if numbers < 1 - _DAMAGED or share(f" *{_WHOLE} *") == numbers:
         return "category"
     return "number" if numbers == 1 else "mixed"
 
