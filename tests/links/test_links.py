@@ -67,6 +67,7 @@ def test_names_of_rates() -> None:
         (["--workload", "jax"], "must be one of ddp, "),
         (["--batch-size", "255"], "must be a multiple of 2 ranks"),
         (["--data", "nowhere.txt"], "nowhere.txt: no such file"),
+        (["--data", "."], ".: a folder, not a file"),
         (["demo", "--link", "fast"], "'fast': must be a number"),
     ],
 )

@@ -92,7 +92,8 @@ def chosen_format(
     if path is None and format != "diabetes":
         raise typer.BadParameter(f"{format} needs --data FILE", param_hint="--data")
     if path is not None and not path.is_file():
-        raise typer.BadParameter(f"{path}: no such file", param_hint="--data")
+        fault = "a folder, not a file" if path.is_dir() else "no such file"
+        raise typer.BadParameter(f"{path}: {fault}", param_hint="--data")
     load(format, path, max_rows=1000, columns=None if columns is None else Columns(**columns))
     return format
 
