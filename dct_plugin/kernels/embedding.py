@@ -159,7 +159,7 @@ def mean_squares(parts: Sequence[Outgoing]) -> list[FloatArray]:
     """Return the mean of the squares of every segment, float64 [segments] of each part, summed in fp32
     from first to last.
     """
-    lengths = _flat([part.lengths for part in parts])
+    lengths = np.concatenate([part.lengths for part in parts])
     out = np.empty(len(lengths))
     _codes().call("dct_mean_squares", _messages(parts), lengths, len(parts), out)
     return np.split(out, np.cumsum([len(part.lengths) for part in parts])[:-1])
@@ -189,7 +189,8 @@ def encode(parts: Sequence[Outgoing], bit_cost: int, *, decoded: bool = False) -
             result.message = torch.empty(bound(part.x.numel(), len(part.lengths)), dtype=torch.uint8)
             message.out = passed(result.message)
         results.append(result)
-    lengths, bounds = _flat([part.lengths for part in parts]), _flat([part.bounds for part in parts])
+    lengths = np.concatenate([part.lengths for part in parts])
+    bounds = np.concatenate([part.bounds for part in parts])
     numbers = bit_cost, RICE_COST, len(parts), _threads(len(parts))
     library.call("dct_embedding_encode", messages, lengths, bounds, *numbers)
     for message, result in zip(messages, results, strict=True):
@@ -221,7 +222,7 @@ def decode(
         for payload, out, sizes, first in zip(payloads, outs, lengths, firsts, strict=False)
     ]
     messages = (_Incoming * count)(*rows)
-    _codes().call("dct_embedding_decode", messages, _flat(lengths), count, _threads(count))
+    _codes().call("dct_embedding_decode", messages, np.concatenate(lengths), count, _threads(count))
     return [
         f"error-bounded payload {_FAULTS[m.status].format(found=m.found, numel=m.numel, segments=m.segments)}"
         if m.status in _FAULTS
@@ -238,10 +239,6 @@ def _messages(parts: Sequence[Outgoing]) -> ctypes.Array[_Outgoing]:
         for (x, lengths, _, _, kind), first in zip(parts, firsts, strict=False)
     ]
     return (_Outgoing * len(parts))(*rows)
-
-
-def _flat(parts: Sequence[npt.NDArray[np.generic]]) -> npt.NDArray[np.generic]:
-    return np.concatenate(parts) if len(parts) != 1 else np.ascontiguousarray(parts[0])
 
 
 def _threads(messages: int) -> int:
