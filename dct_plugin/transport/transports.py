@@ -27,8 +27,7 @@ logger = logging.getLogger("dct_plugin.transport")
 @own_traffic(recorded=False)
 def open_transport(group: dist.ProcessGroup | None, device: torch.device) -> Transport:
     """Return a transport of messages that lie on ``device``; a collective."""
-    known_group: Any = group if group is not None else dist.group.WORLD
-    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(known_group)
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
     if device.type == "cpu" and len(ranks) > 1:
         sockets, reason = tcp_connect.connect(group)
         if sockets is not None:
@@ -57,19 +56,18 @@ def subgroup(
     Raises:
         ConfigError: torch could not make it.
     """
-    known_group: Any = group if group is not None else dist.group.WORLD
     # torch names a group that some ranks make after the number of groups that each of them is in.
     count = len(dist.distributed_c10d._world.pg_names)
     counts = torch.tensor([count, -count], device=device)
-    dist.all_reduce(counts, dist.ReduceOp.MAX, known_group)
+    dist.all_reduce(counts, dist.ReduceOp.MAX, group)
     if counts[0] != -counts[1]:
         raise ConfigError(
             f"rank {dist.get_rank()}: dct.data_parallel.nodes: the ranks that exchange gradients are in "
             f"different numbers of process groups, up to {int(counts[0])}: torch cannot make groups of nodes "
             "then. Make as many groups with every rank, or set it to 1"
         )
-    backend = str(dist.get_backend_config(known_group))
-    limit = timedelta(seconds=lost_ranks.time_limit(known_group, device.type))
+    backend = str(dist.get_backend_config(group))
+    limit = timedelta(seconds=lost_ranks.time_limit(group, device.type))
     # With init_process_group(device_id=...) torch would split the communicator of all ranks, and wait for
     # those that make no group.
     everyone: Any = dist.group.WORLD
