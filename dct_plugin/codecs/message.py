@@ -170,14 +170,6 @@ class MessageWriter:
         """Receivers and sizes of what was placed, for :func:`order_of`."""
         return tuple([(each.receivers, each.sizes) for each in self.placed])
 
-    def sizes(self) -> list[int]:
-        """Return the bytes of each message whose payloads are :attr:`placed`."""
-        found = [0] * len(self._lengths)
-        for each in self.placed:
-            for receiver, nbytes in zip(each.receivers, each.stats.sizes, strict=True):
-                found[receiver] += nbytes
-        return found
-
     @property
     def message(self) -> Tensor:
         """All that was written for the first receiver since :meth:`clear`; see :meth:`read`."""
