@@ -268,9 +268,6 @@ class EngineAttachment(HostAttachment):
         for group in streams if self._gather is None else [*streams, self._gather.updates.group]:
             group.make_process_groups()
 
-    def steps_so_far(self) -> int:
-        return self.steps.step
-
     def load_residuals(self, folder: str | os.PathLike[str]) -> bool:
         """Take over the residuals in the folder of a checkpoint's tag; a collective, between two steps.
 

@@ -38,6 +38,7 @@ from . import lost_peers, startup
 from .measured_job import SECTION, VARIABLE
 from .refusals import refuse
 from .settings import training_of
+from .steps import StepHooks
 
 
 def start_reporting(
@@ -93,6 +94,7 @@ class HostAttachment:
         config: The configuration as it is applied: read by all layers, logged, agreed on by the ranks.
         applied: Its data-parallel settings, with the reasons.
         ends: Takes off all that was put on the model, its optimizer and the process.
+        steps: The optimizer steps so far.
         leaves: True if it was detached: the next step is its last one.
 
     Raises:
@@ -100,6 +102,7 @@ class HostAttachment:
     """
 
     framework: ClassVar[str]
+    steps: StepHooks
     hint: ClassVar[str] = HINT
     process_group: dist.ProcessGroup | None = None
     """The group whose ranks exchange gradients; None: all ranks."""
@@ -281,7 +284,7 @@ class HostAttachment:
 
     def steps_so_far(self) -> int:
         """Return the optimizer steps so far."""
-        raise NotImplementedError
+        return self.steps.step
 
     # -- leaving ---
 
@@ -335,9 +338,6 @@ class PlainTraining(HostAttachment):
     @property
     def reducers(self) -> Iterable[GradientReducer]:
         return ()
-
-    def steps_so_far(self) -> int:
-        return 0
 
     def state_dict(self) -> dict[str, Any]:
         return {}

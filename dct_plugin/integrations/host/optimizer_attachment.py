@@ -40,7 +40,6 @@ class OptimizerAttachment(HostAttachment, ABC):
         call: The function that makes the attachment, for messages.
         remedy: What to do about an optimizer of another model.
         sharded: Whether ranks hold different gradients.
-        steps: Optimizer steps so far.
 
     Raises:
         ConfigError: An optimizer is none, or the section is wrong.
@@ -72,9 +71,6 @@ class OptimizerAttachment(HostAttachment, ABC):
     @property
     def reducers(self) -> Iterable[GradientReducer]:
         return self._reducers.values()
-
-    def steps_so_far(self) -> int:
-        return self.steps.step
 
     def detach(self) -> None:
         self._optimizer_steps.end_or_reject()
