@@ -20,6 +20,8 @@ from dct_plugin.embedding import ColumnShards, FieldShards, TableShard
 
 from . import METHODS
 
+_Settings = dict[str, Any]
+
 
 class HybridOptimizer(torch.optim.Optimizer):
     """SGD, Adam, Adagrad or row-wise Adagrad, as each parameter group says.
@@ -62,14 +64,12 @@ class HybridOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             update = getattr(self, "_" + group["method"])
             for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                if gradient.is_sparse:
+                gradient, rows = parameter.grad, None
+                if gradient is not None and gradient.is_sparse:
                     gradient = gradient.coalesce()
-                    if not gradient.indices().numel():
-                        continue
-                update(parameter, gradient, self.state[parameter], group)
+                    gradient, rows = gradient.values(), gradient.indices()[0]
+                if gradient is not None and gradient.numel():
+                    update(parameter, gradient, rows, self.state[parameter], group)
         return loss
 
     def step_unit(self, group: Mapping[str, Any]) -> StepUnit:
@@ -79,19 +79,22 @@ class HybridOptimizer(torch.optim.Optimizer):
             return StepUnit(lr)
         return StepUnit(lr, True, float(group["betas"][1]) if method == "adam" else None, _eps(group))
 
-    @staticmethod
-    def _sgd(parameter: Tensor, gradient: Tensor, _: dict[str, Any], group: dict[str, Any]) -> None:
-        parameter.add_(gradient, alpha=-group["lr"])
+    # Gradients of some rows of a parameter (``at``), or of all of it, in which case it is None.
 
     @staticmethod
-    def _adam(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _sgd(parameter: Tensor, values: Tensor, at: Tensor | None, _: _Settings, group: _Settings) -> None:
+        _add(parameter, at, values, alpha=-group["lr"])
+
+    @staticmethod
+    def _adam(
+        parameter: Tensor, values: Tensor, at: Tensor | None, state: _Settings, group: _Settings
+    ) -> None:
         if not state:
             state["step"] = 0
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
         first, second = group["betas"]
-        values, at = _rows_of(gradient)
         mean, square = (_at(state[key], at) for key in ("exp_avg", "exp_avg_sq"))
         mean.lerp_(values, 1 - first)
         square.mul_(second).addcmul_(values, values, value=1 - second)
@@ -103,10 +106,11 @@ class HybridOptimizer(torch.optim.Optimizer):
             state["exp_avg_sq"][at] = square
 
     @staticmethod
-    def _adagrad(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _adagrad(
+        parameter: Tensor, values: Tensor, at: Tensor | None, state: _Settings, group: _Settings
+    ) -> None:
         if not state:
             state["sum"] = torch.zeros_like(parameter)
-        values, at = _rows_of(gradient)
         total = _at(state["sum"], at)
         total.addcmul_(values, values)
         change = (values / (total.sqrt() + _eps(group))).mul_(-group["lr"])
@@ -116,7 +120,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _rowwise_adagrad(
-        parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+        parameter: Tensor, values: Tensor, at: Tensor | None, state: _Settings, group: _Settings
     ) -> None:
         width = parameter.shape[-1] if parameter.dim() > 1 else group["width"]
         if width is None:
@@ -125,7 +129,6 @@ class HybridOptimizer(torch.optim.Optimizer):
         table = parameter.view(-1)[: rows * width].view(rows, width)
         if not state:
             state["sum"] = torch.zeros(rows, dtype=parameter.dtype, device=parameter.device)
-        values, at = _rows_of(gradient)
         if at is None:
             values = values.reshape(-1)[: rows * width].view(rows, width)
         square = values.square().mean(dim=1)
@@ -139,23 +142,16 @@ def _eps(group: Mapping[str, Any]) -> float:
     return default if group["eps"] is None else float(group["eps"])
 
 
-def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Values, and their rows if the gradient is sparse."""
-    if gradient.is_sparse:
-        return gradient.values(), gradient.indices()[0]
-    return gradient, None
-
-
 def _at(tensor: Tensor, rows: Tensor | None) -> Tensor:
     """The tensor itself, or a copy of some rows."""
     return tensor if rows is None else tensor[rows]
 
 
-def _add(tensor: Tensor, rows: Tensor | None, change: Tensor) -> None:
+def _add(tensor: Tensor, rows: Tensor | None, change: Tensor, *, alpha: float = 1.0) -> None:
     if rows is None:
-        tensor.add_(change)
+        tensor.add_(change, alpha=alpha)
     else:
-        tensor.index_add_(0, rows, change)
+        tensor.index_add_(0, rows, change, alpha=alpha)
 
 
 def hybrid_groups(model: nn.Module, *, tables: dict[str, Any], rest: dict[str, Any]) -> list[dict[str, Any]]:
