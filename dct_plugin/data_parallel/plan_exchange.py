@@ -61,7 +61,8 @@ class PlanExchanges:
 
     def __init__(self, group: StreamGroup, finished: Callable[[ReductionPlan], None]) -> None:
         self.group, self.finished = group, finished
-        self._spare_writers: list[tuple[MessageWriter, MessageWriter]] = []
+        self.spare_writers: list[tuple[MessageWriter, MessageWriter]] = []
+        """Writers whose messages have left."""
 
     def preparing(self) -> AbstractContextManager[Preparation]:
         """Surround work before the next exchange. The other ranks may wait in it already: an error is told
@@ -88,17 +89,13 @@ class PlanExchanges:
 
     def take_writers(self) -> tuple[MessageWriter, MessageWriter]:
         """Return empty message writers: of a message for each rank, and of one for all of them."""
-        if not self._spare_writers:
+        if not self.spare_writers:
             device = self.group.device
             return MessageWriter(device, self.group.world_size), MessageWriter(device)
-        writers = self._spare_writers.pop()
+        writers = self.spare_writers.pop()
         for writer in writers:
             writer.clear()
         return writers
-
-    def give_back(self, writers: tuple[MessageWriter, MessageWriter]) -> None:
-        """Take back writers whose messages have left."""
-        self._spare_writers.append(writers)
 
     def account(self, written: Sequence[WrittenTensor], exchange_record: Record) -> None:
         """Let thresholds follow what was written, and record it; the first figure read reads all of them."""
@@ -205,7 +202,7 @@ class PlanExchange:
             sent = chunk.sent[-1]
             if sent.lacking:
                 sent.phase.complete(chunk.plan, sent.lacking)
-            self._exchanges.give_back(chunk.writers)
+            self._exchanges.spare_writers.append(chunk.writers)
         self._exchanges.finished(self.plan)
 
     def _preparing(self, posts: int) -> AbstractContextManager[Preparation]:

@@ -175,7 +175,9 @@ class GradientReducer:
             flat = as_flat(tensor)
             if self.group.node is not None:
                 flat = flat[slice(*self.group.node.part(name, flat.numel()))]
-            self.group.streams.add_to_residual(name, flat)
+            stream = self.group.streams.get(name)
+            if stream is not None and stream.residual is not None:
+                stream.residual.add(flat)
             for each in self.add_ons:
                 each.returned(name, tensor)
 

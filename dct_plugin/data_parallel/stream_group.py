@@ -99,12 +99,6 @@ class Streams(dict[str, Compressor]):
         for stream in self.values():
             stream.set_value_dtype(settings.value_dtype)
 
-    def add_to_residual(self, name: str, flat: Tensor) -> None:
-        """Add to the residual of a tensor what an exchange left in it, where no rank used that."""
-        stream = self.get(name)
-        if stream is not None and stream.residual is not None:
-            stream.residual.add(flat)
-
     def end_step(self, waiting: Collection[str], *, skipped: bool) -> None:
         """Close an optimizer step of all streams but those of the tensors that are ``waiting``. Streams that
         cannot be undone have nothing to keep or to restore.

@@ -484,7 +484,7 @@ class StepAheadAddOn(AddOn):
                 self._owner_residuals_of,
                 pending_of,
                 lasting,
-                self._newest_residual_of,
+                partial(self._residual_of, committed=False),
                 in_memory_order,
             ),
             world_size=group.world_size,
@@ -605,9 +605,6 @@ class StepAheadAddOn(AddOn):
         if group.sends_all:
             return None
         return group.streams.residual_of(name, use, group.device, committed=committed)
-
-    def _newest_residual_of(self, name: str) -> Tensor | None:
-        return self._residual_of(name, committed=False)
 
     def _owner_residuals_of(self, name: str, numel: int) -> Iterator[tuple[Shard, Tensor]]:
         """Yield the parts of the sum that this rank owns, and what it has not sent back of each."""
