@@ -331,8 +331,8 @@ def test_codings_are_timed_on_fp32_whatever_the_default() -> None:
 def test_sizes_of_gradients_are_those_of_tensors_that_are_thresholded() -> None:
     group = SimpleNamespace(is_small=lambda name, numel: numel < 10)
     tensors = {"a": (100, 400), "b": (50, 100), "bias": (5, 20)}
-    assert measurements.GradientSizes.of(group, tensors) == (2, 150, 20, 500 / 150)  # type: ignore[arg-type]
-    assert measurements.GradientSizes.of(group, {"bias": (5, 20)}) == (0, 0, 20, 4.0)  # type: ignore[arg-type]
+    assert measurements.gradient_sizes(group, tensors) == (2, 150, 20, 500 / 150)  # type: ignore[arg-type]
+    assert measurements.gradient_sizes(group, {"bias": (5, 20)}) == (0, 0, 20, 4.0)  # type: ignore[arg-type]
 
 
 def _decided_once(rank: int, world_size: int, fastest: str) -> dict[str, Any]:

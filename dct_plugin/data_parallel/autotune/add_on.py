@@ -41,7 +41,7 @@ from ..topologies import Topologies
 from .cost_model import CostModel, DecisionRules, Link, gentlest_of_fastest, settings_to_try
 from .measurements import (
     PROBE_BYTES,
-    GradientSizes,
+    gradient_sizes,
     largest,
     probe_link,
     reduction_seconds,
@@ -316,26 +316,26 @@ class AutomaticSparsity(AddOn):
             dense: Seconds of the dense reductions of a step; None: computed from the link.
             link: The speed of the link.
         """
-        group = self._group
-        sizes, ahead = GradientSizes.of(group, self._sizes), 0.0
+        group, ahead = self._group, 0.0
+        tensors, entries, small_bytes, entry_bytes = gradient_sizes(group, self._sizes)
         if self._looks_ahead:
             cost = time_step_ahead(group)
-            ahead = sizes.tensors * cost.per_tensor + sizes.entries * cost.per_entry
+            ahead = tensors * cost.per_tensor + entries * cost.per_entry
         model = CostModel(
             0.0,
             dense,
             time_codings(group, [each for each in self._settings if not each.is_dense]),
             link,
-            sizes.entries,
-            sizes.small_bytes,
+            entries,
+            small_bytes,
             group.world_size,
             is_direct=self._topologies.is_direct,
             server_density=group.settings.server_density,
             weight_gathers=int(self._topologies.sums_at_owners),
-            entry_bytes=sizes.entry_bytes,
+            entry_bytes=entry_bytes,
             reductions=self._reductions,
             step_ahead=ahead,
-            large_tensors=sizes.tensors,
+            large_tensors=tensors,
         )
         return model._replace(rest=max(now - model.predict(self.current).total, 0.0))
 

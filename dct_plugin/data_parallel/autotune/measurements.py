@@ -61,27 +61,18 @@ def largest(group: StreamGroup, figures: Sequence[float]) -> list[float]:
         return lost_ranks.received(agreed, group.process_group).tolist()
 
 
-class GradientSizes(NamedTuple):
-    """The sizes of a model's gradients.
+def gradient_sizes(group: StreamGroup, tensors: Mapping[str, tuple[int, int]]) -> tuple[int, int, int, float]:
+    """Return the number of the tensors that are thresholded, their entries, the bytes of the other tensors,
+    and the bytes of a thresholded entry.
 
-    Attributes:
-        tensors, entries: The tensors that are thresholded, and their entries.
-        small_bytes: Bytes of the tensors that never are.
-        entry_bytes: Bytes of a thresholded entry.
+    Args:
+        group: Says which tensors are thresholded.
+        tensors: Entries and bytes by name.
     """
-
-    tensors: int
-    entries: int
-    small_bytes: int
-    entry_bytes: float
-
-    @classmethod
-    def of(cls, group: StreamGroup, tensors: Mapping[str, tuple[int, int]]) -> GradientSizes:
-        """Return the sizes of ``tensors``: entries and bytes by name."""
-        large = [size for name, size in tensors.items() if not group.is_small(name, size[0])]
-        entries, nbytes = (sum(column) for column in zip((0, 0), *large, strict=True))
-        small_bytes = sum(nbytes for _, nbytes in tensors.values()) - nbytes
-        return cls(len(large), entries, small_bytes, nbytes / entries if entries else 4.0)
+    large = [size for name, size in tensors.items() if not group.is_small(name, size[0])]
+    entries, nbytes = (sum(column) for column in zip((0, 0), *large, strict=True))
+    small_bytes = sum(nbytes for _, nbytes in tensors.values()) - nbytes
+    return len(large), entries, small_bytes, nbytes / entries if entries else 4.0
 
 
 def probe_link(group: StreamGroup) -> Link:
