@@ -166,8 +166,8 @@ class GradientReducer:
         """
         self.exchanges.finish()
         local = self.add_ons.local_steps
-        if local is not None and local.gradients.seen:
-            local.gradients.share()
+        if self.progress is not None and local is not None and local.gradients:
+            self.progress.share_nonfinite()
 
     def return_to_residual(self, entries: Entries) -> None:
         """Add to the residuals what an exchange left in these tensors, where no rank used it."""

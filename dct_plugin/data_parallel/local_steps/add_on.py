@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -25,43 +25,12 @@ from ...errors import ConfigError
 from ..add_on import AddOn, ReducerContext
 from ..passes import calls_of, register, remove, unregister
 from ..plan import Entries, Sparsity
-from ..stream_group import StreamGroup
 from .buffers import AveragedBuffers, average
 from .outer_step import OuterStep
 from .training import Optimizers, Saved, TrainedWeights
 from .updates import UnsentUpdates
 
 _Tensors: TypeAlias = Mapping[str, Mapping[str, Tensor]]
-
-
-class SharedNonfinite:
-    """Lets a gradient that is not finite on one rank be so on all ranks, as under plain training.
-
-    It does so before a step at whose end ranks wait for the mean progress: a script that leaves out such
-    steps then leaves them out on all ranks. A rank alone would let the others wait.
-
-    Args:
-        group: The ranks.
-    """
-
-    def __init__(self, group: StreamGroup) -> None:
-        self._group = group
-        self.seen: list[Tensor] = []
-        """Gradients of this pass, 1-D, the same ones on all ranks."""
-
-    def see(self, gradients: Iterable[Tensor]) -> None:
-        """Note gradients."""
-        self.seen += [gradient for gradient in gradients if gradient.numel()]
-
-    def share(self) -> None:
-        """Make the first entry of a gradient NaN if it is not finite on another rank; a collective."""
-        seen, self.seen = self.seen, []
-        # On a CPU the largest magnitude takes twenty times as long as a sum.
-        poison = 0.0 * torch.stack([gradient.sum(dtype=torch.float32) for gradient in seen])
-        with self._group.recorded("gradient_local"):
-            self._group.exchange.all_reduce(poison)
-        for gradient, value in zip(seen, poison, strict=True):
-            gradient[:1] += value
 
 
 def copy_state(state: _Tensors, targets: _Tensors, option: str) -> None:
@@ -145,7 +114,7 @@ class LocalSteps(AddOn):
     Attributes:
         weights: Those that this rank trains, and the common ones.
         progress: What is exchanged; None before the first local step, and after :meth:`flush`.
-        gradients: Those of a step that ends in an exchange.
+        gradients: Those of a pass whose step ends in an exchange, 1-D, the same ones on all ranks.
         sends: True while progress is encoded and sent: what is reduced then is no gradient.
         is_open: True from the sending of progress until this rank's weights have followed its mean.
     """
@@ -155,7 +124,7 @@ class LocalSteps(AddOn):
     def __init__(self, context: ReducerContext) -> None:
         assert context.config.local_steps is not None
         self._context, self._group, self._period = context, context.group, context.config.local_steps.period
-        self._start, self.gradients = context.config.dense_steps, SharedNonfinite(context.group)
+        self._start, self.gradients = context.config.dense_steps, list[Tensor]()
         self._kind = UnsentUpdates if context.config.exchange_of == "updates" else OuterStep
         self.weights = TrainedWeights({}, self._kind.option)
         self.progress: OuterStep | None = None
@@ -280,7 +249,7 @@ class LocalSteps(AddOn):
         if self.progress is None:
             return 1.0
         if self._steps + 1 - self.progress.last >= self._period and not self.progress.delay:
-            self.gradients.see([gradient for _, gradient in entries])
+            self.gradients += [gradient for _, gradient in entries if gradient.numel()]
         return self.progress.shorten([name for name, _ in entries])
 
     def end_step(self, *, skipped: bool) -> None:

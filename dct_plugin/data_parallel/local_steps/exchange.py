@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from ...codecs.copies import SideStream
 from ..pending_exchanges import exchanges_of
 from .add_on import LocalSteps
@@ -37,6 +39,21 @@ class ProgressExchange:
         """Has sent what is under way; another one does not apply its mean."""
         self._sent = 0
         """Optimizer steps before the pass that sent it."""
+
+    def share_nonfinite(self) -> None:
+        """Let a gradient that is not finite on one rank be so on all ranks, as under plain training; a
+        collective before a step at whose end ranks wait for the mean progress.
+
+        A script that leaves out such steps then leaves them out on all ranks. A rank alone would let the
+        others wait. The first entry of the gradient becomes NaN.
+        """
+        gradients, self._local.gradients = self._local.gradients, []
+        # On a CPU the largest magnitude takes twenty times as long as a sum.
+        poison = 0.0 * torch.stack([gradient.sum(dtype=torch.float32) for gradient in gradients])
+        with self._group.recorded("gradient_local"):
+            self._group.exchange.all_reduce(poison)
+        for gradient, value in zip(gradients, poison, strict=True):
+            gradient[:1] += value
 
     def in_pass(self) -> None:
         """Send the progress that is due, and receive what is under way, as far as its delay is over; called
