@@ -121,8 +121,8 @@ class HostAttachment:
 
     @property
     def reducers(self) -> Iterable[GradientReducer]:
-        """The reducers of the gradients."""
-        raise NotImplementedError
+        """The reducers of the gradients; none where nothing is reduced."""
+        return ()
 
     @functools.cached_property
     def metrics(self) -> Metrics:
@@ -334,10 +334,6 @@ class PlainTraining(HostAttachment):
         self.metrics = Metrics(MetricsConfig(), rank=rank, world_size=size)
         if rank == 0:
             logger.warning("dct: nothing to do: %s", reason)
-
-    @property
-    def reducers(self) -> Iterable[GradientReducer]:
-        return ()
 
     def state_dict(self) -> dict[str, Any]:
         return {}
