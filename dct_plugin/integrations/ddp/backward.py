@@ -33,11 +33,6 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def entries_of(parameter: Tensor) -> int:
-    """Return the number of entries of a parameter's gradient in a bucket."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
@@ -63,7 +58,7 @@ class ModelParameters:
         """Name the parameters that have no name yet; return all of them by name."""
         found = {self._names.setdefault(id(parameter), name): parameter for name, parameter in named}
         if found:
-            self.sizes = {**(self.sizes or {}), **{name: entries_of(p) for name, p in found.items()}}
+            self.sizes = {**(self.sizes or {}), **{name: as_real(p).numel() for name, p in found.items()}}
         return found
 
     def attach(self, model: DistributedDataParallel) -> None:
@@ -135,7 +130,7 @@ class Bucket:
 
     def __init__(self, full: dist.GradBucket) -> None:
         self.parameters = list(full.parameters())
-        self.views = full.buffer().split([entries_of(parameter) for parameter in self.parameters])
+        self.views = full.buffer().split([as_real(parameter).numel() for parameter in self.parameters])
         # The parameters' own gradients, before DDP copies those of the buffer there.
         gradients = [parameter.grad for parameter in self.parameters]
         self._before = [(each, 0 if each is None else each._version) for each in gradients]
