@@ -335,6 +335,9 @@ class PlainTraining(HostAttachment):
         if rank == 0:
             logger.warning("dct: nothing to do: %s", reason)
 
+    def steps_so_far(self) -> int:
+        return 0
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
