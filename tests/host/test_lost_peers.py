@@ -360,7 +360,7 @@ def _waits_with_the_store(rank: int, world_size: int, port: int) -> tuple[list[s
     """Rank 1 waits in the store, and gives signs of life; then all ranks wait in one call."""
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)
     lost_ranks.default_store = lambda: store
-    lost_peers.PATIENCE, lost_peers.INTERVAL, lost_peers.ANSWERS = 0.2, 0.05, 60.0
+    lost_peers.PATIENCE, lost_peers.INTERVAL, lost_peers.ANSWERS = 0.2, 0.05, 600.0
     job = watched()
     thread = lost_peers._excepthook.waits
     assert thread is not None
@@ -372,6 +372,8 @@ def _waits_with_the_store(rank: int, world_size: int, port: int) -> tuple[list[s
             signs.add(lost_ranks.stated(lost_ranks.key_of("heard", 1)))
         store.set("rank 0 has heard", "")
     client = _Counting(store.clone())
+    while thread._client[0] is None:  # the thread makes its own at first, and would put it back
+        time.sleep(0.01)
     thread._client = store, client
     with logged() as lines, lost_ranks.reported("call of all"):
         while not client.counts["multi_get"]:
