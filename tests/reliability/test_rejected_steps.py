@@ -228,6 +228,7 @@ def _counts(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
     closing = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
     with pytest.raises(ConfigError, match="compares gradients of several passes"):
         dct_plugin.attach(model, closing, {"data_parallel": SKIP})
+    dct_plugin.attach(model, closing, {"data_parallel": {"quality": "dense"}}).detach()
     model, exact = DistributedDataParallel(network()), {**SKIP, "sparsity": 0.0, "value_dtype": "fp32"}
     closing = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
     state = dct_plugin.attach(model, closing, {"data_parallel": exact})

@@ -190,7 +190,7 @@ class OptimizerAttachment(HostAttachment, ABC):
         Raises:
             ConfigError: Names it.
         """
-        is_exact = settings.value_dtype == "fp32" and (settings.sparsity == 0 or settings.quality == "exact")
+        is_exact = settings.quality == "dense" or (settings.sparsity == 0 and settings.value_dtype == "fp32")
         if is_exact or settings.trains_alone:
             return
         for each in self._optimizers:
