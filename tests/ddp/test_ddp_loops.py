@@ -660,3 +660,43 @@ def _orders(rank: int, world_size: int) -> list[bool]:
 
 def test_residuals_have_the_order_of_memory() -> None:
     assert run(2, _orders) == [[True] * 3] * 2
+
+
+# -- weights that forward passes write ---
+
+
+class Constrained(nn.Linear):
+    """Limits the norm of its rows in every pass, as EEGNet does."""
+
+    max_norm = 0.2
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, self.max_norm)
+        return super().forward(input)
+
+
+def _constrained(rank: int, world_size: int) -> tuple[float, list[str], bool, list[str]]:
+    job, constrained = Job(rank), Constrained(48, 48)
+    with logged() as lines:
+        ddp, optimizer = job.train(
+            nn.Sequential(nn.Linear(16, 48), nn.Tanh(), constrained, nn.Linear(48, 16))
+        )
+        norm = 0.0
+        for step in range(STEPS):
+            x = job.batch(step)
+            optimizer.zero_grad()
+            out = ddp(x)
+            norm = max(norm, float(constrained.weight.norm(dim=1).max()))
+            displaced = job.watched[0].displaced()
+            loss_of(out, x).backward()
+            optimizer.step()
+    return norm, displaced, equal_on_ranks(held(ddp)), [line for line in lines if "max_norm" in line]
+
+
+def test_weights_that_forward_passes_limit_are_not_displaced() -> None:
+    for norm, displaced, is_equal, lines in run(2, _constrained):
+        assert norm < 0.2001
+        assert displaced == ["0.weight", "0.bias", "3.weight", "3.bias"]
+        assert is_equal
+        (line,) = lines
+        assert line.startswith("dct: step-ahead: weights of 2 get local feedback")

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ...compression.feedback import ScratchBuffers
-from ...console import logger
+from ...console import listed, log_once, logger
 from ...errors import ConfigError
 from ...kernels import Residuals
 from ...kernels.displacement import Displacement
@@ -203,12 +203,23 @@ class StepAhead:
         Raises:
             ConfigError: A part of the module replays a CUDA graph, which reads the weights themselves.
         """
+        rescaled: dict[int, str] = {}
         for name, part in module.named_modules():
             if "make_graphed_callables" in getattr(part.__dict__.get("forward"), "__qualname__", ""):
                 raise ConfigError(
                     f"dct.data_parallel.feedback = 'step_ahead': {name or 'the model'} replays a CUDA graph, "
                     "which does not see displaced weights; set it to 'local', or make no graph"
                 )
+            if getattr(part, "max_norm", None) is not None:  # it writes its weights in forward passes
+                rescaled |= {id(each): name for each in part.parameters(recurse=False)}
+        if rescaled:
+            names = listed([*dict.fromkeys(rescaled.values())])
+            log_once(
+                f"dct: step-ahead: weights of {names} get local feedback, since forward passes limit their "
+                "norm (max_norm)"
+            )
+            unit_of = self._unit_of
+            self._unit_of = lambda parameter: None if id(parameter) in rescaled else unit_of(parameter)
         register(module, self._displaced)
         self._handles += self._passes.register(module)
         for optimizer in filter(lambda each: hasattr(each, "register_step_pre_hook"), optimizers):
