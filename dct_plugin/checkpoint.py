@@ -527,7 +527,10 @@ def reshard(contents: Iterable[State], *, unit: float = 1.0) -> State:
             residual = unpacked(streams[name]["residual"]) * factor
             start, stop, numel = parts.get(name, (0, residual.numel(), residual.numel()))
             if name not in total:
-                total[name] = {**_without_threshold(streams[name]), "residual": torch.zeros(numel)}
+                total[name] = {
+                    **_without_threshold(streams[name]),
+                    "residual": torch.zeros(numel, dtype=torch.float32, device="cpu"),
+                }
             total[name]["residual"][start:stop] += residual
         for name, match in answers.items():
             if (owner := total.get(match["name"])) is not None:
@@ -585,7 +588,11 @@ def mean_residuals(
     device = device_of(str(dist.get_backend_config(group)))
     means = {}
     for name, numel in sizes.items():
-        total = (streams[name]["residual"] if name in streams else torch.zeros(numel)).to(device)
+        total = (
+            streams[name]["residual"]
+            if name in streams
+            else torch.zeros(numel, dtype=torch.float32, device="cpu")
+        ).to(device)
         with lost_ranks.reported("average of residuals", group):
             dist.all_reduce(total, group=group)
             means[name] = lost_ranks.received(total, group).div_(dist.get_world_size(group))

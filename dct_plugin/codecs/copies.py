@@ -28,7 +28,7 @@ def start_to_host(tensor: Tensor) -> Callable[[], Tensor]:
     if not tensor.is_cuda:
         copy = tensor.detach().to("cpu", copy=True)
         return lambda: copy
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
     stream = _reader(tensor.device)
     stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):

@@ -21,7 +21,9 @@ from .copies import to_device
 #: Best distance of equally spaced levels for normal values of variance 1; more bits span the group.
 _BEST_STEP = {1: 1.596, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0569}
 #: The same by number of bits, 0 to 10.
-_BEST_STEPS = torch.tensor([_BEST_STEP.get(bits, 0.0) for bits in range(11)])
+_BEST_STEPS = torch.tensor(
+    [_BEST_STEP.get(bits, 0.0) for bits in range(11)], dtype=torch.float32, device="cpu"
+)
 
 
 class Quantiser(NamedTuple):
@@ -75,7 +77,7 @@ class Quantiser(NamedTuple):
             return data[:size].clone().view(torch.bfloat16).to(torch.float32)
         groups = -(-numel // self.group)
         step = data[: 2 * groups].clone().view(torch.bfloat16).to(torch.float32)
-        table = torch.zeros(groups, self.group, device=data.device)
+        table = torch.zeros(groups, self.group, device=data.device, dtype=torch.float32)
         codes = unpack(data[2 * groups : size], self.bits)
         table.view(-1)[: codes.numel()] = codes
         table.sub_((2**self.bits - 1) / 2).mul_(step.unsqueeze(1))

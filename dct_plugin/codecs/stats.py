@@ -217,7 +217,7 @@ def read_figures(stats: Iterable[Stats], also: Sequence[Tensor]) -> list[list[in
         table.read = list(itertools.islice(found, table.counts.numel()))
         wrong = wrong or max(table.read[3::4], default=0) >> 1
     if taus:
-        bits = torch.tensor([*itertools.islice(found, len(taus))], dtype=torch.int32)
+        bits = torch.tensor([*itertools.islice(found, len(taus))], dtype=torch.int32, device="cpu")
         known = dict(zip(taus, bits.view(torch.float32).tolist(), strict=True))
         for each in stats:
             if isinstance(each._tau, Tensor):

@@ -114,7 +114,11 @@ class _ScaledInt8(_ValueCodec):
         groups = table.shape[0]
         # A tensor as divisor: CUDA divides by a Python number by multiplying with its rounded reciprocal.
         divisor = torch.full((), 127.0, device=x.device)
-        scale = table.abs().amax(dim=1) / divisor if groups else torch.empty(0, device=x.device)
+        scale = (
+            table.abs().amax(dim=1) / divisor
+            if groups
+            else torch.empty(0, device=x.device, dtype=torch.float32)
+        )
         # A subnormal scale may have been rounded so far that the quotient passes 127. Adding 0 turns -0 into
         # the +0 a receiver gets.
         q = _whole_steps(table, scale.unsqueeze(1)).clamp(-127, 127) + 0.0
@@ -186,7 +190,9 @@ class _LogLevels(_ValueCodec):
 
     def __init__(self) -> None:
         super().__init__(4, 2.0**127)
-        levels = torch.tensor([0.0, *(2.0 ** (-0.75 * k) for k in range(6, -1, -1))])
+        levels = torch.tensor(
+            [0.0, *(2.0 ** (-0.75 * k) for k in range(6, -1, -1))], dtype=torch.float32, device="cpu"
+        )
         self._levels, self._middles = levels, ((levels[1:].double() + levels[:-1]) / 2).float()
 
     def nbytes(self, nnz: int) -> int:

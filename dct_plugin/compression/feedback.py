@@ -114,7 +114,7 @@ class PackedTensor:
 def unpacked(saved: Saved) -> Tensor:
     """A residual of a checkpoint, whatever its type, in fp32 (CPU)."""
     if isinstance(saved, dict):
-        out = torch.empty(saved["values"].shape, dtype=torch.float32)
+        out = torch.empty(saved["values"].shape, dtype=torch.float32, device="cpu")
         ReferenceBackend().unpack(saved["values"], saved["exponents"], out)
         return out
     return saved.to(torch.float32)

@@ -143,7 +143,9 @@ class Accordion(AddOn):
             if not each.small:
                 layer, reduced = self._layer(each.name, each.tensor), each.tensor
                 for part in plan.parts_held(each, self._group.rank):
-                    span = slice(*torch.searchsorted(layer.positions, torch.tensor(part)).tolist())
+                    span = slice(
+                        *torch.searchsorted(layer.positions, torch.tensor(part, device="cpu")).tolist()
+                    )
                     layer.pending[span] += reduced[layer.where[span]]
 
     def end_step(self, *, skipped: bool) -> None:
@@ -161,11 +163,11 @@ class Accordion(AddOn):
         layer = self._layers.get(name)
         if layer is None:
             numel = tensor.numel()
-            positions = torch.arange(min(numel, SAMPLES))
+            positions = torch.arange(min(numel, SAMPLES), device="cpu")
             if numel > SAMPLES:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                positions = torch.randint(numel, (SAMPLES,), generator=generator).unique()
-            total, pending = torch.zeros(2, positions.numel(), device=tensor.device)
+                positions = torch.randint(numel, (SAMPLES,), generator=generator, device="cpu").unique()
+            total, pending = torch.zeros(2, positions.numel(), device=tensor.device, dtype=torch.float32)
             where, step = positions.to(tensor.device), self._group.step
             layer = _Layer(positions, where, total, pending, step, self.learning_rate())
             if (saved := self._loaded.pop(name, None)) is not None:

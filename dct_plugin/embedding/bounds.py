@@ -225,4 +225,4 @@ class TableLimits(nn.Module):
             if math.isfinite(tau):
                 weight = _SMOOTHING if taus[number] > 0 else 0.0
                 taus[number] = max(weight * taus[number] + (1.0 - weight) * tau, SMALLEST_TAU)
-        self.tau.copy_(to_device(torch.tensor(taus), self.tau.device))
+        self.tau.copy_(to_device(torch.tensor(taus, dtype=torch.float32, device="cpu"), self.tau.device))

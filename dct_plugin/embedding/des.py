@@ -138,11 +138,14 @@ class _Shards(Embeddings):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(options.get("seed", 0))
             of_tables = seed_of_tables()
-        whole = (draw_table(torch.empty(cardinalities[f], dim), f, of_tables) for f in sorted(fields))
+        whole = (
+            draw_table(torch.empty(cardinalities[f], dim, device="cpu"), f, of_tables) for f in sorted(fields)
+        )
         tables = [table[:, start:stop].clone() for table in whole]
-        self.weight = self.adopt(nn.Parameter(torch.cat([torch.empty(0, stop - start), *tables])))
+        none = torch.empty(0, stop - start, device="cpu")
+        self.weight = self.adopt(nn.Parameter(torch.cat([none, *tables])))
         sizes = [len(table) for table in tables]
-        first = torch.tensor([0, *sizes])[: len(sizes)].cumsum(0)
+        first = torch.tensor([0, *sizes], device="cpu")[: len(sizes)].cumsum(0)
         self.register_buffer("first_rows", first, persistent=False)
 
     def forward(self, categorical: Tensor) -> Tensor:

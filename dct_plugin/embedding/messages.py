@@ -221,7 +221,7 @@ class VectorMessages:
     def _counts(self, rows: Sequence[Sequence[int]], masked: Mapping[int, Tensor]) -> Tensor:
         """Count the entries of masks, bool [rows, dim], in each segment of their ranks: int64 [segments]."""
         if not masked:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         joined = torch.cat([*masked.values()])
         ends = np.cumsum([0, *itertools.chain.from_iterable(rows[r] for r in masked)])
         until = torch.nn.functional.pad(joined.sum(dim=1).cumsum(0), (1, 0))

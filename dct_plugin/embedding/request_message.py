@@ -26,8 +26,8 @@ _VERSION = 2
 _ONE_HOT = 2
 #: The largest request: 2**28 ids of a batch. The number of another rank's samples is not known beforehand.
 MOST_BYTES = 2**30
-NO_IDS = torch.empty(0, dtype=torch.int64)
-NO_BYTES = torch.empty(0, dtype=torch.uint8)
+NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
+NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Bags(NamedTuple):
@@ -138,7 +138,9 @@ def read_request(message: Tensor, first_rows: Sequence[int], kernels: Selection)
     if min(bag_counts, default=0) < 0:
         raise PayloadError("a number of bags is negative")
     one_hot = flags & _ONE_HOT and sum(bag_counts) == id_count
-    lengths = torch.ones(id_count, dtype=torch.int64) if one_hot else reader.integers(sum(bag_counts))
+    lengths = (
+        torch.ones(id_count, dtype=torch.int64, device="cpu") if one_hot else reader.integers(sum(bag_counts))
+    )
     reader.end()
     if int(lengths.sum()) != len(ids) or (len(lengths) and int(lengths.min()) < 0):
         raise PayloadError(f"{len(ids)} ids do not fit the lengths of their bags")

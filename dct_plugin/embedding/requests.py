@@ -160,7 +160,7 @@ class RequestExchange:
                 if low < 0 or high >= self.limits[table]:
                     raise self._out_of_range(table, low if low < 0 else high)
         samples = len(bags[0].lengths) if bags else 0
-        positions = torch.empty(samples, len(bags), dtype=torch.int64)
+        positions = torch.empty(samples, len(bags), dtype=torch.int64, device="cpu")
         pooled: dict[int, tuple[Tensor, Tensor]] = {}
         requests = []
         first = 0
@@ -176,7 +176,7 @@ class RequestExchange:
                     rows.append(ids + int(self.base[table]))
                     counts.append(len(ids))
                 else:
-                    where = torch.arange(len(bag.lengths))
+                    where = torch.arange(len(bag.lengths), device="cpu")
                     if self.deduplicates:
                         bag, where = _distinct_bags(bag)
                     kept.append(bag)
@@ -191,7 +191,7 @@ class RequestExchange:
             request = RowRequest(samples, as_rows, counts, torch.cat(rows), Bags(ids, lengths))
             requests.append(request.with_ids(ids, first_rows))
         for number, table in enumerate(pooled):
-            positions[:, table] = torch.arange(samples) + (first + number * samples)
+            positions[:, table] = torch.arange(samples, device="cpu") + (first + number * samples)
         return BatchLookup(requests, positions, pooled)
 
     def _takes_rows(self, bag: Bags) -> bool:
@@ -262,7 +262,7 @@ def _as_bags(categorical: Tensor | Sequence[Bags], tables: int) -> list[Bags]:
         if categorical.dim() != 3 or categorical.shape[1] != tables:
             raise ValueError(_shape_error(categorical, tables))
         samples, _, length = categorical.shape
-        lengths = torch.full((samples,), length, dtype=torch.int64)
+        lengths = torch.full((samples,), length, dtype=torch.int64, device="cpu")
         columns = to_host(categorical.to(torch.int64)).transpose(0, 1).reshape(tables, -1)
         return [Bags(column, lengths) for column in columns]
     if len(categorical) != tables:
@@ -287,9 +287,9 @@ def _distinct_bags(bag: Bags) -> tuple[Bags, Tensor]:
     longest = int(bag.lengths.max()) if count else 0
     padded = bag.ids.new_full((count, longest + 1), -1)
     padded[:, 0] = bag.lengths
-    filled = torch.arange(longest) < bag.lengths.unsqueeze(1)
+    filled = torch.arange(longest, device="cpu") < bag.lengths.unsqueeze(1)
     padded[:, 1:].masked_scatter_(filled, bag.ids)
     distinct, inverse = torch.unique(padded, dim=0, return_inverse=True)
     lengths = distinct[:, 0].contiguous()
-    filled = torch.arange(longest) < lengths.unsqueeze(1)
+    filled = torch.arange(longest, device="cpu") < lengths.unsqueeze(1)
     return Bags(distinct[:, 1:][filled], lengths), inverse

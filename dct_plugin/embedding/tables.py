@@ -260,7 +260,7 @@ class ShardedTables(nn.Module):
         return {
             "steps": int(exchange.steps),
             "tables": [weight for weight, _ in found.values()],
-            "tau": torch.tensor([tau for _, tau in found.values()]),
+            "tau": torch.tensor([tau for _, tau in found.values()], dtype=torch.float32, device="cpu"),
         }
 
 
@@ -278,7 +278,7 @@ def take_rows(matrix: Tensor, rows: Tensor, *, sparse: bool = False) -> Tensor:
         return functional.embedding(rows, matrix, sparse=sparse)
 
     def add_up(gradient: Tensor) -> Tensor:
-        out = torch.zeros(matrix.shape)
+        out = torch.zeros(matrix.shape, dtype=torch.float32, device="cpu")
         x = gradient.reshape(-1, matrix.shape[1]).contiguous()
         add_rows(out, rows.reshape(-1).contiguous(), x)
         return out

@@ -208,7 +208,7 @@ class CpuBackend(Backend):
         """Return memory of this thread: zeros, which the kernels put back, or bytes to overwrite."""
         kept: dict[Any, Tensor] = self._local.__dict__
         if dtype not in kept or kept[dtype].numel() < numel:
-            kept[dtype] = torch.zeros(numel, dtype=dtype)
+            kept[dtype] = torch.zeros(numel, dtype=dtype, device="cpu")
         return kept[dtype]
 
     def positions(self, payload: Payload | Tensor, numel: int) -> Tensor:
@@ -275,7 +275,7 @@ class CpuBackend(Backend):
     def encode_indices(self, idx: Tensor, numel: int) -> Tensor:
         check_positions(idx, numel)
         positions = idx.numpy().astype(np.uint32)
-        data = torch.empty(index_form(positions.size, numel).nbytes, dtype=torch.uint8)
+        data = torch.empty(index_form(positions.size, numel).nbytes, dtype=torch.uint8, device="cpu")
         self._call("dct_encode_indices", positions, positions.size, numel, data)
         return data
 

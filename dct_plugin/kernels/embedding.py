@@ -183,10 +183,12 @@ def encode(parts: Sequence[Outgoing], bit_cost: int, *, decoded: bool = False) -
     for part, message in zip(parts, messages, strict=True):
         result = Encoded(None, None)
         if decoded or not part.send:
-            result.decoded = torch.empty(part.x.numel())
+            result.decoded = torch.empty(part.x.numel(), dtype=torch.float32, device="cpu")
             message.decoded = passed(result.decoded)
         if part.send:
-            result.message = torch.empty(bound(part.x.numel(), len(part.lengths)), dtype=torch.uint8)
+            result.message = torch.empty(
+                bound(part.x.numel(), len(part.lengths)), dtype=torch.uint8, device="cpu"
+            )
             message.out = passed(result.message)
         results.append(result)
     lengths = np.concatenate([part.lengths for part in parts])
@@ -270,7 +272,7 @@ def distinct_rows(
     library, (samples, columns) = _library(), ids.shape
     if isinstance(library, OSError) or ids.device.type != "cpu":
         return distinct_rows_in_torch(ids, order, limits, base)
-    rows, positions = torch.empty(samples * columns, dtype=torch.int64), torch.empty_like(ids)
+    rows, positions = torch.empty(samples * columns, dtype=torch.int64, device="cpu"), torch.empty_like(ids)
     counts, fault = np.empty(columns, dtype=np.int64), np.zeros(2, dtype=np.int64)
     results = rows, counts, positions, fault
     status = library.status("dct_distinct_rows", ids, samples, columns, order, limits, base, *results)

@@ -103,7 +103,7 @@ def overflow_flags(tensors: Sequence[Tensor]) -> Tensor:
         else:  # where that takes twenty times longer
             ends = [torch.stack(torch.aminmax(tensors[i])) for i in which]
             largest = torch.stack(ends).abs().amax(1)
-        at = to_device(torch.tensor(which), where)
+        at = to_device(torch.tensor(which, device="cpu"), where)
         flags[at] = ~(largest.to(torch.float32) < OVERFLOW_MAGNITUDE)
     return flags
 

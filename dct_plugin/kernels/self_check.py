@@ -86,7 +86,7 @@ class _Form(NamedTuple):
             None if number % 5 == 4 else _random(100 + number).mul_(0.3).to(where),
             self.tau,
             torch.zeros(bound, dtype=torch.uint8, device=where),
-            residual_out=torch.zeros(_NUMEL, device=where) if number % 2 else None,
+            residual_out=torch.zeros(_NUMEL, device=where, dtype=torch.float32) if number % 2 else None,
             capacity=300 if number % 4 == 3 else _NUMEL,
             start=2500,
             value_dtype=self.value_dtype,
@@ -158,7 +158,7 @@ def _batches(backend: Backend, where: torch.device) -> Results:
             job = Job(grad, residual, tau, room, value_dtype=ValueDtype.BF16, clear=True)
             figures.append(backend.compress(job))
             writer.advance(figures[-1])
-    outs = [torch.zeros(grad.numel(), device=where) for grad, _ in tensors]
+    outs = [torch.zeros(grad.numel(), device=where, dtype=torch.float32) for grad, _ in tensors]
     if not backend.lengths_on_host:
         slot = torch.zeros(PREFIX + 16_384, dtype=torch.uint8, device=where)
         backend.write_slots(writer, slot, [(0, slot.numel())], 7)
@@ -183,14 +183,17 @@ def _thresholds(backend: Selection, where: torch.device) -> Results:
 def _residuals(backend: Backend, where: torch.device) -> Results:
     """Pack residuals, and find differences of weights."""
     for dtype in (torch.bfloat16, torch.int8):
-        out, unpacked = torch.zeros(_NUMEL, dtype=dtype, device=where), torch.zeros(_NUMEL, device=where)
+        out, unpacked = (
+            torch.zeros(_NUMEL, dtype=dtype, device=where),
+            torch.zeros(_NUMEL, device=where, dtype=torch.float32),
+        )
         blocks = torch.zeros(-(-_NUMEL // PACK_BLOCK), dtype=torch.int8, device=where)
         exponents = blocks if dtype == torch.int8 else None
         backend.pack(_random(3).to(where), out, exponents, seed=5)
         backend.unpack(out, exponents, unpacked)
         yield str(dtype), [out, blocks, unpacked]
     for dtype in GRAD_DTYPES:
-        difference = torch.zeros(_NUMEL, device=where)
+        difference = torch.zeros(_NUMEL, device=where, dtype=torch.float32)
         backend.difference(_random(5).to(where), _random(4).to(dtype).to(where), difference)
         yield f"difference, {dtype}", [difference]
 
@@ -200,7 +203,10 @@ def _step_ahead(backend: Residuals, where: torch.device) -> Results:
     shapes = itertools.product(GRAD_DTYPES, ((1, 1), (3, 700), (700, 3)))
     for number, (dtype, (rows, columns)) in enumerate(shapes):
         numel = rows * columns if columns > 1 else _NUMEL
-        sums = torch.ones(rows, device=where), torch.ones(columns, device=where)
+        sums = (
+            torch.ones(rows, device=where, dtype=torch.float32),
+            torch.ones(columns, device=where, dtype=torch.float32),
+        )
         backend.add_squares([Squares(_random(number, numel).to(dtype).to(where), *sums)])
         weight = _random(50 + number, numel).to(dtype).to(where)
         residual, out = _random(90 + number, numel).to(where), torch.zeros_like(weight)

@@ -102,7 +102,7 @@ def number_of(message: Tensor) -> int:
 def _numbered(number: int, body: Tensor, size: int) -> Tensor:
     """Return ``body`` behind its number, with padding to ``size`` bytes."""
     message = torch.zeros(size, dtype=torch.uint8, device=body.device)
-    start = torch.tensor([number], dtype=torch.int64).view(torch.uint8)
+    start = torch.tensor([number], dtype=torch.int64, device="cpu").view(torch.uint8)
     message[:NUMBER_NBYTES] = start.to(body.device)
     message[NUMBER_NBYTES : NUMBER_NBYTES + body.numel()] = body
     return message

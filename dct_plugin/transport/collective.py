@@ -34,7 +34,9 @@ class CollectiveTransport(Transport):
 
     @own_traffic()
     def queue_headers(self, announced: Announced) -> Tensor:
-        pinned = torch.tensor(announced.headers, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        pinned = torch.tensor(
+            announced.headers, dtype=torch.int64, pin_memory=self._device.type == "cuda", device="cpu"
+        )
         sent = pinned.to(self._device, non_blocking=True)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)

@@ -129,7 +129,7 @@ class AgreedCapacities:
     def send_empty(self, device: torch.device, size: int, fingerprint: int) -> Slots:
         """Send slots without messages, with this size and fingerprint; return them."""
         slots = self.slots(device)
-        head = to_device(torch.tensor([size, fingerprint, 0, 0]), device)
+        head = to_device(torch.tensor([size, fingerprint, 0, 0], device="cpu"), device)
         for begin, end in slots.bounds_to:
             slots.memory[begin:end].view(torch.int64)[:WORDS] = head
         slots.send(self.exchange)

@@ -72,7 +72,9 @@ class TcpTransport(Transport):
             if any(size > _MOST_DISCARDED for size in sizes):
                 raise dist.DistNetworkError("too much")
             for source, _ in self.peers:
-                self._connections.receive(source, torch.empty(max(0, sizes[source]), dtype=torch.uint8))
+                self._connections.receive(
+                    source, torch.empty(max(0, sizes[source]), dtype=torch.uint8, device="cpu")
+                )
             self._connections.complete(limit=_DISCARD)
         except RuntimeError:  # ranks that go on see that this one does not
             self._connections.close()

@@ -60,7 +60,7 @@ def connect(group: dist.ProcessGroup | None) -> tuple[dict[int, socket.socket] |
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
     def all_good(good: bool, seconds: float) -> bool:
-        everyone = torch.tensor([good], dtype=torch.int64)
+        everyone = torch.tensor([good], dtype=torch.int64, device="cpu")
         work = dist.all_reduce(everyone, dist.ReduceOp.MIN, group=group, async_op=True)
         assert work is not None
         work.wait(timedelta(seconds=seconds))
@@ -239,7 +239,7 @@ def _exchange_invitations(
     invitation: Mapping[str, Any], group: dist.ProcessGroup | None, world_size: int
 ) -> list[dict[str, Any]]:
     own = json.dumps(invitation).encode().ljust(_INVITATION_BYTES)
-    received = [torch.empty(_INVITATION_BYTES, dtype=torch.uint8) for _ in range(world_size)]
+    received = [torch.empty(_INVITATION_BYTES, dtype=torch.uint8, device="cpu") for _ in range(world_size)]
     dist.all_gather(received, torch.frombuffer(bytearray(own), dtype=torch.uint8), group=group)
     return [json.loads(other.numpy().tobytes()) for other in received]
 

@@ -45,7 +45,7 @@ class OuterStep:
         self._weights, self._rule = weights, context.config.local_steps or LocalStepsConfig()
         common = weights.common.items() if self._rule.outer_momentum else ()
         self.saved: dict[str, dict[str, Tensor]] = {"momentum": {n: torch.zeros_like(w) for n, w in common}}
-        self.exchanges = torch.zeros(2, dtype=torch.int64)
+        self.exchanges = torch.zeros(2, dtype=torch.int64, device="cpu")
         self.buffers_every, self.delay = self._rule.fragments, self._rule.delay
         names = list(weights.common)
         self._fragments = [names[first :: self.buffers_every] for first in range(self.buffers_every)]

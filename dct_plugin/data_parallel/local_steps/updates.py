@@ -48,7 +48,7 @@ def sketch(flat: Tensor, turn: int, signs: Tensor) -> Tensor:
     """
     if flat.numel() <= WIDTH:
         return flat.to(torch.float32)
-    out = torch.zeros(WIDTH, device=flat.device)
+    out = torch.zeros(WIDTH, device=flat.device, dtype=torch.float32)
     for number, part in enumerate(flat.split(ROW)):
         first = (31 * turn + number) * 7919 % ROW
         signed = part.to(torch.float32) * signs[first : first + part.numel()]
@@ -74,20 +74,24 @@ class StepFactors:
 
     def __init__(self, group: StreamGroup, sizes: Mapping[str, int], optimizers: Optimizers) -> None:
         self._group, device, groups = group, group.device, optimizers.groups
-        signs = torch.randint(0, 2, (2 * ROW,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+        signs = torch.randint(
+            0, 2, (2 * ROW,), generator=torch.Generator().manual_seed(0), dtype=torch.int8, device="cpu"
+        )
         self._signs, widths = (2 * signs - 1).to(device), [min(WIDTH, numel) for numel in sizes.values()]
-        self._flat = torch.zeros(sum(widths) + len(widths), device=device)
+        self._flat = torch.zeros(sum(widths) + len(widths), device=device, dtype=torch.float32)
         *parts, self._squares = self._flat.split([*widths, len(widths)])
         self._parts = dict(zip(sizes, parts, strict=True))
         self._of_steps = {name for name, (optimizer, group) in groups.items() if is_muon(optimizer, group)}
         memories = [memory_of(*groups.get(name, (None, {}))) for name in sizes]
-        self._memory_of = torch.tensor(memories, device=device)
+        self._memory_of = torch.tensor(memories, dtype=torch.float32, device=device)
         self._are_gradients = torch.tensor([name not in self._of_steps for name in sizes], device=device)
-        self.saved = {name: torch.zeros(len(widths), device=device) for name in ("own", "mean")}
+        self.saved = {
+            name: torch.zeros(len(widths), device=device, dtype=torch.float32) for name in ("own", "mean")
+        }
         """Squared norms: the mean of the ranks' own ones, and that of the mean; fp32 [tensors] each. The same
         of all gradients together, of the last steps: fp32 [2].
         """
-        self.saved["all"] = torch.zeros(2, device=device)
+        self.saved["all"] = torch.zeros(2, device=device, dtype=torch.float32)
         self.ratio = 1.0
         """The norm of the mean gradient over that of the ranks' own ones, all tensors together."""
 
@@ -156,7 +160,7 @@ class UnsentUpdates(OuterStep):
 
     def __init__(self, context: ReducerContext, weights: TrainedWeights, optimizers: Optimizers) -> None:
         self._group, self._topologies, self._weights = context.group, context.topologies, weights
-        self._optimizers, self.exchanges = optimizers, torch.zeros(2, dtype=torch.int64)
+        self._optimizers, self.exchanges = optimizers, torch.zeros(2, dtype=torch.int64, device="cpu")
         self.buffers_every, self.delay, self._share = SKETCH_EVERY, 0, context.config.density
         self._flat = torch.zeros_like(weights.flat)
         sizes = {name: each.numel() for name, each in weights.common.items()}

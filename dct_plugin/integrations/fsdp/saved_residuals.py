@@ -91,7 +91,7 @@ def load(folder: str | os.PathLike[str], key: str, groups: Sequence[Any], others
                     f"{folder}: the residual of {name} is of shape {tuple(sizes[name])}, the model's "
                     f"parameter has {tuple(each.sharded.shape)}"
                 )
-            residuals[name] = as_dtensor(each, torch.zeros(each.shape))
+            residuals[name] = as_dtensor(each, torch.zeros(each.shape, dtype=torch.float32, device="cpu"))
     rest = [name for name in sizes if name not in residuals]
     if rest and dist.get_rank() == 0:
         why = "which this model does not have or now sends dense"

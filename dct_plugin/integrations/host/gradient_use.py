@@ -171,7 +171,9 @@ class Transactions:
         flags = [each.is_cleared(zeros=zeros) for each in waiting]
         if flags and zeros and self._sharded:
             what, step = "agreement on gradients that were cleared", next(iter(self._reducers)).group.step
-            flags = least(torch.tensor(flags, dtype=torch.int32), self.groups, what, step).tolist()
+            flags = least(
+                torch.tensor(flags, dtype=torch.int32, device="cpu"), self.groups, what, step
+            ).tolist()
         return [each for each, flag in zip(waiting, flags, strict=True) if flag]
 
     def reject(self, cleared: Sequence[OptimizerGradients], optimizers: Iterable[Any]) -> None:

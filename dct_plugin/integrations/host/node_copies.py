@@ -223,7 +223,7 @@ class Int8Copies(NodeCopies):
         if self._loaded is not None and self._loaded.shape == own.shape:
             own.copy_(self._loaded)
         self._loaded = None
-        shard = torch.zeros(self._numel, device=device)
+        shard = torch.zeros(self._numel, device=device, dtype=torch.float32)
         self._write_shard(shard)
         blocks = shard.view(-1, BLOCK)
         largest, held = blocks.abs().amax(dim=1), own.float()

@@ -108,7 +108,7 @@ class PoisonedSteps:
         if not named and not self._agree:
             return False
         rank, nobody = dist.get_rank(), dist.get_world_size()
-        flags = torch.zeros(0, dtype=torch.bool)
+        flags = torch.zeros(0, dtype=torch.bool, device="cpu")
         if named:
             flags = overflow_flags([g._values() if g.is_sparse else g for _, g in named])
         speaker, what = torch.where(flags.any(), rank, nobody), "agreement on a step that is not finite"

@@ -35,7 +35,7 @@ CHANGES = device.CHANGES.value
 #: Bytes of an entry by the type of a gradient; of weights that changed.
 _NBYTES = {**{code: dtype.itemsize for dtype, code in GRAD_CODES.items()}, CHANGES: 2}
 
-_NOTHING = torch.empty(0, dtype=torch.int64)
+_NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
 _LANES = 1 << 14  # samples that the search for a threshold looks at in one step, at most
 _ALIGNMENT = 16
 TILE, BLOCK, CHUNK = device.TILE.value, device.BLOCK.value, device.CHUNK.value

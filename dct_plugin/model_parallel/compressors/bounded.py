@@ -51,7 +51,7 @@ class Bounded(ActivationCompressor[BoundMethod]):
         return self.written(messages, [None] * len(messages), parts, began)
 
     def decode(self, message: Tensor, out: Tensor, peer: int) -> None:
-        values = torch.empty(out.numel())
+        values = torch.empty(out.numel(), dtype=torch.float32, device="cpu")
         (fault,) = kernels.decode([message[:-1].cpu()], [_segments(out.shape)], [values])
         if fault is not None:
             raise PayloadError(fault)

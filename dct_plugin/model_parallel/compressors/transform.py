@@ -160,17 +160,22 @@ class Transformed(ActivationCompressor[TransformMethod]):
         """Find principal directions and their bits, by block power iteration from those ``before``."""
         hidden, device = covariance.shape[0], covariance.device
         sizes = self._sizes(hidden)
-        unknown = torch.eye(hidden, device=device)
+        unknown = torch.eye(hidden, device=device, dtype=torch.float32)
         covariance = torch.where(torch.isfinite(covariance).all(), covariance, unknown)
         if before is None:
             generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
-            basis = to_device(torch.randn(hidden, sizes.directions, generator=generator), device)
+            basis = to_device(
+                torch.randn(hidden, sizes.directions, generator=generator, dtype=torch.float32, device="cpu"),
+                device,
+            )
         else:
             basis = before.on(device).basis
         for _ in range(_ITERATIONS if before is None else _MORE_ITERATIONS):
             basis = torch.linalg.qr(covariance @ basis)[0]
         variances = ((covariance @ basis) * basis).sum(dim=0).clamp_min(0.0)
-        earned = variances.unsqueeze(1) * -to_device(torch.tensor(_LEFT).diff(), device)
+        earned = variances.unsqueeze(1) * -to_device(
+            torch.tensor(_LEFT, dtype=torch.float32, device="cpu").diff(), device
+        )
         taken = earned.reshape(-1).topk(sizes.bits).indices // _MOST_BITS
         bits = torch.zeros(sizes.directions, dtype=torch.int64, device=device)
         bits.index_add_(0, taken, torch.ones_like(taken))
@@ -260,7 +265,7 @@ class _State:
         """
         trace, hidden = scatter.trace(), scatter.shape[0]
         usable = torch.isfinite(scatter).all() & (trace > 0)
-        known, unknown = self.covariance, torch.eye(hidden, device=trace.device) / hidden
+        known, unknown = self.covariance, torch.eye(hidden, device=trace.device, dtype=torch.float32) / hidden
         before = unknown if known is None else to_device(known, trace.device)
         after = before.lerp(scatter / trace, 1.0 if known is None else 1 - _DECAY)
         self.covariance = torch.where(usable, after, before)
