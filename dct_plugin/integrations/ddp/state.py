@@ -175,7 +175,7 @@ class DCTState(OptimizerAttachment):
         if self.config.data_parallel.feedback.looks_ahead:
             units_of(*self._optimizers)
         self._check_optimizers(model.module, reduced)
-        if dist.get_rank(self.process_group) == 0:
+        if self._is_first:
             self.steps.frozen = FrozenParameters(
                 model.module.named_parameters(),
                 "torch DDP does not reduce their gradients, and the ranks drift apart; make "
@@ -300,13 +300,14 @@ class DCTState(OptimizerAttachment):
         if self._resolved:
             return
         self._resolved = True
+        ranks = dist.get_world_size(self.process_group) if dist.is_initialized() else 1
         training = Training(
-            ranks=dist.get_world_size(self.process_group),
+            ranks=ranks,
             steps=self._total_steps,
             step_ahead_unavailable=step_ahead_unavailable,
             optimizer_unknown_hint="dct_plugin.attach(model, optimizer) takes what suits it",
         )
-        self.resolve(self._optimizers, training, self._nodes())
+        self.resolve(self._optimizers, training, self._nodes() if ranks > 1 else None)
 
     def _nodes(self) -> Nodes | None:
         settings = self.written.data_parallel

@@ -69,6 +69,11 @@ class OptimizerAttachment(HostAttachment, ABC):
         self.ends.callback(self._optimizer_steps.close)
 
     @property
+    def _is_first(self) -> bool:
+        """True on the first rank of the group, which may be one without a default group beside it."""
+        return not dist.is_initialized() or dist.get_rank(self.process_group) == 0
+
+    @property
     def reducers(self) -> Iterable[GradientReducer]:
         return self._reducers.values()
 
@@ -177,7 +182,7 @@ class OptimizerAttachment(HostAttachment, ABC):
                 )
             told |= parameters
         without_optimizer = [n for n, p in compressed.items() if p.requires_grad and id(p) not in told]
-        if optimizers and without_optimizer and dist.get_rank(self.process_group) == 0:
+        if optimizers and without_optimizer and self._is_first:
             logger.warning(
                 f"dct: {len(without_optimizer)} parameters are in none of the optimizers that were passed, "
                 f"and get local error feedback at sparsity {self.config.data_parallel.sparsity:g}: "
