@@ -61,7 +61,7 @@ class DCTCallback(Callback):
             trainer.optimizers,
             self.section,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
-            total_steps=int(steps) if steps != float("inf") else None,
+            total_steps=int(steps) if 0 < steps < float("inf") else None,  # -1: data of unknown length
         )
         if isinstance(state, PlainTraining):
             return

@@ -8,6 +8,7 @@ import csv
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -334,8 +335,8 @@ def test_a_model_is_trained_several_times(tmp_path: Path) -> None:
     assert torch.equal(first[2], second[2])
 
 
-def _lightning_fits(rank: int, world_size: int) -> tuple[list[list[float]], list[int], torch.Tensor]:
-    """A training that fails, one with a new Trainer, and one that its Trainer goes on with."""
+def _lightning(world_size: int, section: dict[str, Any], **limits: int) -> tuple[Any, Any]:
+    """A Trainer and a model for it."""
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
@@ -352,20 +353,27 @@ def _lightning_fits(rank: int, world_size: int) -> tuple[list[list[float]], list
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
+    trainer = Trainer(
+        accelerator="cpu", strategy="ddp", devices=world_size, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, plugins=[TorchElasticEnvironment()],
+        callbacks=[DCTCallback(section)], **limits,
+    )  # fmt: skip
+    return trainer, Regression()
+
+
+def _lightning_fits(rank: int, world_size: int) -> tuple[list[list[float]], list[int], torch.Tensor]:
+    """A training that fails, one with a new Trainer, and one that its Trainer goes on with."""
     data = [(torch.randn(16), torch.randn(())) for _ in range(512)]
     loader = torch.utils.data.DataLoader(data, batch_size=8)
-    model, found, hooks = Regression(), [], []
+    found, hooks = [], []
     section = {
         "data_parallel": {"sparsity": 0.9, "min_numel": 16, "warmup_steps": 4, "feedback": "step_ahead"}
     }
+    trainer, model = _lightning(world_size, section, max_steps=8)
     for number in range(3):
         model.inner.off, model.inner.fails = [], number == 0
-        if number < 2:
-            trainer = Trainer(
-                accelerator="cpu", strategy="ddp", devices=world_size, max_steps=8, logger=False,
-                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-                plugins=[TorchElasticEnvironment()], callbacks=[DCTCallback(section)],
-            )  # fmt: skip
+        if number == 1:
+            trainer, _ = _lightning(world_size, section, max_steps=8)
         trainer.fit_loop.epoch_loop.max_steps = 8 * (number or 1)
         with pytest.raises(RuntimeError) if number == 0 else contextlib.nullcontext():
             trainer.fit(model, loader)
@@ -385,3 +393,23 @@ def test_lightning_fits_a_model_several_times() -> None:
             assert all(off[5:])
         assert hooks == [0, 0, 0]
     assert torch.equal(first[2], second[2])
+
+
+class _Stream(torch.utils.data.IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Data that do not say how many they are."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return ((torch.randn(16), torch.randn(())) for _ in range(24))
+
+
+def _lightning_streams(rank: int, world_size: int) -> list[str]:
+    with logged_lines() as lines:
+        trainer, model = _lightning(world_size, {"data_parallel": {"min_numel": 16}}, max_epochs=1)
+        trainer.fit(model, torch.utils.data.DataLoader(_Stream(), batch_size=8))
+    return lines
+
+
+def test_lightning_with_data_of_unknown_length() -> None:
+    pytest.importorskip("lightning")
+    lines, _ = processes.run(2, _lightning_streams)
+    assert any("step-ahead for AdamW" in line and "length of the run is not known" in line for line in lines)
