@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -54,9 +56,14 @@ def attach(
         process, or ``"enabled"`` is false, nothing is attached, and its methods do nothing.
 
     Raises:
-        ConfigError: The section or the optimizer is wrong, or ``model`` is not wrapped.
+        ConfigError: The section, the optimizer or the number of steps is wrong, or ``model`` is not wrapped.
     """
     optimizers_of(optimizer, "dct_plugin.attach")
+    if total_steps is not None and not (isinstance(total_steps, Real) and 0 <= total_steps < math.inf):
+        raise ConfigError(
+            f"dct_plugin.attach: total_steps = {total_steps!r}: must be the number of optimizer steps of the "
+            "run, or None if that is not known"
+        )
     config = DCTConfig.given(section)
     model = getattr(model, "_forward_module", model)  # of Lightning's Fabric
     model = getattr(model, "_orig_mod", model)  # of torch.compile

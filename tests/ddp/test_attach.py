@@ -609,6 +609,13 @@ def test_before_the_process_group_exists(caplog: pytest.LogCaptureFixture) -> No
         dct_plugin.attach(plain, None, {"data_parallel": {"sparsitty": 0.9}})
 
 
+@pytest.mark.parametrize("steps", [-1, "100", float("nan"), float("inf")])
+def test_a_wrong_number_of_steps_is_named(steps: Any) -> None:
+    plain = nn.Linear(6, 4)
+    with pytest.raises(ConfigError, match=f"total_steps = {steps!r}: must be the number of optimizer steps"):
+        dct_plugin.attach(plain, None, {}, total_steps=steps)
+
+
 def test_schedulers_say_how_long_a_run_is() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     schedulers = torch.optim.lr_scheduler
