@@ -21,7 +21,6 @@ from ..codecs.payload import Header, Payload, dense_payload_nbytes, header_bytes
 from ..codecs.stats import Stats, Totals, read_stats
 from ..codecs.values import ValueDtype
 from ..config import DataParallelConfig, KernelConfig
-from ..errors import ConfigError
 from ..kernels import Backend, Job, Selection, Sums, backend_names, get_backend, serves
 from ..kernels.job import GRAD_DTYPES, SMALLEST_TAU, PartedJob, Parts, Tau, refuse_capture
 from ..metrics import Record
@@ -102,7 +101,7 @@ class Stream:
     def backend(self, device: torch.device) -> Backend:
         """Return the kernels in use."""
         if self._backend is None:
-            self._backend = backend_of(self._kernels, device)
+            self._backend = get_backend(device, (self._kernels or KernelConfig()).backend)
         return self._backend
 
     def propose(self, encoded: Encoded, flat: Tensor, residual: Tensor | None = None) -> Tau:
@@ -395,29 +394,14 @@ def parts_of(
 # -- shared by every path ---
 
 
-def backend_of(kernels: KernelConfig | None, device: torch.device) -> Backend:
-    """The kernels that the ``kernels`` section asks for (the defaults when None).
-
-    Raises:
-        ConfigError: No backend of that name is registered.
-        ValueError: It does not serve ``device``.
-        OSError: It is not available on this machine.
-    """
-    kernels = kernels or KernelConfig()
-    if kernels.backend not in backend_names():
-        registered = ", ".join(f'"{name}"' for name in backend_names())
-        raise ConfigError(f'dct.kernels.backend = "{kernels.backend}": must be one of {registered}')
-    return get_backend(device, kernels.backend)
-
-
 def backend_beside(kernels: KernelConfig | None, device: torch.device) -> Backend:
-    """:func:`backend_of`; or what ``auto`` takes, where the backend that is asked for serves another device:
-    part of the work on a GPU's tensors is done on the host.
+    """The kernels that the ``kernels`` section asks for (the defaults when None); what ``auto`` takes where
+    they serve another device: part of the work on a GPU's tensors is done on the host. Errors are those of
+    :func:`.kernels.get_backend`.
     """
-    kernels = kernels or KernelConfig()
-    if kernels.backend in backend_names() and not serves(kernels.backend, device):
-        kernels = kernels.model_copy(update={"backend": "auto"})
-    return backend_of(kernels, device)
+    name = (kernels or KernelConfig()).backend
+    served = name not in backend_names() or serves(name, device)
+    return get_backend(device, name if served else "auto")
 
 
 def as_flat(tensor: Tensor) -> Tensor:

@@ -18,10 +18,11 @@ from .. import checkpoint
 from ..codecs.copies import Stopwatch
 from ..codecs.values import ValueDtype
 from ..compression.feedback import ScratchBuffers
-from ..compression.stream import Compressor, backend_of
+from ..compression.stream import Compressor
 from ..config import DataParallelConfig, KernelConfig
 from ..console import logger
 from ..errors import ConfigError
+from ..kernels import get_backend
 from ..metrics import Metrics, Record
 from ..transport import Exchange
 from ..transport.agreement import ranks_in_words
@@ -203,7 +204,7 @@ class StreamGroup:
         self.streams = Streams(settings, self.rank, kernels, transactional=transactional)
         self.host_collective = "reduce_scatter"
         """Collective by which the framework would give owners their sums; for the metrics."""
-        self.backend = backend_of(kernels, self.device)
+        self.backend = get_backend(self.device, (kernels or KernelConfig()).backend)
         self.value_dtype = ValueDtype.parse(settings.value_dtype)
         """The type of the selected values."""
         if self.value_dtype not in self.backend.value_dtypes:

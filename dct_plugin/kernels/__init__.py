@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..errors import ConfigError
 from . import self_check
 from .backend import Backend as Backend
 from .backend import Residuals as Residuals
@@ -90,7 +91,8 @@ def get_backend(device: torch.device | str, name: str = "auto") -> Backend:
             set, else the fastest backend that works on this machine; the choice is logged once.
 
     Raises:
-        ValueError: The name is unknown, or the backend does not serve this device.
+        ConfigError: No backend of that name is registered.
+        ValueError: It does not serve this device.
         OSError: The named backend is not available (``auto`` falls back to ``reference`` instead).
     """
     device, from_environment = torch.device(device), name == "auto"
@@ -98,9 +100,9 @@ def get_backend(device: torch.device | str, name: str = "auto") -> Backend:
         name = os.environ.get("DCT_KERNELS", "").strip().lower() or "auto"
     if name != "auto":
         if name not in _factories:
-            source = "DCT_KERNELS" if from_environment else "kernels.backend"
-            allowed = ", ".join(backend_names())
-            raise ValueError(f"{source}: kernel backend {name!r} is unknown; allowed: {allowed}")
+            source = "DCT_KERNELS" if from_environment else "dct.kernels.backend"
+            names = ", ".join(f'"{each}"' for each in backend_names())
+            raise ConfigError(f'{source} = "{name}": must be one of {names}')
         if serves(name, device):
             return _instance(name)
         if not from_environment:
