@@ -134,11 +134,12 @@ class OptimizerAttachment(HostAttachment, ABC):
             weights: Returns the weights of this rank by name.
         """
         steps, before, passes = self._optimizer_steps, dict[str, Tensor](), list[Handle]()
+        reference = weakref.ref(model)  # its hooks must not keep it alive
 
         def before_loading(*_: Any) -> None:
-            if steps.has_stepped and not before:
+            if steps.has_stepped and not before and (loading := reference()) is not None:
                 before.update((name, checksum(weight)) for name, weight in weights())
-                passes.append(calls_of(model).follow(before_forward))
+                passes.append(calls_of(loading).follow(before_forward))
 
         def before_forward(gradients: bool) -> None:
             if not gradients:
