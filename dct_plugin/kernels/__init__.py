@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import ConfigError
+from .. import errors
 from . import self_check
 from .backend import Backend as Backend
 from .backend import Residuals as Residuals
@@ -102,7 +102,7 @@ def get_backend(device: torch.device | str, name: str = "auto") -> Backend:
         if name not in _factories:
             source = "DCT_KERNELS" if from_environment else "dct.kernels.backend"
             names = ", ".join(f'"{each}"' for each in backend_names())
-            raise ConfigError(f'{source} = "{name}": must be one of {names}')
+            raise errors.ConfigError(f'{source} = "{name}": must be one of {names}')
         if serves(name, device):
             return _instance(name)
         if not from_environment:
