@@ -107,7 +107,7 @@ def _zero1(rank: int, world_size: int) -> list[dict[str, int]]:
 @pytest.mark.parametrize(
     ("way", "most", "entered"),
     [
-        (_zero1, [59, 30], "integrations/deepspeed/zero.py"),
+        (_zero1, [58, 30], "integrations/deepspeed/zero.py"),
         (_silent_local_step, [12], "data_parallel/local_steps/add_on.py"),
     ],
 )

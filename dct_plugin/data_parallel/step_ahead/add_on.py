@@ -37,7 +37,6 @@ from ...kernels import Residuals
 from ...kernels.displacement import Displacement
 from ...kernels.job import part_of
 from ...kernels.reference import ReferenceBackend
-from ...metrics import format_bytes
 from ...policy.rules import FEW_COMPRESSORS
 from ..add_on import AddOn, ReducerContext
 from ..passes import register, remove, unregister
@@ -45,7 +44,7 @@ from ..plan import Entries, Part, PlannedTensor, ReductionPlan, Shard, common
 from ..step_units import StepUnit
 from .displaced_weights import Coverage, DisplacedWeights, Event, State, TrainingPasses
 from .residual_coefficients import INTERVAL, ResidualCoefficients
-from .second_moments import Moments, SecondMoments, is_dense, sizes
+from .second_moments import Moments, SecondMoments, is_dense
 
 if TYPE_CHECKING:
     from ..nodes.ranks import NodeRanks
@@ -481,11 +480,6 @@ class StepAheadAddOn(AddOn):
             An object to attach to the model, or to ask to displace and restore its weights.
         """
         group, parameters = self._group, list(parameters)
-        large = [p for name, p in parameters if p.requires_grad and not group.is_small(name, p.numel())]
-        if not group.group_rank:
-            copied, moments = sum(p.numel() for p in large), sum(8 * sum(sizes(p.shape)) for p in large)
-            memory = f"a copy of {copied} weights on a rank, and {format_bytes(moments)} of second moments"
-            logger.info(f"dct: step-ahead keeps {memory}")
         lasting = self._config.residual_dtype in ("auto", "fp32")
         self._ahead = StepAhead(
             parameters,
