@@ -154,8 +154,8 @@ class Head(nn.Module):
 
 
 class Thresholded(nn.Module):
-    """What the plugin is to do at a boundary, by plain torch: entries below the k-th largest magnitude of the
-    step's first micro-batch become zeros, and their gradients, too.
+    """Does by plain torch what the plugin is to do at a boundary: entries below the k-th largest magnitude of
+    the step's first micro-batch become zeros, and their gradients, too.
     """
 
     def __init__(self, share: float, micro_batches: int) -> None:

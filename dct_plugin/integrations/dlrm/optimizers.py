@@ -79,7 +79,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             return StepUnit(lr)
         return StepUnit(lr, True, float(group["betas"][1]) if method == "adam" else None, _eps(group))
 
-    # Gradients of some rows of a parameter (``at``), or of all of it, in which case it is None.
+    # The gradients belong to some rows of a parameter (``at``), or to all of it: then ``at`` is None.
 
     @staticmethod
     def _sgd(parameter: Tensor, values: Tensor, at: Tensor | None, _: _Settings, group: _Settings) -> None:

@@ -77,7 +77,7 @@ class ParameterHook(Hook):
         self.session, self._resolve = session, resolve
         session.pending_of = self._pending_of
         self._owners = weakref.WeakKeyDictionary[Any, _Owner]()
-        """By optimizer, in the order in which they were made."""
+        """Each optimizer's owner; they stand in the order in which they were made."""
         self._loaded: dict[str, Any] = {}
         patches = session.patches
         self._copy = DistributedOptimizer._copy_main_params_to_model_params
